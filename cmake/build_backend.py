@@ -1,8 +1,9 @@
-"""The PEP 517 backend: scikit-build-core, plus the CUTLASS headers when the build is going to compile CUDA.
+"""The PEP 517 backend: scikit-build-core, plus the CUTLASS headers when the build is going
+to compile CUDA.
 
 pip builds in an isolated environment without the packages that are installed elsewhere. The package
-`nvidia-cutlass` provides the headers there, but depends on scipy and networkx, so a build without CUDA must not
-require it.
+`nvidia-cutlass` provides the headers there, but depends on scipy and networkx, so a build without
+CUDA must not require it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Run nvcc (or ccache nvcc) and fail when a kernel spills registers or loses operands, or ptxas warns that it serialised wgmma.
+"""Run nvcc (or ccache nvcc) and fail when a kernel spills registers or loses operands, or ptxas
+warns that it serialised wgmma.
 
-CMake puts this in front of every nvcc call (`CUDA_COMPILER_LAUNCHER`). nvcc is called with `-Xptxas -v`; what
-ptxas says of every kernel goes to a file next to the object, `NAME.cu.o.ptxas.txt`, and one line of it to the
-terminal.
+CMake puts this in front of every nvcc call (`CUDA_COMPILER_LAUNCHER`). nvcc is called with
+`-Xptxas -v`; what ptxas says of every kernel goes to a file next to the object,
+`NAME.cu.o.ptxas.txt`, and one line of it to the terminal.
 
-wgmma reads operands in registers while the warp goes on. ptxas 13.0 was seen to take such registers for free once the
-instruction was issued, and to load the next operands into them: wrong products, and no warning. Where the toolkit's
-cuobjdump is at hand, the instructions are searched for that.
+wgmma reads operands in registers while the warp goes on. ptxas 13.0 was seen to take such registers
+for free once the instruction was issued, and to load the next operands into them: wrong products,
+and no warning. Where the toolkit's cuobjdump is at hand, the instructions are searched for that.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ VERBOSE = re.compile(r"^(ptxas info\s+: |\s*\d+ bytes (stack frame|gmem))")
 # What cuobjdump -sass prints: a kernel's name; an address and an instruction.
 KERNEL = re.compile(r"^\s*Function : (\S+)")
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.MULTILINE)
-# wgmma with an operand in four registers; "gsb0" ends a group. Then the wait until so many groups are left.
+# wgmma with an operand in four registers; "gsb0" ends a group. Then the wait until so many
+# groups are left.
 PRODUCT = re.compile(r"GMMA\S* R\d+, R(\d+), gdesc")
 GROUPS_LEFT = re.compile(r"^WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
 JUMP = re.compile(r"^(@\S+ )?BRA\b.*?(0x[0-9a-f]+)")
@@ -42,7 +44,9 @@ WRITES = re.compile(r"^(?:@\S+ )?(?!BAR|WARPSYNC|NANOSLEEP)([A-Z0-9_.]+) (?:U?P\
 def demangle(text: str) -> str:
     """Return `text` with the C++ names in it readable, where a demangler is installed."""
     tool = shutil.which("cu++filt") or shutil.which("c++filt")
-    return subprocess.run([tool], input=text, capture_output=True, text=True).stdout if tool else text
+    return (
+        subprocess.run([tool], input=text, capture_output=True, text=True).stdout if tool else text
+    )
 
 
 def faults(report: str) -> list[str]:
@@ -68,7 +72,13 @@ def kernels(sass: Iterable[str]) -> Iterator[tuple[str, list[tuple[int, str]]]]:
         if match := KERNEL.match(line):
             text = "".join(lines)
             if "GMMA" in text:
-                yield name, [(int(address, 16), instruction) for address, instruction in INSTRUCTION.findall(text)]
+                yield (
+                    name,
+                    [
+                        (int(address, 16), instruction)
+                        for address, instruction in INSTRUCTION.findall(text)
+                    ],
+                )
             name, lines = match[1], []
         else:
             lines.append(line)
@@ -79,17 +89,27 @@ def written(text: str) -> set[int]:
     if not (match := WRITES.match(text)):
         return set()
     operation, first = match[1], int(match[2])
-    count = 4 if re.search(r"\.128|LDSM.*\.4", operation) else 2 if re.search(r"\.64|WIDE|^CS2R$|LDSM.*\.2", operation) else 1
+    count = (
+        4
+        if re.search(r"\.128|LDSM.*\.4", operation)
+        else 2
+        if re.search(r"\.64|WIDE|^CS2R$|LDSM.*\.2", operation)
+        else 1
+    )
     return set(range(first, first + count))
 
 
 def lost_operands(body: list[tuple[int, str]]) -> list[str]:
-    """Return the instructions that write a register which a product in flight reads; loops are gone through twice."""
+    """Return the instructions that write a register which a product in flight reads; loops are
+    gone through twice.
+    """
     places = {address: i for i, (address, _) in enumerate(body)}
     found: dict[int, str] = {}
 
     def go(first: int, last: int, groups: list[set[int]]) -> list[set[int]]:
-        """Go from groups in flight, of which the last is not ended, to those after the instructions."""
+        """Go from groups in flight, of which the last is not ended, to those after
+        the instructions.
+        """
         for i in range(first, last):
             text = body[i][1]
             if "GMMA" in text:
@@ -116,12 +136,16 @@ def lost_operands(body: list[tuple[int, str]]) -> list[str]:
 
 
 def operand_faults(output: Path, compiler: list[str]) -> list[str]:
-    """Return a line for each kernel that loses operands; none without cuobjdump on PATH or next to the compiler."""
+    """Return a line for each kernel that loses operands; none without cuobjdump on PATH or next
+    to the compiler.
+    """
     folders = os.pathsep.join(str(Path(part).parent) for part in compiler)
     tool = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=folders)
     if not tool:
         return []
-    with subprocess.Popen([tool, "-sass", str(output)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [tool, "-sass", str(output)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         return [
             f"{name}: {lost[0]}: a product in flight reads what this writes"
@@ -142,11 +166,17 @@ def main(command: list[str]) -> int:
     registers = [int(count) for count in REGISTERS.findall(done.stderr)]
     if registers:
         Path(f"{output}.ptxas.txt").write_text(demangle(done.stderr))
-        print(f"{output.stem}: {len(registers)} kernels, at most {max(registers)} registers", flush=True)
+        print(
+            f"{output.stem}: {len(registers)} kernels, at most {max(registers)} registers",
+            flush=True,
+        )
     if found:
         output.unlink(missing_ok=True)
         sys.stderr.write(demangle("".join(f"error: {output.stem}: {fault}\n" for fault in found)))
-        sys.stderr.write("A kernel spills registers or loses operands, or ptxas serialised wgmma: the build fails.\n")
+        sys.stderr.write(
+            "A kernel spills registers or loses operands, or ptxas serialised wgmma: the "
+            "build fails.\n"
+        )
         return 1
     return 0
 

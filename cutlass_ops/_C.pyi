@@ -1,4 +1,6 @@
-"""Pointers, sizes and the stream as integers; 0 is a null pointer. The callers check what they pass."""
+"""Pointers, sizes and the stream as integers; 0 is a null pointer. The callers check what they
+pass.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +57,9 @@ class PackedWeight:
     def set_sums(self, colsums_ptr: int) -> None: ...
 
 class QuantizedActivations:
-    def __init__(self, codes_ptr: int, scales_ptr: int, zeros_ptr: int, block: int, stride: int, rows: int) -> None: ...
+    def __init__(
+        self, codes_ptr: int, scales_ptr: int, zeros_ptr: int, block: int, stride: int, rows: int
+    ) -> None: ...
 
 class Epilogue:
     def __init__(
@@ -118,9 +122,20 @@ def packed_bytes(n: int, k: int, bits: int) -> int: ...
 def colsum_bytes(weight: PackedWeight) -> int: ...
 
 class RouteProblem:
-    def __init__(self, ids_ptr: int, wide: bool, tokens: int, top: int, experts: int, map_ptr: int, map_size: int) -> None: ...
+    def __init__(
+        self,
+        ids_ptr: int,
+        wide: bool,
+        tokens: int,
+        top: int,
+        experts: int,
+        map_ptr: int,
+        map_size: int,
+    ) -> None: ...
 
-def route(problem: RouteProblem, offsets_ptr: int, order_ptr: int, device_index: int, stream: int) -> None: ...
+def route(
+    problem: RouteProblem, offsets_ptr: int, order_ptr: int, device_index: int, stream: int
+) -> None: ...
 
 class MoePlan:
     kernel: str
@@ -154,7 +169,9 @@ class MoeProblem:
     ) -> None: ...
     def plan(self, device: Device) -> MoePlan: ...
 
-def mixed_moe(problem: MoeProblem, plan: MoePlan, workspace_ptr: int, device_index: int, stream: int) -> None: ...
+def mixed_moe(
+    problem: MoeProblem, plan: MoePlan, workspace_ptr: int, device_index: int, stream: int
+) -> None: ...
 
 most_experts: int
 most_positions: int
@@ -163,18 +180,43 @@ def weight_colsum(weight: PackedWeight, colsums_ptr: int, stream: int) -> None: 
 def pack(codes_ptr: int, out_ptr: int, n: int, k: int, bits: int) -> None: ...
 def unpack(packed_ptr: int, out_ptr: int, n: int, k: int, bits: int) -> None: ...
 def pack_cuda(
-    codes_ptr: int, n_stride: int, k_stride: int, packed_ptr: int, n: int, k: int, bits: int, device_index: int, stream: int
+    codes_ptr: int,
+    n_stride: int,
+    k_stride: int,
+    packed_ptr: int,
+    n: int,
+    k: int,
+    bits: int,
+    device_index: int,
+    stream: int,
 ) -> None: ...
 def unpack_cuda(
-    codes_ptr: int, n_stride: int, k_stride: int, packed_ptr: int, n: int, k: int, bits: int, device_index: int, stream: int
+    codes_ptr: int,
+    n_stride: int,
+    k_stride: int,
+    packed_ptr: int,
+    n: int,
+    k: int,
+    bits: int,
+    device_index: int,
+    stream: int,
 ) -> None: ...
-def unpack_along_k(words_ptr: int, n_stride: int, k_stride: int, out_ptr: int, n: int, k: int, bits: int) -> None: ...
+def unpack_along_k(
+    words_ptr: int, n_stride: int, k_stride: int, out_ptr: int, n: int, k: int, bits: int
+) -> None: ...
 def unpack_along_n(
     words_ptr: int, n_stride: int, k_stride: int, order: Sequence[int], out_ptr: int, n: int, k: int
 ) -> None: ...
 def unpack_tiles(words_ptr: int, out_ptr: int, n: int, k: int) -> None: ...
 def unpack_bytes(
-    bytes_ptr: int, blocks: int, stride: int, size: int, run: int, in_turn: bool, high_first: bool, out_ptr: int
+    bytes_ptr: int,
+    blocks: int,
+    stride: int,
+    size: int,
+    run: int,
+    in_turn: bool,
+    high_first: bool,
+    out_ptr: int,
 ) -> None: ...
 def permute_columns(codes_ptr: int, out_ptr: int, n: int, k: int, perm_ptr: int) -> None: ...
 def mixed_gemm(
@@ -195,7 +237,9 @@ def mixed_gemm(
     device_index: int,
     stream: int,
 ) -> Any: ...  # a tensor
-def product(weight: PackedWeight, x: object, act_quant: str, symmetric: bool) -> Any: ...  # a tensor, or None
+
+# a tensor, or None
+def product(weight: PackedWeight, x: object, act_quant: str, symmetric: bool) -> Any: ...
 def quantize_activations(
     x_ptr: int,
     type: DataType,
@@ -222,10 +266,19 @@ def cpu_instruction_sets() -> list[str]: ...
 def use_cpu_instruction_set(name: str) -> None: ...
 def cpu_kernel() -> str: ...
 def cpu_quantize_activations(
-    x_ptr: int, type: DataType, x_stride: int, m: int, k: int, perm_ptr: int, out: QuantizedActivations, threads: int
+    x_ptr: int,
+    type: DataType,
+    x_stride: int,
+    m: int,
+    k: int,
+    perm_ptr: int,
+    out: QuantizedActivations,
+    threads: int,
 ) -> None: ...
 def cpu_multiplies_bfloat16() -> bool: ...
-def cpu_dequantize(weight: PackedWeight, out_ptr: int, type: DataType, first_row: int, rows: int, threads: int) -> None: ...
+def cpu_dequantize(
+    weight: PackedWeight, out_ptr: int, type: DataType, first_row: int, rows: int, threads: int
+) -> None: ...
 def cpu_mixed_gemm(
     weight: PackedWeight,
     m: int,
@@ -242,7 +295,13 @@ def cpu_mixed_gemm(
     threads: int,
 ) -> None: ...
 def dequantize(
-    weight: PackedWeight, out_ptr: int, type: DataType, stream: int, first_row: int = 0, rows: int = -1, tap_channels: int = 0
+    weight: PackedWeight,
+    out_ptr: int,
+    type: DataType,
+    stream: int,
+    first_row: int = 0,
+    rows: int = -1,
+    tap_channels: int = 0,
 ) -> None: ...
 def quantize_flat(
     x_ptr: int,
@@ -272,11 +331,20 @@ def dequantize_flat(
 
 class AwqWeight:
     def __init__(
-        self, codes_ptr: int, scales_ptr: int, zeros_ptr: int, n: int, k: int, groups: int, type: DataType
+        self,
+        codes_ptr: int,
+        scales_ptr: int,
+        zeros_ptr: int,
+        n: int,
+        k: int,
+        groups: int,
+        type: DataType,
     ) -> None: ...
 
 def dequantize_awq(weight: AwqWeight, out_ptr: int, stream: int) -> None: ...
-def awq_gemm(weight: AwqWeight, x_ptr: int, x_stride: int, m: int, out_ptr: int, stream: int) -> None: ...
+def awq_gemm(
+    weight: AwqWeight, x_ptr: int, x_stride: int, m: int, out_ptr: int, stream: int
+) -> None: ...
 def current_device() -> Device: ...
 def plan(
     weight: PackedWeight,

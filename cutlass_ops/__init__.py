@@ -1,7 +1,8 @@
 """Mixed-precision GEMM for quantised weights, built on CUTLASS.
 
-A checkpoint is read into :class:`QuantizedWeight`, reordered once into :class:`PackedWeight`, and multiplied by
-:func:`mixed_gemm` on a GPU (kernels) or a CPU (the reference, which is the specification).
+A checkpoint is read into :class:`QuantizedWeight`, reordered once into
+:class:`PackedWeight`, and multiplied by :func:`mixed_gemm` on a GPU (kernels) or a CPU (the
+reference, which is the specification).
 """
 
 from importlib import import_module
@@ -15,7 +16,12 @@ from .nn.conv import replace_convs
 from .nn.linear import MixedLinear, fuse_linears, replace_linears, set_activations
 from .nn.quantize_model import quantize_model
 from .ops import gradients_conv as gradients_conv  # the gradient of mixed convolutions
-from .ops.activations import QuantizedActivations, quantize_activations, rms_norm_quantize, silu_mul_quantize
+from .ops.activations import (
+    QuantizedActivations,
+    quantize_activations,
+    rms_norm_quantize,
+    silu_mul_quantize,
+)
 from .ops.conv import mixed_conv1d, mixed_conv2d, mixed_conv3d
 from .ops.conv_int8 import conv2d_int8, linear_int8
 from .ops.drop_in import NestedAbsmax, awq_dequantize, awq_gemm, dequantize_4bit, quantize_4bit
@@ -82,10 +88,14 @@ register_when_imported()
 
 
 def __getattr__(name: str) -> Any:
-    """``CutlassOpsConfig``, which needs transformers, is imported on first use; ``__all__`` lacks it therefore."""
+    """``CutlassOpsConfig``, which needs transformers, is imported on first use; ``__all__``
+    lacks it therefore.
+    """
     if name != "CutlassOpsConfig":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         return import_module(f"{__name__}.integrations.hf_config").CutlassOpsConfig
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}; {name} needs it: pip install 'cutlass_ops[hf]'") from error
+        raise ModuleNotFoundError(
+            f"{error}; {name} needs it: pip install 'cutlass_ops[hf]'"
+        ) from error

@@ -1,4 +1,6 @@
-"""Replace a network's convolutions by packed ones, compare what each format loses, and run one of them in static int8."""
+"""Replace a network's convolutions by packed ones, compare what each format loses, and run one of
+them in static int8.
+"""
 
 import copy
 
@@ -9,19 +11,33 @@ import cutlass_ops as co
 
 torch.manual_seed(0)
 net = nn.Sequential(
-    nn.Conv2d(16, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 128, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(128, 32, 1)
+    nn.Conv2d(16, 64, 3, padding=1),
+    nn.ReLU(),
+    nn.Conv2d(64, 128, 3, stride=2, padding=1),
+    nn.ReLU(),
+    nn.Conv2d(128, 32, 1),
 ).eval()
-convolutions = {name: module.weight.detach() for name, module in net.named_modules() if isinstance(module, nn.Conv2d)}
+convolutions = {
+    name: module.weight.detach()
+    for name, module in net.named_modules()
+    if isinstance(module, nn.Conv2d)
+}
 x = torch.randn(2, 16, 24, 24)
 
 with torch.no_grad():
     exact = net(x)
     for bits, act_quant in ((8, "none"), (8, "block"), (4, "none"), (4, "block")):
-        packed = {name: co.reorder(co.quantize(w, bits=bits, group_size=32)) for name, w in convolutions.items()}
+        packed = {
+            name: co.reorder(co.quantize(w, bits=bits, group_size=32))
+            for name, w in convolutions.items()
+        }
         quantised = copy.deepcopy(net)
         co.replace_convs(quantised, packed, act_quant=act_quant)
         error = (quantised(x) - exact).norm() / exact.norm()
-        print(f"int{bits} weights, x {'int8' if act_quant == 'block' else 'fp32'}   error {100 * float(error):5.2f} %")
+        print(
+            f"int{bits} weights, x {'int8' if act_quant == 'block' else 'fp32'}   error "
+            f"{100 * float(error):5.2f} %"
+        )
 
     # The first layer as a runtime for ONNX would compute it: codes in, codes out.
     weight = co.reorder(co.quantize(convolutions["0"], bits=8, group_size=-1))

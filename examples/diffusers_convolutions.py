@@ -1,7 +1,8 @@
-"""Quantise the convolutions and linear layers of a UNet block and a VAE decoder of diffusers: error and time of each format.
+"""Quantise the convolutions and linear layers of a UNet block and a VAE decoder of diffusers: error
+and time of each format.
 
-Weights and inputs are random: a trained model has other errors. On a GPU the sizes are those of Stable Diffusion 1.5 at
-512 x 512 pixels, in fp16. On a CPU they are small, and x is fp32.
+Weights and inputs are random: a trained model has other errors. On a GPU the sizes are those of
+Stable Diffusion 1.5 at 512 x 512 pixels, in fp16. On a CPU they are small, and x is fp32.
 """
 
 from __future__ import annotations
@@ -41,15 +42,22 @@ def compare(name: str, model: nn.Module, run: Callable[[nn.Module], Tensor]) -> 
     exact = run(model.eval().to(device))  # fp32
     models = {str(dtype).removeprefix("torch."): model.to(dtype)}
     for form, bits, act_quant in (("W8A8", 8, "block"), ("W4A16", 4, "none")):
-        models[form] = co.quantize_model(copy.deepcopy(model), bits, group_size=128, act_quant=act_quant, convs=True)
+        models[form] = co.quantize_model(
+            copy.deepcopy(model), bits, group_size=128, act_quant=act_quant, convs=True
+        )
     layers = list(models["W8A8"].modules())
-    convolutions, linears = (sum(isinstance(layer, kind) for layer in layers) for kind in (co.nn.MixedConv, co.MixedLinear))
+    convolutions, linears = (
+        sum(isinstance(layer, kind) for layer in layers)
+        for kind in (co.nn.MixedConv, co.MixedLinear)
+    )
     print(f"{name}: {convolutions} convolutions and {linears} linear layers are packed")
     for form, one in models.items():
         error = (run(one).float() - exact).norm() / exact.norm()
         took = milliseconds(lambda one=one: run(one))
         size = sum(tensor.nbytes for tensor in (*one.parameters(), *one.buffers()))
-        print(f"  {form:8}  error {100 * float(error):6.3f} %   {took:8.2f} ms   {size / 1e6:7.2f} MB")
+        print(
+            f"  {form:8}  error {100 * float(error):6.3f} %   {took:8.2f} ms   {size / 1e6:7.2f} MB"
+        )
 
 
 def like(model: nn.Module, *tensors: Tensor) -> list[Tensor]:
@@ -58,9 +66,17 @@ def like(model: nn.Module, *tensors: Tensor) -> list[Tensor]:
 
 
 torch.manual_seed(0)
-before, channels, times, words, pixels = (320, 640, 1280, 768, 32) if on_gpu else (64, 96, 128, 64, 8)
-block = CrossAttnDownBlock2D(before, channels, times, num_layers=2, num_attention_heads=8, cross_attention_dim=words)
-x, step, text = torch.randn(2, before, pixels, pixels), torch.randn(2, times), torch.randn(2, 77, words)
+before, channels, times, words, pixels = (
+    (320, 640, 1280, 768, 32) if on_gpu else (64, 96, 128, 64, 8)
+)
+block = CrossAttnDownBlock2D(
+    before, channels, times, num_layers=2, num_attention_heads=8, cross_attention_dim=words
+)
+x, step, text = (
+    torch.randn(2, before, pixels, pixels),
+    torch.randn(2, times),
+    torch.randn(2, 77, words),
+)
 compare("UNet block", block, lambda model: model(*like(model, x, step, text))[0])
 
 widths, pixels = ((128, 256, 512, 512), 64) if on_gpu else ((64, 96), 8)

@@ -1,6 +1,6 @@
 // Packs an int4 weight on the host, copies it to the GPU, multiplies 16 rows of fp16 by it, and
-// checks the result. tests/cpp/consumer builds it with CMake; without CMake, where DIR is the folder
-// of the installed C++ package and CUDA that of the toolkit:
+// checks the result. tests/cpp/consumer builds it with CMake; without CMake, where DIR is the
+// folder of the installed C++ package and CUDA that of the toolkit:
 //
 //   c++ -std=c++17 multiply.cpp -I DIR/include -I CUDA/include -L DIR/lib -lcutlass_ops \
 //       -L CUDA/lib64 -lcudart_static -ldl -lrt -lpthread
@@ -14,8 +14,8 @@
 #include "cutlass_ops/ops.h"
 #include "cutlass_ops/pack.h"
 
-// A copy on the device, which lives as long as the process. Addresses of cudaMalloc are multiples of
-// 256, more than any argument needs.
+// A copy on the device, which lives as long as the process. Addresses of cudaMalloc are multiples
+// of 256, more than any argument needs.
 template <class T>
 T* on_device(std::vector<T> const& host) {
   void* copy = nullptr;
@@ -27,9 +27,11 @@ T* on_device(std::vector<T> const& host) {
 // Chooses a kernel for the problem, allocates its workspace, and launches it on the default stream.
 cutlass_ops::Status multiply(cutlass_ops::GemmProblem const& problem) {
   cutlass_ops::Device device;
-  if (cutlass_ops::Status status = cutlass_ops::current_device(&device); !status.ok()) return status;
+  if (cutlass_ops::Status status = cutlass_ops::current_device(&device); !status.ok())
+    return status;
   cutlass_ops::Plan plan;
-  if (cutlass_ops::Status status = cutlass_ops::plan(problem, device, &plan); !status.ok()) return status;
+  if (cutlass_ops::Status status = cutlass_ops::plan(problem, device, &plan); !status.ok())
+    return status;
   for (char const* kernel : cutlass_ops::launches(plan)) std::printf("launches %s\n", kernel);
   cutlass_ops::Workspace workspace{nullptr, plan.workspace};
   if (plan.workspace) cudaMalloc(&workspace.data, plan.workspace);
@@ -53,14 +55,16 @@ int main() {
   uint16_t const one = 0x3c00;  // 1.0 in fp16
   cutlass_ops::GemmProblem problem;
   problem.weight.codes = on_device(packed);
-  problem.weight.scales = on_device(std::vector<uint16_t>(groups * cutlass_ops::padded_rows(n), one));
+  problem.weight.scales =
+      on_device(std::vector<uint16_t>(groups * cutlass_ops::padded_rows(n), one));
   problem.weight.n = n, problem.weight.k = k;
   problem.weight.bits = bits, problem.weight.group_size = group_size;
   problem.m = m;
   problem.x = on_device(std::vector<uint16_t>(m * k, one)), problem.x_stride = k;
   float* const out = on_device(std::vector<float>(m * n));
   problem.out = out, problem.out_type = cutlass_ops::DataType::kFloat32;
-  if (cutlass_ops::Status const status = multiply(problem); !status.ok()) return std::puts(status.text.c_str()), 1;
+  if (cutlass_ops::Status const status = multiply(problem); !status.ok())
+    return std::puts(status.text.c_str()), 1;
 
   std::vector<float> y(m * n);
   if (cudaMemcpy(y.data(), out, y.size() * sizeof(float), cudaMemcpyDeviceToHost) != cudaSuccess)
@@ -69,7 +73,8 @@ int main() {
     for (int feature = 0; feature < n; ++feature) {
       int expected = 0;
       for (int column = 0; column < k; ++column) expected += codes[feature * k + column] - 8;
-      if (y[row * n + feature] != expected) return std::printf("y[%d][%d] is wrong\n", row, feature), 1;
+      if (y[row * n + feature] != expected)
+        return std::printf("y[%d][%d] is wrong\n", row, feature), 1;
     }
   }
   return std::puts("y is x @ W^T"), 0;

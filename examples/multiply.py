@@ -24,4 +24,7 @@ for name, options in FORMATS.items():
         y = co.mixed_gemm(x, packed, act_quant=act_quant)
         error = (y.double() - exact).norm() / exact.norm()
         kernel = co.explain(x, packed, act_quant=act_quant).kernel
-        print(f"{name:34s} x {'int8' if act_quant == 'block' else 'fp16'}   error {100 * float(error):6.2f} %   {kernel}")
+        print(
+            f"{name:34s} x {'int8' if act_quant == 'block' else 'fp16'}   error "
+            f"{100 * float(error):6.2f} %   {kernel}"
+        )

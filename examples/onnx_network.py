@@ -1,4 +1,6 @@
-"""Run a quantised ONNX network (uint8 activations and weights with zero points) in static int8, with ONNX Runtime's bits."""
+"""Run a quantised ONNX network (uint8 activations and weights with zero points) in static int8,
+with ONNX Runtime's bits.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +27,56 @@ def quantised(name: str, scale: float, zero: int) -> str:
     return name + "_dq"
 
 
-def layer(operator: str, x: str, y: str, shape: tuple[int, ...], zeros: np.ndarray, **attributes: object) -> None:
-    """A layer with random uint8 weights, a scale and a zero point for each output channel, and an int32 bias."""
+def layer(
+    operator: str, x: str, y: str, shape: tuple[int, ...], zeros: np.ndarray, **attributes: object
+) -> None:
+    """A layer with random uint8 weights, a scale and a zero point for each output channel,
+    and an int32 bias.
+    """
     n = shape[0]
     scales = random.uniform(0.002, 0.006, n).astype(np.float32)
-    constants[y + "_w"], constants[y + "_w_scale"] = random.integers(0, 256, shape, dtype=np.uint8), scales
+    constants[y + "_w"], constants[y + "_w_scale"] = (
+        random.integers(0, 256, shape, dtype=np.uint8),
+        scales,
+    )
     constants[y + "_w_zero"] = np.broadcast_to(zeros.astype(np.uint8), n)
     constants[y + "_b"] = random.integers(-2000, 2000, n, dtype=np.int32)
     constants[y + "_b_scale"] = constants[x.removesuffix("_dq") + "_scale"] * scales
     constants[y + "_b_zero"] = np.zeros(n, np.int32)
     for part in ("_w", "_b"):
         name = y + part
-        nodes.append(helper.make_node("DequantizeLinear", [name, name + "_scale", name + "_zero"], [name + "_dq"], axis=0))
+        nodes.append(
+            helper.make_node(
+                "DequantizeLinear", [name, name + "_scale", name + "_zero"], [name + "_dq"], axis=0
+            )
+        )
     nodes.append(helper.make_node(operator, [x, y + "_w_dq", y + "_b_dq"], [y], **attributes))
 
 
-# Three convolutions (the second is depthwise, the third has a ReLU), the largest of each four pixels, and a product.
+# Three convolutions (the second is depthwise, the third has a ReLU), the largest of each four
+# pixels, and a product.
 image = quantised("image", 0.02, 121)
-layer("Conv", image, "first", (16, 3, 3, 3), np.array(140), kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
+layer(
+    "Conv",
+    image,
+    "first",
+    (16, 3, 3, 3),
+    np.array(140),
+    kernel_shape=[3, 3],
+    strides=[2, 2],
+    pads=[1, 1, 1, 1],
+)
 first = quantised("first", 0.05, 112)
-layer("Conv", first, "second", (16, 1, 3, 3), np.array(97), kernel_shape=[3, 3], pads=[1, 1, 1, 1], group=16)
+layer(
+    "Conv",
+    first,
+    "second",
+    (16, 1, 3, 3),
+    np.array(97),
+    kernel_shape=[3, 3],
+    pads=[1, 1, 1, 1],
+    group=16,
+)
 second = quantised("second", 0.06, 130)
 layer("Conv", second, "sum", (24, 16, 1, 1), np.array(128), kernel_shape=[1, 1])
 nodes.append(helper.make_node("Relu", ["sum"], ["third"]))
@@ -67,7 +99,9 @@ model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir
 onnx.checker.check_model(model)
 
 x = random.normal(0, 1, (8, 3, 16, 16)).astype(np.float32)
-session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+session = onnxruntime.InferenceSession(
+    model.SerializeToString(), providers=["CPUExecutionProvider"]
+)
 (expected,) = session.run(None, {"image": x})
 
 
@@ -106,11 +140,19 @@ def steps(x: str, y: str) -> dict[str, object]:
 
 scale, zero = tensor("image_scale"), int(tensor("image_zero"))
 codes = ((torch.from_numpy(x) / scale).round() + zero).clamp(0, 255).to(torch.uint8)
-codes = co.conv2d_int8(codes, packed("first"), tensor("first_b"), stride=2, padding=1, **steps("image", "first"))
-codes = co.conv2d_int8(codes, packed("second"), tensor("second_b"), padding=1, groups=16, **steps("first", "second"))
-codes = co.conv2d_int8(codes, packed("sum"), tensor("sum_b"), activation="relu", **steps("second", "third"))
+codes = co.conv2d_int8(
+    codes, packed("first"), tensor("first_b"), stride=2, padding=1, **steps("image", "first")
+)
+codes = co.conv2d_int8(
+    codes, packed("second"), tensor("second_b"), padding=1, groups=16, **steps("first", "second")
+)
+codes = co.conv2d_int8(
+    codes, packed("sum"), tensor("sum_b"), activation="relu", **steps("second", "third")
+)
 codes = F.max_pool2d(codes.float(), 2).to(torch.uint8)
-codes = co.linear_int8(codes.flatten(1), packed("scores"), tensor("scores_b"), **steps("rows", "scores"))
+codes = co.linear_int8(
+    codes.flatten(1), packed("scores"), tensor("scores_b"), **steps("rows", "scores")
+)
 y = (codes.int() - int(tensor("scores_zero"))).float() * tensor("scores_scale")
 
 differ = int((y.numpy() != expected).sum())

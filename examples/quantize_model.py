@@ -9,7 +9,12 @@ import cutlass_ops as co
 
 torch.manual_seed(0)
 config = LlamaConfig(
-    hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=320
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=320,
 )
 model = LlamaForCausalLM(config).eval()
 tokens = torch.randint(0, config.vocab_size, (1, 12))
@@ -25,4 +30,7 @@ with tempfile.TemporaryDirectory() as folder:
     model.save_pretrained(folder)
     again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 with torch.no_grad():
-    print("loaded:", "the same logits" if torch.equal(again(tokens).logits, quantised) else "other logits")
+    print(
+        "loaded:",
+        "the same logits" if torch.equal(again(tokens).logits, quantised) else "other logits",
+    )

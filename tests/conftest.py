@@ -1,5 +1,5 @@
-"""What every test shares: `gpu` tests are skipped, with the reason, where they cannot run; each run tells which versions of
-other packages it has not been seen with.
+"""What every test shares: `gpu` tests are skipped, with the reason, where they cannot run; each run
+tells which versions of other packages it has not been seen with.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def why_no_gpu() -> str | None:
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> Iterator[None]:
-    """torch.compile counts how often a function was compiled in a process: no test's count is another's."""
+    """torch.compile counts how often a function was compiled in a process: no test's
+    count is another's.
+    """
     yield
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
         dynamo.reset()
@@ -52,12 +54,16 @@ def moved(constraints: str) -> Iterator[str]:
             found = version(pinned.name)
         except PackageNotFoundError:
             continue
-        if (pinned.marker is None or pinned.marker.evaluate()) and not pinned.specifier.contains(found, prereleases=True):
+        if (pinned.marker is None or pinned.marker.evaluate()) and not pinned.specifier.contains(
+            found, prereleases=True
+        ):
             yield f"{pinned.name} {found}, not {str(pinned.specifier).removeprefix('==')}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the versions that a failure may come from: some names of transformers and PEFT that are used are private."""
+    """Name the versions that a failure may come from: some names of transformers and PEFT that are
+    used are private.
+    """
     if versions := list(moved(CONSTRAINTS.read_text())):
         terminalreporter.section("versions other than in constraints.txt")
         for line in versions:

@@ -12,11 +12,17 @@ INT8 = (torch.int8, torch.uint8)
 
 def codes(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
     info = torch.iinfo(dtype)
-    return torch.randint(info.min, info.max + 1, shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return torch.randint(
+        info.min, info.max + 1, shape, generator=torch.Generator().manual_seed(seed), dtype=dtype
+    )
 
 
-def packed(w: Tensor, scales: Tensor, bias: Tensor | None = None, zeros: Tensor | None = None) -> co.PackedWeight:
-    """int8 or uint8 ``[N, C, *kernel]``, or a matrix, with one scale a row, and zero points of w's dtype, one a row."""
+def packed(
+    w: Tensor, scales: Tensor, bias: Tensor | None = None, zeros: Tensor | None = None
+) -> co.PackedWeight:
+    """int8 or uint8 ``[N, C, *kernel]``, or a matrix, with one scale a row, and zero points of w's
+    dtype, one a row.
+    """
 
     def as_codes(values: Tensor) -> Tensor:
         return values if values.dtype == torch.uint8 else (values.int() + 128).to(torch.uint8)

@@ -1,4 +1,6 @@
-"""Tiny models with random weights, as checkpoints and packed directories, for the tests of engines."""
+"""Tiny models with random weights, as checkpoints and packed directories, for the
+tests of engines.
+"""
 
 import json
 import subprocess
@@ -55,7 +57,9 @@ MOE_CONFIG = CONFIG | {
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def ct(form: str, bits: int, symmetric: bool, activations: bool, group: int | None = GROUP) -> dict[str, object]:
+def ct(
+    form: str, bits: int, symmetric: bool, activations: bool, group: int | None = GROUP
+) -> dict[str, object]:
     """compressed-tensors' quantisation config."""
     scheme = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False}
     scheme |= {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
@@ -66,7 +70,11 @@ def ct(form: str, bits: int, symmetric: bool, activations: bool, group: int | No
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
         "config_groups": {
-            "group_0": {"targets": ["Linear"], "input_activations": inputs if activations else None, "weights": scheme}
+            "group_0": {
+                "targets": ["Linear"],
+                "input_activations": inputs if activations else None,
+                "weights": scheme,
+            }
         },
     }
 
@@ -74,8 +82,21 @@ def ct(form: str, bits: int, symmetric: bool, activations: bool, group: int | No
 CONFIGS: dict[str, dict[str, object]] = {
     "ct": ct("pack-quantized", 4, True, False),
     "ct-asymmetric": ct("pack-quantized", 8, False, False),
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False, "lm_head": False},
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "sym": True,
+        "desc_act": False,
+        "lm_head": False,
+    },
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": GROUP,
+        "zero_point": True,
+        "version": "gemm",
+    },
     "w4a8": ct("int-quantized", 4, True, True),
     "w8a8": ct("int-quantized", 8, True, True, None),
 }
@@ -92,16 +113,29 @@ def stored(kind: str, weight: co.QuantizedWeight) -> dict[str, Tensor]:
     if kind in ("w4a8", "w8a8"):
         return {"weight": (codes.short() - 2 ** (bits - 1)).to(torch.int8), "weight_scale": scales}
     if kind.startswith("ct"):
-        parts = {"weight_packed": words(codes, bits), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+        parts = {
+            "weight_packed": words(codes, bits),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(weight.shape),
+        }
         if weight.zeros is not None:
             parts["weight_zero_point"] = words(weight.zeros.t(), bits).t()
     elif kind == "gptq":
-        zeros = torch.full_like(scales.t(), 7, dtype=torch.uint8)  # the middle less one, as the format has it
+        # the middle less one, as the format has it
+        zeros = torch.full_like(scales.t(), 7, dtype=torch.uint8)
         order = torch.arange(weight.k, dtype=torch.int32) // GROUP
-        parts = {"qweight": words(codes).t(), "qzeros": words(zeros), "scales": scales.t(), "g_idx": order}
+        parts = {
+            "qweight": words(codes).t(),
+            "qzeros": words(zeros),
+            "scales": scales.t(),
+            "g_idx": order,
+        }
     else:
         assert weight.zeros is not None
-        turned = [part.t().unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2) for part in (codes, weight.zeros)]
+        turned = [
+            part.t().unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2)
+            for part in (codes, weight.zeros)
+        ]
         parts = {"qweight": words(turned[0]), "qzeros": words(turned[1]), "scales": scales.t()}
     return {name: part.contiguous() for name, part in parts.items()}
 
@@ -138,27 +172,47 @@ def write_models(folder: Path, kind: str, experts: bool = False) -> None:
             common[f"{prefix}mlp.gate.weight"] = gate
         for name, (n, k) in linears(experts).items():
             values = (torch.randn(n, k, generator=generator) / k**0.5).bfloat16()
-            form = {"bits": 8 if kind in ("w8a8", "ct-asymmetric") else 4, "group_size": -1 if kind == "w8a8" else GROUP}
+            form = {
+                "bits": 8 if kind in ("w8a8", "ct-asymmetric") else 4,
+                "group_size": -1 if kind == "w8a8" else GROUP,
+            }
             weight = co.quantize(values, symmetric=kind not in ("awq", "ct-asymmetric"), **form)
             # Scales that are powers of two: the dequantised weight is then exact in bf16.
-            scales = (2 ** weight.scales.float().log2().round()).to(torch.float32 if kind == "w8a8" else torch.bfloat16)
+            scales = (2 ** weight.scales.float().log2().round()).to(
+                torch.float32 if kind == "w8a8" else torch.bfloat16
+            )
             weight = co.QuantizedWeight(weight.codes, scales, weight.zeros, **form)
-            quantised |= {f"{prefix}{name}.{part}": tensor for part, tensor in stored(kind, weight).items()}
+            quantised |= {
+                f"{prefix}{name}.{part}": tensor for part, tensor in stored(kind, weight).items()
+            }
             dense[f"{prefix}{name}.weight"] = co.dequantize(weight, torch.bfloat16)
-    for name, tensors, config in (("quantised", quantised, {"quantization_config": quantization}), ("dense", dense, {})):
+    for name, tensors, config in (
+        ("quantised", quantised, {"quantization_config": quantization}),
+        ("dense", dense, {}),
+    ):
         (folder / name).mkdir(parents=True)
         save_file(common | tensors, folder / name / "model.safetensors", {"format": "pt"})
-        (folder / name / "config.json").write_text(json.dumps((MOE_CONFIG if experts else CONFIG) | config))
+        (folder / name / "config.json").write_text(
+            json.dumps((MOE_CONFIG if experts else CONFIG) | config)
+        )
 
 
 def write_embedding(folder: Path, source: Path, tied: bool) -> None:
-    """A model that was packed in memory with its embedding, tied to the head or alone; and the same, dequantised."""
+    """A model that was packed in memory with its embedding, tied to the head or alone; and the
+    same, dequantised.
+    """
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    weight = co.quantize(torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(2)), 8, GROUP)
+    weight = co.quantize(
+        torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(2)), 8, GROUP
+    )
     # Scales that are powers of two: the dequantised weight is then exact in bf16.
-    packed = co.reorder(co.QuantizedWeight(weight.codes, 2 ** weight.scales.log2().round(), bits=8, group_size=GROUP))
+    packed = co.reorder(
+        co.QuantizedWeight(
+            weight.codes, 2 ** weight.scales.log2().round(), bits=8, group_size=GROUP
+        )
+    )
     if tied:
         co.replace_linears(model, {"lm_head": packed})
         model.model.embed_tokens = co.nn.TiedEmbedding(model.lm_head, torch.bfloat16)
@@ -170,11 +224,18 @@ def write_embedding(folder: Path, source: Path, tied: bool) -> None:
 
 
 def write_mixed(folder: Path, source: Path) -> None:
-    """A packed model whose fused layers have parts in different formats, some of them floats; and the same, dequantised."""
+    """A packed model whose fused layers have parts in different formats, some of them floats; and
+    the same, dequantised.
+    """
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    forms = {"q_proj": (4, 64, False), "k_proj": (8, 32, True), "up_proj": (4, 128, True), "o_proj": (4, 32, True)}
+    forms = {
+        "q_proj": (4, 64, False),
+        "k_proj": (8, 32, True),
+        "up_proj": (4, 128, True),
+        "o_proj": (4, 32, True),
+    }
     packed = {}
     for name, module in model.named_modules():
         if (form := forms.get(name.rpartition(".")[2])) is not None:
@@ -182,7 +243,11 @@ def write_mixed(folder: Path, source: Path) -> None:
             weight = co.quantize(module.weight.data, bits, group_size, symmetric=symmetric)
             # Scales that are powers of two: the dequantised weight is then exact in bf16.
             scales = 2 ** weight.scales.float().log2().round()
-            packed[name] = co.reorder(co.QuantizedWeight(weight.codes, scales, weight.zeros, bits=bits, group_size=group_size))
+            packed[name] = co.reorder(
+                co.QuantizedWeight(
+                    weight.codes, scales, weight.zeros, bits=bits, group_size=group_size
+                )
+            )
     co.replace_linears(model, packed)
     model.save_pretrained(folder / "directory")
     model.dequantize().save_pretrained(folder / "dense")
@@ -201,7 +266,9 @@ GGUF_NAMES = {
 
 
 def write_gguf(folder: Path, tied: bool) -> None:
-    """A GGUF file that mixes types, its embedding quantised too and perhaps tied to the head; and the same, dequantised."""
+    """A GGUF file that mixes types, its embedding quantised too and perhaps tied to the head; and
+    the same, dequantised.
+    """
     import gguf
 
     generator = torch.Generator().manual_seed(3)
@@ -228,7 +295,9 @@ def write_gguf(folder: Path, tied: bool) -> None:
         codes[:, ::32] = most * (2 * torch.randint(2, (n, k // 32), generator=generator) - 1)
         values = codes / (64 if kind == "Q4_0" else 1024)
         number = gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values.numpy(), number), raw_dtype=number)
+        writer.add_tensor(
+            f"{name}.weight", gguf.quants.quantize(values.numpy(), number), raw_dtype=number
+        )
 
     def vector(name: str, size: int) -> None:
         writer.add_tensor(f"{name}.weight", torch.ones(size).numpy())
@@ -238,7 +307,12 @@ def write_gguf(folder: Path, tied: bool) -> None:
         matrix("output", "Q8_0", VOCABULARY, HIDDEN)
     vector("output_norm", HIDDEN)
     for i in range(LAYERS):
-        for name, size in (("attn_norm", HIDDEN), ("ffn_norm", HIDDEN), ("attn_q_norm", 32), ("attn_k_norm", 32)):
+        for name, size in (
+            ("attn_norm", HIDDEN),
+            ("ffn_norm", HIDDEN),
+            ("attn_q_norm", 32),
+            ("attn_k_norm", 32),
+        ):
             vector(f"blk.{i}.{name}", size)
         for name, shape in LINEARS.items():
             matrix(f"blk.{i}.{GGUF_NAMES[name][0]}", GGUF_NAMES[name][1], *shape)
@@ -251,7 +325,9 @@ def write_gguf(folder: Path, tied: bool) -> None:
 
 
 def write_bitsandbytes(folder: Path, dense: Path) -> None:
-    """A directory of bitsandbytes, NF4 and LLM.int8, of another's floats; and the same, dequantised."""
+    """A directory of bitsandbytes, NF4 and LLM.int8, of another's floats; and the
+    same, dequantised.
+    """
     tensors = load_file(dense / "model.safetensors")
     book = torch.tensor(formats.CODE_BOOKS["nf4"]).bfloat16().float()
     generator = torch.Generator().manual_seed(4)
@@ -259,24 +335,44 @@ def write_bitsandbytes(folder: Path, dense: Path) -> None:
         for name, (n, k) in LINEARS.items():
             weight = f"model.layers.{i}.{name}.weight"
             if "mlp" in name:
-                tensors[weight] = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8)
+                tensors[weight] = torch.randint(
+                    -127, 128, (n, k), generator=generator, dtype=torch.int8
+                )
                 tensors[weight.removesuffix("weight") + "SCB"] = torch.full((n,), 127 / 1024)
                 continue
             state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [n, k]}
-            tensors[weight] = torch.randint(0, 256, (n * k // 2, 1), generator=generator, dtype=torch.uint8)
+            tensors[weight] = torch.randint(
+                0, 256, (n * k // 2, 1), generator=generator, dtype=torch.uint8
+            )
             tensors[f"{weight}.quant_map"] = book.clone()
-            tensors[f"{weight}.absmax"] = 2.0 ** -torch.randint(2, 4, (n * k // 64,), generator=generator)
+            tensors[f"{weight}.absmax"] = 2.0 ** -torch.randint(
+                2, 4, (n * k // 64,), generator=generator
+            )
             tensors[f"{weight}.quant_state.bitsandbytes__nf4"] = torch.tensor(
                 list(json.dumps(state).encode()), dtype=torch.uint8
             )
     (folder / "quantised").mkdir(parents=True)
     save_file(tensors, folder / "quantised" / "model.safetensors", {"format": "pt"})
-    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    (folder / "quantised" / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": quantization}))
+    quantization = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+    }
+    (folder / "quantised" / "config.json").write_text(
+        json.dumps(CONFIG | {"quantization_config": quantization})
+    )
     model: Any = co.load_model(folder / "quantised", dtype=torch.bfloat16, fuse=False)
     model.dequantize().save_pretrained(folder / "dense")
 
 
 def reorder(checkpoint: Path, directory: Path) -> None:
-    command = [sys.executable, "-m", "cutlass_ops", "reorder", str(checkpoint), "-o", str(directory)]
+    command = [
+        sys.executable,
+        "-m",
+        "cutlass_ops",
+        "reorder",
+        str(checkpoint),
+        "-o",
+        str(directory),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)

@@ -17,13 +17,19 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-def weights(experts: int, n: int, k: int, seed: int = 0, **options: Any) -> list[co.QuantizedWeight]:
+def weights(
+    experts: int, n: int, k: int, seed: int = 0, **options: Any
+) -> list[co.QuantizedWeight]:
     random = torch.Generator().manual_seed(seed)
     options = options or FORMATS["int4"]
-    return [co.quantize(torch.randn(n, k, generator=random) / k**0.5, **options) for _ in range(experts)]
+    return [
+        co.quantize(torch.randn(n, k, generator=random) / k**0.5, **options) for _ in range(experts)
+    ]
 
 
-def both(gate_up: list[co.QuantizedWeight], down: list[co.QuantizedWeight]) -> tuple[co.PackedExperts, co.PackedExperts]:
+def both(
+    gate_up: list[co.QuantizedWeight], down: list[co.QuantizedWeight]
+) -> tuple[co.PackedExperts, co.PackedExperts]:
     """What mixed_moe takes."""
     return co.reorder_experts(gate_up, gated=True), co.reorder_experts(down)
 

@@ -39,7 +39,13 @@ SHARED = {
     "first_k_dense_replace": 1,
 }
 
-LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+LATENT = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 
 #: Options of configurations, and the modules of experts.
 FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -47,7 +53,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"head_dim": 16, "moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2},
         ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts"),
     ),
-    "Mixtral": ({"num_local_experts": 4}, ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")),
+    "Mixtral": (
+        {"num_local_experts": 4},
+        ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts"),
+    ),
     "DeepseekV3": ({**SHARED, **LATENT, "num_key_value_heads": 4}, ("model.layers.1.mlp.experts",)),
     "Glm4Moe": ({**SHARED, "head_dim": 16}, ("model.layers.1.mlp.experts",)),
     "GptOss": (
@@ -64,7 +73,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 def tiny(family: str, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family][0], **options})
+        config = getattr(transformers, f"{family}Config")(
+            **{**SIZES, **FAMILIES[family][0], **options}
+        )
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():
@@ -81,7 +92,11 @@ def logits(model: Any) -> Tensor:
 
 
 def experts_of(model: Any) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, co.nn.MixedExperts)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, co.nn.MixedExperts)
+    }
 
 
 def assert_same_experts(found: Any, expected: Any) -> None:
@@ -96,7 +111,10 @@ def assert_same_experts(found: Any, expected: Any) -> None:
         for product in ("gate_up_proj", "down_proj"):
             parts, others = (getattr(m, product).packed.tensors() for m in (layer, other))
             assert parts.keys() == others.keys()
-            assert all(torch.equal(parts[part], others[part]) and parts[part].dtype == others[part].dtype for part in parts)
+            assert all(
+                torch.equal(parts[part], others[part]) and parts[part].dtype == others[part].dtype
+                for part in parts
+            )
 
 
 def changed(path: Path, change: Any) -> None:

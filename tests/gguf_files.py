@@ -16,7 +16,9 @@ def write_gguf(
     architecture: str = "llama",
     **keys: int,
 ) -> Path:
-    """A file by the format's own writer. Quantised tensors are given as bytes ``[..., bytes of a row]``."""
+    """A file by the format's own writer. Quantised tensors are given as bytes
+    ``[..., bytes of a row]``.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in keys.items():
         writer.add_uint32(f"{architecture}.attention.{key}", value)

@@ -14,7 +14,20 @@ from cutlass_ops.checkpoints.gguf_models import ARCHITECTURES
 
 transformers = import_or_skip("transformers")
 
-WORDS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "c", "▁a", "ab", "▁ab", "<|user|>"]
+WORDS = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    *(f"<0x{byte:02X}>" for byte in range(256)),
+    "▁",
+    "a",
+    "b",
+    "c",
+    "▁a",
+    "ab",
+    "▁ab",
+    "<|user|>",
+]
 
 SIZES = {
     "vocab_size": len(WORDS),
@@ -38,7 +51,8 @@ BLOOM = {"n_layer": 2, "n_head": 4, "tie_word_embeddings": True}
 
 ROPE = {"rope_theta": 20000.0, "rope_type": "default"}
 
-#: transformers' configuration of each architecture, and keys of the file in addition to the common ones.
+#: transformers' configuration of each architecture, and keys of the file in addition to
+#: the common ones.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": ROPE}, {}),
     "llama tied": (
@@ -55,10 +69,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "LlamaConfig",
         {
             "rope_parameters": {
-                "rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32
+                "rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0,
+                "original_max_position_embeddings": 32
             }
         },
-        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32},
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+         "rope.scaling.original_context_length": 32},
     ),
     "qwen2": ("Qwen2Config", {"rope_parameters": ROPE}, {}),
     "qwen3": ("Qwen3Config", HEAD, {"attention.key_length": 32}),
@@ -99,13 +115,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "falcon": ("FalconConfig", {"tie_word_embeddings": True}, {"attention.head_count_kv": 1}),
     "lfm2": (
         "Lfm2Config",
-        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
+        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False,
+         "tie_word_embeddings": True},
         {"shortconv.l_cache": 3},
     ),
 }  # fmt: skip
 
 
-def convert(architecture: str, name: str, data: np.ndarray[Any, Any], config: Any) -> np.ndarray[Any, Any]:
+def convert(
+    architecture: str, name: str, data: np.ndarray[Any, Any], config: Any
+) -> np.ndarray[Any, Any]:
     """What llama.cpp's convert_hf_to_gguf.py does to values; ``name`` is the file's."""
     heads = config.num_attention_heads
     if architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
@@ -138,15 +157,23 @@ def write_model(
     writer.add_embedding_length(64)
     writer.add_feed_forward_length(256 if architecture in ("bloom", "falcon") else 96)
     writer.add_head_count(4)
-    writer.add_head_count_kv([0, 2] if architecture == "lfm2" else keys.get("attention.head_count_kv", 2))
+    writer.add_head_count_kv(
+        [0, 2] if architecture == "lfm2" else keys.get("attention.head_count_kv", 2)
+    )
     eps = getattr(config, ARCHITECTURES[architecture].eps)
-    (writer.add_layer_norm_eps if ARCHITECTURES[architecture].layer_norm else writer.add_layer_norm_rms_eps)(eps)
+    (
+        writer.add_layer_norm_eps
+        if ARCHITECTURES[architecture].layer_norm
+        else writer.add_layer_norm_rms_eps
+    )(eps)
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope.freq_base" not in keys and "rope_theta" in rope:
         writer.add_rope_freq_base(rope["rope_theta"])
     for key, value in keys.items():
         if key != "attention.head_count_kv":
-            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[
+                type(value)
+            ]
             add(f"{architecture}.{key}", value)
     if tokenizer is not None:
         tokenizer(writer)
@@ -157,7 +184,9 @@ def write_model(
             if parameter.dim() == 1:
                 parameter.copy_(torch.rand_like(parameter) + 0.5 * name.endswith("norm.weight"))
             ours = (name, name.removeprefix("transformer."))  # bloom's are known without it
-            theirs = next(filter(None, (names.get_name(each, (".weight", ".bias")) for each in ours)), None)
+            theirs = next(
+                filter(None, (names.get_name(each, (".weight", ".bias")) for each in ours)), None
+            )
             assert theirs is not None, name
             data, kind = parameter.detach().numpy(), Type.F32
             if data.ndim == 2:

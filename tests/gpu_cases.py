@@ -1,11 +1,13 @@
 """The kernels against the specification, on a GPU.
 
-The oracle is fp64 over the dequantised operands. Where scales are powers of two and activations small integers, every product
-and every partial sum is a multiple of one power of two and below 2^24 times it: fp32 adds those without rounding in any order,
-so the kernels must give the oracle's very values. With other scales each element must be within the rounding of fp32 sums,
-never a mean.
+The oracle is fp64 over the dequantised operands. Where scales are powers of two and activations
+small integers, every product and every partial sum is a multiple of one power of two and below 2^24
+times it: fp32 adds those without rounding in any order, so the kernels must give the oracle's very
+values. With other scales each element must be within the rounding of fp32 sums, never a mean.
 
-Before each call torch's allocator is left with blocks full of NaN of the sizes that the call will request."""
+Before each call torch's allocator is left with blocks full of NaN of the sizes that the
+call will request.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,12 @@ def integers(low: int, high: int, shape: tuple[int, ...], rng: torch.Generator) 
     return torch.randint(low, high, shape, generator=rng, device=GPU)
 
 
-def make_weight(fmt: Format, n: int, k: int, *, exact: bool, bias: bool = False, perm: bool = False) -> co.QuantizedWeight:
-    """Random codes. Scales of both signs: 1/4, 1/2 and 1 if ``exact``, any if not; the same for offsets."""
+def make_weight(
+    fmt: Format, n: int, k: int, *, exact: bool, bias: bool = False, perm: bool = False
+) -> co.QuantizedWeight:
+    """Random codes. Scales of both signs: 1/4, 1/2 and 1 if ``exact``, any if not; the
+    same for offsets.
+    """
     rng = generator(fmt.bits, n, k, exact)
     vector = (n, formats.group_count(k, fmt.group_size))
     signs = 1 - 2 * integers(0, 2, vector, rng)
@@ -77,7 +83,9 @@ def make_weight(fmt: Format, n: int, k: int, *, exact: bool, bias: bool = False,
     return co.QuantizedWeight(
         codes=integers(0, 1 << fmt.bits, (n, k), rng).to(torch.uint8),
         scales=scales.to(fmt.scale_dtype),
-        zeros=integers(0, 1 << fmt.bits, vector, rng).to(torch.uint8) if fmt.kind == "zeros" else None,
+        zeros=integers(0, 1 << fmt.bits, vector, rng).to(torch.uint8)
+        if fmt.kind == "zeros"
+        else None,
         offsets=offsets.to(fmt.scale_dtype) if fmt.kind == "offsets" else None,
         bits=fmt.bits,
         group_size=fmt.group_size,
@@ -90,8 +98,12 @@ def make_floats(m: int, k: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(m, k, generator=generator(m, k), device=GPU).to(dtype)
 
 
-def make_exact_floats(m: int, k: int, dtype: torch.dtype, act_quant: str, symmetric: bool, block: int) -> Tensor:
-    """Small integers, which quantisers leave as they are: each block's range makes its scale exactly 1."""
+def make_exact_floats(
+    m: int, k: int, dtype: torch.dtype, act_quant: str, symmetric: bool, block: int
+) -> Tensor:
+    """Small integers, which quantisers leave as they are: each block's range makes its
+    scale exactly 1.
+    """
     x = integers(-4, 5, (m, k), generator(m, k)).to(dtype)
     if act_quant == "none":
         return x
@@ -110,7 +122,9 @@ def block_of(act_quant: str, group_size: int) -> int:
     return -1 if act_quant == "token" else formats.activation_block(group_size)
 
 
-def oracle(x: Tensor, qw: co.QuantizedWeight, act_quant: str = "none", symmetric: bool = True) -> Tensor:
+def oracle(
+    x: Tensor, qw: co.QuantizedWeight, act_quant: str = "none", symmetric: bool = True
+) -> Tensor:
     """The product of the dequantised operands in fp64, without bias."""
     columns = torch.arange(qw.k, device=GPU) if qw.perm is None else qw.perm
     values = x[:, columns].double()
@@ -126,12 +140,21 @@ def oracle(x: Tensor, qw: co.QuantizedWeight, act_quant: str = "none", symmetric
 
 
 def poison(*sizes: int) -> None:
-    """Leave free blocks of so many bytes full of NaN (in any type) in torch's allocator, for the next call to get."""
-    blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device=GPU) for size in sizes for _ in range(2) if size]
+    """Leave free blocks of so many bytes full of NaN (in any type) in torch's allocator, for the
+    next call to get.
+    """
+    blocks = [
+        torch.full((size,), 0xFF, dtype=torch.uint8, device=GPU)
+        for size in sizes
+        for _ in range(2)
+        if size
+    ]
     del blocks
 
 
-def multiply(x: Tensor | co.QuantizedActivations, packed: co.PackedWeight, **options: Any) -> Tensor:
+def multiply(
+    x: Tensor | co.QuantizedActivations, packed: co.PackedWeight, **options: Any
+) -> Tensor:
     """mixed_gemm into poisoned memory."""
     dtype = options.get("out_dtype") or x.dtype
     m = math.prod(x.shape[:-1])
@@ -140,28 +163,37 @@ def multiply(x: Tensor | co.QuantizedActivations, packed: co.PackedWeight, **opt
     return co.mixed_gemm(x, packed, **options)
 
 
-def is_exact(y: Tensor, x: Tensor | co.QuantizedActivations, packed: co.PackedWeight, **options: Any) -> bool:
-    """Whether the product y keeps the integers of its operands, or may round weights and activations to its own dtype."""
+def is_exact(
+    y: Tensor, x: Tensor | co.QuantizedActivations, packed: co.PackedWeight, **options: Any
+) -> bool:
+    """Whether the product y keeps the integers of its operands, or may round weights and
+    activations to its own dtype.
+    """
     if y.dtype != x.dtype:
         return True
     return co.explain(x, packed, **options).exact
 
 
 def assert_close(y: Tensor, exact: Tensor, rounded: bool = False) -> None:
-    """Every element within what its type and fp32 sums allow (and, for fp32, the whole within 1e-6).
+    """Every element within what its type and fp32 sums allow (and, for fp32, the
+    whole within 1e-6).
 
-    With `rounded` operands, weights and values of int8 activations have y's type: then 6.7 standard deviations of the sum of
-    their errors, for a row of x and a row of the weight of their size (six are passed once in 5e8 elements: that is seen).
+    With `rounded` operands, weights and values of int8 activations have y's type: then 6.7 standard
+    deviations of the sum of their errors, for a row of x and a row of the weight of their size (six
+    are passed once in 5e8 elements: that is seen).
     """
     assert y.shape == exact.shape
     error = (y.double() - exact).abs()
     rms = exact.square().mean().sqrt()
     if y.dtype == FLOAT:
-        assert error.norm() <= 1e-6 * exact.norm(), f"relative Frobenius error {error.norm() / exact.norm():.3g}"
+        assert error.norm() <= 1e-6 * exact.norm(), (
+            f"relative Frobenius error {error.norm() / exact.norm():.3g}"
+        )
     unit = {HALF: 2.0**-10, BFLOAT: 2.0**-7 if rounded else 2.0**-8, FLOAT: 0.0}[y.dtype]
     sums = 1e-5 * rms
     if rounded:
-        # A few elements of a column say little of its size: 16 more, twice as large as the whole's, are added.
+        # A few elements of a column say little of its size: 16 more, twice as large as the
+        # whole's, are added.
         columns = (exact.square().sum(0) + 16 * (2 * rms).square()) / (len(exact) + 16)
         size = (columns * exact.square().mean(1, keepdim=True)).sqrt() / rms
         sums = {HALF: 1.9e-3, BFLOAT: 1.5e-2}[y.dtype] * size
@@ -177,11 +209,18 @@ def assert_same(a: Tensor, b: Tensor) -> None:
     differs = (a != b) & ~(a.isnan() & b.isnan())
     if differs.any():
         first = tuple(differs.nonzero()[0].tolist())
-        pytest.fail(f"{int(differs.sum())} of {a.numel()} differ, first at {first}: {a[first]} is not {b[first]}")
+        pytest.fail(
+            f"{int(differs.sum())} of {a.numel()} differ, first at {first}: {a[first]} is "
+            f"not {b[first]}"
+        )
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    )
 
 
 def cached_allocator() -> bool:
@@ -194,11 +233,15 @@ def compensates(m: int, packed: co.PackedWeight, act_quant: str) -> bool:
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "padded rows": lambda x: torch.nn.functional.pad(x, (0, 16), value=NAN)[:, : x.shape[1]],
-    "misaligned start": lambda x: torch.nn.functional.pad(x, (3, 13), value=NAN)[:, 3 : 3 + x.shape[1]],
+    "misaligned start": lambda x: torch.nn.functional.pad(x, (3, 13), value=NAN)[
+        :, 3 : 3 + x.shape[1]
+    ],
     "odd stride": lambda x: torch.nn.functional.pad(x, (0, 5), value=NAN)[:, : x.shape[1]],
     "every other row": lambda x: torch.stack([x, torch.full_like(x, NAN)], 1).flatten(0, 1)[::2],
     "transposed": lambda x: x.t().contiguous().t(),
     "every other column": lambda x: torch.stack([x, torch.full_like(x, NAN)], 2).flatten(1)[:, ::2],
     "expanded": lambda x: x[:1].expand(x.shape[0], -1),
-    "three dimensions, transposed": lambda x: x.view(2, -1, x.shape[1]).transpose(0, 1).contiguous().transpose(0, 1),
+    "three dimensions, transposed": lambda x: (
+        x.view(2, -1, x.shape[1]).transpose(0, 1).contiguous().transpose(0, 1)
+    ),
 }

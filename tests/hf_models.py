@@ -25,7 +25,12 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
 
 SIZES = {**DECODER, "vocab_size": 160, "initializer_range": 0.2}
 
-FAMILIES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+FAMILIES = {
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+}
 
 
 def tiny(family: str = "llama", **options: Any) -> Any:
@@ -42,7 +47,11 @@ def tiny(family: str = "llama", **options: Any) -> Any:
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
     """The layers that are packed: all but the head."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
+    return {
+        name: m
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and name != "lm_head"
+    }
 
 
 def logits(model: Any) -> Tensor:
@@ -57,17 +66,27 @@ def assert_same_logits(found: Any, expected: Any) -> None:
 
 
 def mixed(model: nn.Module) -> dict[str, co.MixedLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, co.MixedLinear)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, co.MixedLinear)
+    }
 
 
 MOE = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 1}
 
 
 def imported(code: str, hooks: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "CUTLASS_OPS_IMPORT_HOOKS"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "CUTLASS_OPS_IMPORT_HOOKS"
+    }
     if hooks is not None:
         environment["CUTLASS_OPS_IMPORT_HOOKS"] = hooks
-    command = [sys.executable, "-W", "ignore", "-c", "import sys\nbefore = list(sys.meta_path)\nimport cutlass_ops\n" + code]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        "import sys\nbefore = list(sys.meta_path)\nimport cutlass_ops\n" + code,
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
@@ -91,7 +110,11 @@ def awq(weight: Tensor) -> Written:
     qw = rounded(weight)
     assert qw.zeros is not None
     order = (0, 2, 4, 6, 1, 3, 5, 7)
-    tensors = {"qweight": words(qw.codes.t(), order), "qzeros": words(qw.zeros.t(), order), "scales": qw.scales.t()}
+    tensors = {
+        "qweight": words(qw.codes.t(), order),
+        "qzeros": words(qw.zeros.t(), order),
+        "scales": qw.scales.t(),
+    }
     return tensors, co.dequantize(qw, torch.float32)
 
 
@@ -113,7 +136,11 @@ def gptq(weight: Tensor) -> Written:
 
 def compressed_tensors(weight: Tensor) -> Written:
     qw = rounded(weight, symmetric=True)
-    tensors = {"weight_packed": words(qw.codes), "weight_scale": qw.scales, "weight_shape": torch.tensor(weight.shape)}
+    tensors = {
+        "weight_packed": words(qw.codes),
+        "weight_scale": qw.scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
     return tensors, co.dequantize(qw, torch.float32)
 
 
@@ -125,14 +152,23 @@ def compressed_tensors_int8(weight: Tensor) -> Written:
 
 def bitsandbytes(weight: Tensor) -> Written:
     codes, absmax = co.quantize_4bit(weight, blocksize=32, quant_type="nf4")
-    described = {"quant_type": "nf4", "blocksize": 32, "dtype": "float32", "shape": list(weight.shape)}
+    described = {
+        "quant_type": "nf4",
+        "blocksize": 32,
+        "dtype": "float32",
+        "shape": list(weight.shape),
+    }
     tensors = {
         "weight": codes.view(-1, 1),
         "weight.absmax": absmax,
         "weight.quant_map": torch.tensor(formats.NF4),
-        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(
+            list(json.dumps(described).encode()), dtype=torch.uint8
+        ),
     }
-    return tensors, co.dequantize_4bit(codes, absmax, weight.shape, blocksize=32, quant_type="nf4", dtype=torch.float32)
+    return tensors, co.dequantize_4bit(
+        codes, absmax, weight.shape, blocksize=32, quant_type="nf4", dtype=torch.float32
+    )
 
 
 def bitsandbytes_int8(weight: Tensor) -> Written:
@@ -169,16 +205,30 @@ CT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 
 def ct_config(form: str, weights: dict[str, Any]) -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": groups}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "ignore": ["lm_head"],
+        "config_groups": groups,
+    }
 
 
 DIALECTS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}),
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}),
+    "awq": (
+        awq,
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+    ),
+    "gptq": (
+        gptq,
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False},
+    ),
     "compressed-tensors": (compressed_tensors, ct_config("pack-quantized", CT)),
     "compressed-tensors int8": (compressed_tensors_int8, ct_config("int-quantized", CT8)),
     "bitsandbytes nf4": (bitsandbytes, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
-    "bitsandbytes int8": (bitsandbytes_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "bitsandbytes int8": (
+        bitsandbytes_int8,
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    ),
     "hqq": (hqq, {"quant_method": "hqq"}),
 }
 
@@ -188,11 +238,17 @@ def write_dialect(folder: Path, dialect: str) -> Any:
     write, quantization = DIALECTS[dialect]
     model = tiny("qwen2" if dialect == "awq" else "llama")
     layers = linears(model)
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name.removesuffix(".weight") not in layers}
+    tensors = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name.removesuffix(".weight") not in layers
+    }
     with torch.no_grad():
         for name, linear in layers.items():
             written, values = write(linear.weight.detach())
-            tensors.update({f"{name}.{part}": tensor.contiguous() for part, tensor in written.items()})
+            tensors.update(
+                {f"{name}.{part}": tensor.contiguous() for part, tensor in written.items()}
+            )
             linear.weight.copy_(values)
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -202,7 +258,9 @@ def write_dialect(folder: Path, dialect: str) -> Any:
 
 
 def write_act_order(folder: Path) -> Path:
-    """Write a packed Llama of one layer with permutations and zero points; returns its file, beside its configuration."""
+    """Write a packed Llama of one layer with permutations and zero points; returns its file, beside
+    its configuration.
+    """
     model = tiny(num_hidden_layers=1)
     tensors: dict[str, Any] = {}
     for name, tensor in model.state_dict().items():
@@ -211,7 +269,9 @@ def write_act_order(folder: Path) -> Path:
             weight = co.quantize(tensor, 4, 32, False)
             perm = torch.randperm(weight.k, generator=torch.Generator().manual_seed(0))
             tensors[module] = co.reorder(
-                co.QuantizedWeight(weight.codes, weight.scales, weight.zeros, bits=4, group_size=32, perm=perm)
+                co.QuantizedWeight(
+                    weight.codes, weight.scales, weight.zeros, bits=4, group_size=32, perm=perm
+                )
             )
         else:
             tensors[name] = tensor
@@ -223,7 +283,11 @@ def write_act_order(folder: Path) -> Path:
 def rewrite(packed: Path, target: Path, change: dict[str, Tensor | None]) -> Path:
     """A packed directory with other tensors, in one shard."""
     target.mkdir()
-    tensors = {name: tensor for file in packed.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    tensors = {
+        name: tensor
+        for file in packed.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
     kept = {name: tensor for name, tensor in {**tensors, **change}.items() if tensor is not None}
     save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_bytes((packed / "config.json").read_bytes())

@@ -24,7 +24,9 @@ def key(name: str, kind: int, value: bytes) -> bytes:
     return text(name) + struct.pack("<I", kind) + value
 
 
-def tensor(name: str, dims: tuple[int, ...], kind: int, offset: int, count: int | None = None) -> bytes:
+def tensor(
+    name: str, dims: tuple[int, ...], kind: int, offset: int, count: int | None = None
+) -> bytes:
     count = len(dims) if count is None else count
     return text(name) + struct.pack(f"<I{len(dims)}QIQ", count, *dims, kind, offset)
 
@@ -80,7 +82,9 @@ def read_all(path: Path) -> None:
 
 
 def read_or_refuse(path: Path, read: Callable[[Path], object] = read_all) -> bool:
-    """Whether the file was read; anything but a CheckpointError that names the file is a failure."""
+    """Whether the file was read; anything but a CheckpointError that names the
+    file is a failure.
+    """
     refusal = None
     begin = time.perf_counter()
     try:
@@ -95,7 +99,9 @@ def read_or_refuse(path: Path, read: Callable[[Path], object] = read_all) -> boo
 def mutations(whole: bytes, header: int) -> st.SearchStrategy[bytes]:
     """``whole`` with bytes of the header, mostly, set, cut out, put in, or with its end cut off."""
     position = st.one_of(st.integers(0, header), st.integers(0, len(whole) - 1))
-    interesting = st.sampled_from([b"\0", b"\xff", b"\x7f", b"\x80", b"\1", b"\xff" * 8, b"\0" * 8, b"\0\0\0\x80", b'"'])
+    interesting = st.sampled_from(
+        [b"\0", b"\xff", b"\x7f", b"\x80", b"\1", b"\xff" * 8, b"\0" * 8, b"\0\0\0\x80", b'"']
+    )
     insert = st.one_of(interesting, st.binary(min_size=1, max_size=9))
     edit = st.tuples(position, insert, st.integers(0, 9))
 
@@ -110,7 +116,9 @@ def mutations(whole: bytes, header: int) -> st.SearchStrategy[bytes]:
     return st.lists(edit, min_size=1, max_size=3).map(apply)
 
 
-def raw_safetensors(header: dict[str, Any] | bytes, data: bytes, length: int | None = None) -> bytes:
+def raw_safetensors(
+    header: dict[str, Any] | bytes, data: bytes, length: int | None = None
+) -> bytes:
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(encoded) if length is None else length) + encoded + data
 
@@ -129,12 +137,19 @@ def packed_file(tmp_path: Path) -> bytes:
         bias=torch.randn(3, generator=random),
         perm=torch.randperm(40, generator=random),
     )
-    save_packed(tmp_path / "p.safetensors", {"w": reorder(weight), "norm": torch.ones(3)}, tied={"w": "e"}, sources={"a": "b"})
+    save_packed(
+        tmp_path / "p.safetensors",
+        {"w": reorder(weight), "norm": torch.ones(3)},
+        tied={"w": "e"},
+        sources={"a": "b"},
+    )
     return (tmp_path / "p.safetensors").read_bytes()
 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=6,
 )

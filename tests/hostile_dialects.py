@@ -58,12 +58,17 @@ INT8 = {"block_size": [1, 32], "dtype": {"_type": "torch.dtype", "_data": "float
 HEADER: dict[str, Any] = {
     "p.weight": ("Int4Tensor", {"block_size": [1, 32], "shape": [6, 64]}),
     "t.weight": ("Int4TilePackedTo4dTensor", {"block_size": [1, 256], "shape": [6, 300]}),
-    "x.weight": ("IntxUnpackedToInt8Tensor", {**INT8, "target_dtype": {"_type": "torch.dtype", "_data": "int4"}}),
+    "x.weight": (
+        "IntxUnpackedToInt8Tensor",
+        {**INT8, "target_dtype": {"_type": "torch.dtype", "_data": "int4"}},
+    ),
     "e.weight": ("Int8Tensor", {**INT8, "block_size": [1, 64]}),
 }
 
 MODELS: dict[str, dict[str, Tensor]] = {
-    "hqq": prefixed("m.", hqq_module(4, 6, 64)) | prefixed("f.", hqq_module(5, 2, 32)) | prefixed("e.", hqq_module(8, 3, 96)),
+    "hqq": prefixed("m.", hqq_module(4, 6, 64))
+    | prefixed("f.", hqq_module(5, 2, 32))
+    | prefixed("e.", hqq_module(8, 3, 96)),
     "bitsandbytes": {
         "m.weight": random_bytes(288, 1),
         "m.weight.absmax": random_bytes(9),
@@ -100,7 +105,9 @@ def saved(name: str, tensors: dict[str, Tensor], header: dict[str, Any] = HEADER
     metadata = None
     if name == "torchao":
         described = {key: {"_type": kind, "_data": data} for key, (kind, data) in header.items()}
-        metadata = {key: json.dumps(value) for key, value in described.items()} | {"tensor_names": json.dumps([*header])}
+        metadata = {key: json.dumps(value) for key, value in described.items()} | {
+            "tensor_names": json.dumps([*header])
+        }
     return to_safetensors({key: value.contiguous() for key, value in tensors.items()}, metadata)
 
 
@@ -116,10 +123,19 @@ def mnn_model() -> tuple[dict[str, Any], bytes]:
     blob, operators = b"", []
     for name, bits, asymmetric in (("a", 4, True), ("b", 4, False), ("c", 8, True)):
         values = range(-(1 << bits - 1), 1 << bits - 1)
-        weight = struct.pack("<B2H", 2, 3, 64) + struct.pack(f"B{len(values)}b", len(values) % 256, *values)
+        weight = struct.pack("<B2H", 2, 3, 64) + struct.pack(
+            f"B{len(values)}b", len(values) % 256, *values
+        )
         weight += bytes(random_bytes(3 * 64 * bits // 8).tolist())
         alpha = torch.randn(3, 2, 2 if asymmetric else 1, generator=RANDOM).numpy().tobytes()
-        quan = {"type": 1, "quantScale": 1.0, "has_scaleInt": False, "shapeInt32": False, "aMaxOrBits": bits, "aMin": 1}
+        quan = {
+            "type": 1,
+            "quantScale": 1.0,
+            "has_scaleInt": False,
+            "shapeInt32": False,
+            "aMaxOrBits": bits,
+            "aMin": 1,
+        }
         common = {"kernelX": 1, "kernelY": 1, "group": 1, "outputCount": 3, "inputCount": 64}
         main = {
             "common": common,
@@ -131,7 +147,9 @@ def mnn_model() -> tuple[dict[str, Any], bytes]:
     common = {"outputCount": 2, "inputCount": 4}
     main = {"common": common, "external": [len(blob), 16, 0, 0, 0], "quanParameter": {"type": 3}}
     operators.append({"type": "Convolution", "name": "h", "main": main})
-    operators.append({"type": "LayerNorm", "name": "n", "main": {"external": [len(blob) + 16, 8, 8]}})
+    operators.append(
+        {"type": "LayerNorm", "name": "n", "main": {"external": [len(blob) + 16, 8, 8]}}
+    )
     return {"oplists": operators, "subgraphs": [{"nodes": []}]}, blob + bytes(32)
 
 

@@ -11,7 +11,17 @@ import pytest
 import torch
 from hostile_cases import JSON
 from hypothesis import strategies as st
-from llm_checkpoints import AWQ_CONFIG, awq, ct_config, ct_weights, gptq, gptq_config, randint, randn, words
+from llm_checkpoints import (
+    AWQ_CONFIG,
+    awq,
+    ct_config,
+    ct_weights,
+    gptq,
+    gptq_config,
+    randint,
+    randn,
+    words,
+)
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
@@ -29,7 +39,11 @@ def models() -> dict[str, Model]:
     other = {"m.bias": randn(n), "norm.weight": torch.ones(2)}
     order = torch.arange(k)[torch.randperm(k, generator=torch.Generator().manual_seed(3))] // 32
     override = {"dynamic": {"m": {"bits": 4, "group_size": 32}}}
-    packed = {"m.weight_packed": words(codes, 4), "m.weight_shape": torch.tensor([n, k]), "m.weight_scale": scales}
+    packed = {
+        "m.weight_packed": words(codes, 4),
+        "m.weight_shape": torch.tensor([n, k]),
+        "m.weight_scale": scales,
+    }
     gemv = {
         "m.qweight": words(codes, 4),
         "m.qzeros": torch.zeros(n, 4, dtype=torch.int32),
@@ -46,16 +60,25 @@ def models() -> dict[str, Model]:
             gptq_config(sym=False, desc_act=True, checkpoint_format="gptq_v2") | override,
         ),
         "ct packed": (
-            packed | {"m.weight_zero_point": words(zeros.t(), 4).t(), "m.weight_g_idx": order.int()},
+            packed
+            | {"m.weight_zero_point": words(zeros.t(), 4).t(), "m.weight_g_idx": order.int()},
             ct_config({"weights": ct_weights(symmetric=False)}),
         ),
         "ct int": (
-            eight | {"m.weight_zero_point": torch.zeros(n, 1, dtype=torch.int8), "m.input_scale": torch.ones(1)},
-            ct_config({"targets": ["re:.*n$"], "weights": ct_weights()}, {"targets": ["re:m+"], "weights": weights}),
+            eight
+            | {
+                "m.weight_zero_point": torch.zeros(n, 1, dtype=torch.int8),
+                "m.input_scale": torch.ones(1),
+            },
+            ct_config(
+                {"targets": ["re:.*n$"], "weights": ct_weights()},
+                {"targets": ["re:m+"], "weights": weights},
+            ),
         ),
     }
     return {
-        name: ({key: t.contiguous() for key, t in (held | other).items()}, config) for name, (held, config) in found.items()
+        name: ({key: t.contiguous() for key, t in (held | other).items()}, config)
+        for name, (held, config) in found.items()
     }
 
 
@@ -68,7 +91,9 @@ def write(folder: Path, content: bytes | dict[str, Tensor], config: object) -> P
     if not isinstance(content, bytes):
         content = to_safetensors({name: tensor.contiguous() for name, tensor in content.items()})
     (folder / "model.safetensors").write_bytes(content)
-    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps({"quantization_config": config}))
+    (folder / "config.json").write_text(
+        config if isinstance(config, str) else json.dumps({"quantization_config": config})
+    )
     return folder
 
 
@@ -77,7 +102,9 @@ def equal(weight: QuantizedWeight, values: Tensor) -> bool:
 
 
 def read_all(path: Path, agree: Callable[[QuantizedWeight, Tensor], bool] = equal) -> int:
-    """Read every tensor in every way; both ways to the values of a weight must agree. How many quantised weights there were."""
+    """Read every tensor in every way; both ways to the values of a weight must agree. How many
+    quantised weights there were.
+    """
     checkpoint = load_checkpoint(path)
     for name, entry in checkpoint.entries.items():
         if entry.problem:
@@ -90,15 +117,29 @@ def read_all(path: Path, agree: Callable[[QuantizedWeight, Tensor], bool] = equa
         if entry.quantized is not None:
             weight = checkpoint[name]
             assert weight.shape == entry.shape
-            assert (weight.bits, weight.group_size) == (entry.quantized.bits, entry.quantized.group_size)
-            parts = {part: getattr(weight, part) for part in ("scales", "zeros", "offsets", "bias", "perm", "book")}
-            assert {part: t.dtype for part, t in parts.items() if t is not None} == entry.quantized.dtypes
+            assert (weight.bits, weight.group_size) == (
+                entry.quantized.bits,
+                entry.quantized.group_size,
+            )
+            parts = {
+                part: getattr(weight, part)
+                for part in ("scales", "zeros", "offsets", "bias", "perm", "book")
+            }
+            assert {
+                part: t.dtype for part, t in parts.items() if t is not None
+            } == entry.quantized.dtypes
             assert agree(weight, values)
     return len(checkpoint)
 
 
 def paths(value: object, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [path, *(inner for key, item in items for inner in paths(item, (*path, key)))]
 
 
@@ -106,7 +147,29 @@ VALUES = st.one_of(
     JSON,
     st.integers(-2, 300),
     st.sampled_from(
-        [0, 1, 2, 3, 8, 16, 48, 64, 128, -1, 1 << 31, 1 << 64, 10**400, 0.5, "", "4", "re:m", "re:(m+)+$", "re:[", True, None]
+        [
+            0,
+            1,
+            2,
+            3,
+            8,
+            16,
+            48,
+            64,
+            128,
+            -1,
+            1 << 31,
+            1 << 64,
+            10**400,
+            0.5,
+            "",
+            "4",
+            "re:m",
+            "re:(m+)+$",
+            "re:[",
+            True,
+            None,
+        ]
     ),
     st.sampled_from([*_DIALECTS, "gptq_v2", "gemm", "gemv"]),
 )

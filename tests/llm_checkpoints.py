@@ -30,29 +30,46 @@ def words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Ten
     """Integers ``[R, C]`` to int32 words along the last axis, each row one long run of bits."""
     rows, columns = codes.shape
     count = -(-columns * bits // 32)
-    places = range(columns) if order is None else [at // 8 * 8 + order[at % 8] for at in range(columns)]
-    runs = [sum(row[place] << (bits * at) for at, place in enumerate(places)) for row in codes.tolist()]
+    places = (
+        range(columns) if order is None else [at // 8 * 8 + order[at % 8] for at in range(columns)]
+    )
+    runs = [
+        sum(row[place] << (bits * at) for at, place in enumerate(places)) for row in codes.tolist()
+    ]
     out = [[run >> (32 * word) & 0xFFFFFFFF for word in range(count)] for run in runs]
     return torch.tensor(out, dtype=torch.int64).view(rows, count).to(torch.int32)
 
 
-def save(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None, name: str = "config.json") -> Path:
+def save(
+    folder: Path,
+    tensors: dict[str, Tensor],
+    config: dict[str, Any] | None,
+    name: str = "config.json",
+) -> Path:
     folder.mkdir(exist_ok=True)
-    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors"
+    )
     if config is not None:
-        (folder / name).write_text(json.dumps({"quantization_config": config} if name == "config.json" else config))
+        (folder / name).write_text(
+            json.dumps({"quantization_config": config} if name == "config.json" else config)
+        )
     return folder
 
 
 def expected(codes: Tensor, scales: Tensor, zeros: Tensor | int, group: Tensor | int) -> Tensor:
-    """Value by value: ``[N, K]`` codes, ``[N, G]`` scales and zero points, the group of each k or their size."""
+    """Value by value: ``[N, K]`` codes, ``[N, G]`` scales and zero points, the group of each
+    k or their size.
+    """
     index = torch.arange(codes.shape[1]) // group if isinstance(group, int) else group
     z = zeros[:, index] if isinstance(zeros, Tensor) else zeros
     return (codes - z).float() * scales.float()[:, index]
 
 
 def check(checkpoint: Checkpoint, name: str, values: Tensor) -> QuantizedWeight:
-    """The weight, whose values are these bit for bit, by the reference and by the entry, and which is as announced."""
+    """The weight, whose values are these bit for bit, by the reference and by the entry, and which
+    is as announced.
+    """
     weight, entry = checkpoint[name], checkpoint.entries[name]
     assert torch.equal(dequantize_weight(weight, torch.float32), values)
     assert torch.equal(entry.values(), values)
@@ -60,7 +77,9 @@ def check(checkpoint: Checkpoint, name: str, values: Tensor) -> QuantizedWeight:
     assert entry.quantized is not None
     assert (entry.quantized.bits, entry.quantized.group_size) == (weight.bits, weight.group_size)
     parts = ("scales", "zeros", "offsets", "bias", "perm", "book")
-    assert dict(entry.quantized.dtypes) == {p: getattr(weight, p).dtype for p in parts if getattr(weight, p) is not None}
+    assert dict(entry.quantized.dtypes) == {
+        p: getattr(weight, p).dtype for p in parts if getattr(weight, p) is not None
+    }
     unpacked = reorder(weight).unpack()
     assert torch.equal(unpacked.codes, weight.codes)
     assert torch.equal(unpacked.scales, weight.scales)
@@ -76,11 +95,19 @@ def awq(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
     }
 
 
-AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+AWQ_CONFIG = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 32,
+    "zero_point": True,
+    "version": "gemm",
+}
 
 
 def gptq_zeros(zeros: Tensor, bits: int, version: int) -> Tensor:
-    """Zero points ``[N, G]`` as GPTQModel stores them: version 1 is one less in each code, subtracted from the word."""
+    """Zero points ``[N, G]`` as GPTQModel stores them: version 1 is one less in each code,
+    subtracted from the word.
+    """
     if bits == 3:
         return words((zeros.t() - (2 - version)) % 8, 3)
     packed = words(zeros.t(), bits).long()
@@ -88,7 +115,9 @@ def gptq_zeros(zeros: Tensor, bits: int, version: int) -> Tensor:
     return (packed - ones if version == 1 else packed).to(torch.int32)
 
 
-def gptq(codes: Tensor, zeros: Tensor, scales: Tensor, bits: int, version: int) -> dict[str, Tensor]:
+def gptq(
+    codes: Tensor, zeros: Tensor, scales: Tensor, bits: int, version: int
+) -> dict[str, Tensor]:
     return {
         "m.qweight": words(codes, bits).t(),
         "m.qzeros": gptq_zeros(zeros, bits, version),
@@ -111,10 +140,22 @@ def carried(folder: Path, word: int, **config: Any) -> Path:
 
 
 def ct_weights(**changes: Any) -> dict[str, Any]:
-    return {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32} | changes
+    return {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 32,
+    } | changes
 
 
 def ct_config(*groups: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
-    config["config_groups"] = {f"group_{i}": {"targets": ["Linear"]} | group for i, group in enumerate(groups)}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+    }
+    config["config_groups"] = {
+        f"group_{i}": {"targets": ["Linear"]} | group for i, group in enumerate(groups)
+    }
     return config | changes

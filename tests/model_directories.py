@@ -55,7 +55,13 @@ def save_model(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
     weight_map = {name: file for file, part in halves.items() for name in part}
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (path / "config.json").write_text(json.dumps(CONFIG))
-    for name in ("tokenizer.json", "generation_config.json", "quantize_config.json", "pytorch_model.bin", ".hidden"):
+    for name in (
+        "tokenizer.json",
+        "generation_config.json",
+        "quantize_config.json",
+        "pytorch_model.bin",
+        ".hidden",
+    ):
         (path / name).write_text("{}")
     (path / "original").mkdir()
     return path

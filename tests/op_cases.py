@@ -17,9 +17,17 @@ N, K = 40, 200
 
 
 def weight(
-    bits: int = 4, kind: str = "symmetric", group_size: int = 64, n: int = N, k: int = K, bias: bool = False, perm: bool = False
+    bits: int = 4,
+    kind: str = "symmetric",
+    group_size: int = 64,
+    n: int = N,
+    k: int = K,
+    bias: bool = False,
+    perm: bool = False,
 ) -> co.QuantizedWeight:
-    """Random codes; scales, offsets and bias are multiples of 1/4, so that products of small integers are exact in fp32."""
+    """Random codes; scales, offsets and bias are multiples of 1/4, so that products of small
+    integers are exact in fp32.
+    """
     random = torch.Generator().manual_seed(bits * 1000 + group_size)
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
@@ -40,13 +48,18 @@ def weight(
 
 def sized(n: int, k: int, bits: int) -> co.PackedWeight:
     """A weight of which only the sizes are looked at; n and k are multiples of 64 and 128."""
-    codes, scales = torch.empty(n * k * bits // 8, dtype=torch.uint8), torch.empty(k // 128, n, dtype=torch.float16)
+    codes, scales = (
+        torch.empty(n * k * bits // 8, dtype=torch.uint8),
+        torch.empty(k // 128, n, dtype=torch.float16),
+    )
     return co.PackedWeight(codes, scales, None, None, None, None, n, k, bits, 128)
 
 
 def activations(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Integers from -5 to 5: exact in every float type."""
-    return torch.randint(-5, 6, shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+    return torch.randint(-5, 6, shape, generator=torch.Generator().manual_seed(sum(shape))).to(
+        dtype
+    )
 
 
 def product(x: Tensor, qw: co.QuantizedWeight) -> Tensor:
@@ -56,7 +69,11 @@ def product(x: Tensor, qw: co.QuantizedWeight) -> Tensor:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal in dtype, shape and value, NaN equal to NaN."""
-    return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    )
 
 
 Change = dict[str, Any]

@@ -12,7 +12,9 @@ import cutlass_ops as co
 
 def mlp(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(96, 70), nn.GELU(), nn.LayerNorm(70), nn.Linear(70, 33, bias=False)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(96, 70), nn.GELU(), nn.LayerNorm(70), nn.Linear(70, 33, bias=False)
+    ).to(dtype)
 
 
 def packed_names(model: nn.Module) -> list[str]:

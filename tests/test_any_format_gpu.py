@@ -49,33 +49,56 @@ def hopper() -> None:
 
 
 def weight(
-    kind: str, bits: int, group_size: int, scales: torch.dtype, n: int, k: int, exact: bool, **extra: Any
+    kind: str,
+    bits: int,
+    group_size: int,
+    scales: torch.dtype,
+    n: int,
+    k: int,
+    exact: bool,
+    **extra: Any,
 ) -> co.QuantizedWeight:
     if kind not in BITS:
         return make_weight(Format(bits, kind, group_size, scales), n, k, exact=exact, **extra)
-    plain, rng = make_weight(Format(BITS[kind], "symmetric", group_size, scales), n, k, exact=exact, **extra), generator(n, k)
+    plain, rng = (
+        make_weight(
+            Format(BITS[kind], "symmetric", group_size, scales), n, k, exact=exact, **extra
+        ),
+        generator(n, k),
+    )
     if kind == "mxfp4":
         powers = (2.0 ** integers(-9, -3, tuple(plain.scales.shape), rng)).to(scales)
         return replace(plain, scales=powers, book=torch.tensor(formats.E2M1, device=GPU))
     if kind == "e4m3":  # if exact, 1/8 to 15; the two codes that are no numbers are left out
-        magnitudes = integers(4 << 3, 11 << 3, (n, k), rng) if exact else integers(0, 127, (n, k), rng)
+        magnitudes = (
+            integers(4 << 3, 11 << 3, (n, k), rng) if exact else integers(0, 127, (n, k), rng)
+        )
         codes = (magnitudes + 128 * integers(0, 2, (n, k), rng)).to(torch.uint8)
         return replace(plain, codes=codes, book=torch.tensor(formats.E4M3, device=GPU))
-    book = integers(-16, 17, (16,), rng).float() / 8 if exact else torch.tensor(formats.NF4, device=GPU)
+    book = (
+        integers(-16, 17, (16,), rng).float() / 8
+        if exact
+        else torch.tensor(formats.NF4, device=GPU)
+    )
     return replace(plain, book=book)
 
 
-def check(x: Tensor, qw: co.QuantizedWeight, exact: bool, act_quant: str = "none", symmetric: bool = True) -> None:
+def check(
+    x: Tensor, qw: co.QuantizedWeight, exact: bool, act_quant: str = "none", symmetric: bool = True
+) -> None:
     packed = co.reorder(qw)
     options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric}
     y = multiply(x, packed, **options)
-    # Integers in groups of 128, without offsets, are multiplied exactly whatever the order of their columns, and so are 8-bit
-    # zero points with many rows of symmetric blocks; a few rows of others may be.
+    # Integers in groups of 128, without offsets, are multiplied exactly whatever the order of
+    # their columns, and so are 8-bit zero points with many rows of symmetric blocks; a few rows
+    # of others may be.
     keeps = is_exact(y, x, packed, **options)
     if len(x) > 16:
         plain = qw.group_size >= 128 and qw.offsets is None and qw.book is None
         compensated = act_quant == "block" and symmetric and len(x) > 64
-        assert keeps is (plain and (act_quant == "none" or compensated)), co.explain(x, packed, **options)
+        assert keeps is (plain and (act_quant == "none" or compensated)), co.explain(
+            x, packed, **options
+        )
     if qw.book is not None:  # its values are rounded to x's type first
         qw = replace(qw, book=qw.book.to(x.dtype).float())
     want = oracle(x, qw, act_quant, symmetric)
@@ -92,8 +115,13 @@ def check(x: Tensor, qw: co.QuantizedWeight, exact: bool, act_quant: str = "none
 @pytest.mark.parametrize("scales", [HALF, BFLOAT, FLOAT], ids=str)
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
 @pytest.mark.parametrize("group_size", [32, 64])
-@pytest.mark.parametrize(("kind", "bits"), [(kind, bits) for kind in KINDS for bits in (4, 8) if BITS.get(kind, bits) == bits])
-def test_floats(kind: str, bits: int, group_size: int, dtype: torch.dtype, scales: torch.dtype, exact: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [(kind, bits) for kind in KINDS for bits in (4, 8) if BITS.get(kind, bits) == bits],
+)
+def test_floats(
+    kind: str, bits: int, group_size: int, dtype: torch.dtype, scales: torch.dtype, exact: bool
+) -> None:
     n, k = 576, 712
     # Of 8 bits and an offset bf16 cannot hold all.
     exact = exact and (dtype is HALF or (kind, bits) != ("offsets", 8))
@@ -106,7 +134,14 @@ def test_floats(kind: str, bits: int, group_size: int, dtype: torch.dtype, scale
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
 @pytest.mark.parametrize(
     ("kind", "bits", "group_size"),
-    [("offsets", 4, 128), ("offsets", 8, -1), ("codebook", 4, 256), ("codebook", 4, -1), ("e4m3", 8, 128), ("e4m3", 8, -1)],
+    [
+        ("offsets", 4, 128),
+        ("offsets", 8, -1),
+        ("codebook", 4, 256),
+        ("codebook", 4, -1),
+        ("e4m3", 8, 128),
+        ("e4m3", 8, -1),
+    ],
 )
 def test_long_groups(kind: str, bits: int, group_size: int, dtype: torch.dtype) -> None:
     for n, k in ((192, 576), (1000, 1000)):
@@ -114,19 +149,30 @@ def test_long_groups(kind: str, bits: int, group_size: int, dtype: torch.dtype) 
             exact = exact and (dtype is HALF or (kind, bits) != ("offsets", 8))
             qw = weight(kind, bits, group_size, HALF, n, k, exact)
             for m in (3, 16, 17, 100, 300):
-                check(make_exact_floats(m, k, dtype, "none", True, 32) if exact else make_floats(m, k, dtype), qw, exact)
+                check(
+                    make_exact_floats(m, k, dtype, "none", True, 32)
+                    if exact
+                    else make_floats(m, k, dtype),
+                    qw,
+                    exact,
+                )
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
 @pytest.mark.parametrize(
-    ("kind", "group_size", "scales"), [("mxfp4", 32, BFLOAT), ("e4m3", 128, FLOAT), ("e4m3", 128, HALF), ("e4m3", -1, BFLOAT)]
+    ("kind", "group_size", "scales"),
+    [("mxfp4", 32, BFLOAT), ("e4m3", 128, FLOAT), ("e4m3", 128, HALF), ("e4m3", -1, BFLOAT)],
 )
 def test_few_rows(kind: str, group_size: int, scales: torch.dtype, dtype: torch.dtype) -> None:
     for n, k in ((576, 712), (192, 8256), (4096, 4096), (9000, 640)):
         for exact in (True, False):
             packed = co.reorder(qw := weight(kind, BITS[kind], group_size, scales, n, k, exact))
             for m in (1, 2, 4, 5, 8, 9, 16):
-                x = make_exact_floats(m, k, dtype, "none", True, 32) if exact else make_floats(m, k, dtype)
+                x = (
+                    make_exact_floats(m, k, dtype, "none", True, 32)
+                    if exact
+                    else make_floats(m, k, dtype)
+                )
                 for options in ({}, {"exact": True}, {"architecture": 80}):
                     y, want = multiply(x, packed, **options), oracle(x, qw)
                     if exact:
@@ -139,10 +185,16 @@ def test_few_rows(kind: str, group_size: int, scales: torch.dtype, dtype: torch.
 @pytest.mark.parametrize("scales", [HALF, BFLOAT, FLOAT], ids=str)
 def test_every_float_of_8_bits(scales: torch.dtype, dtype: torch.dtype) -> None:
     n, k = 254, 256
-    numbers = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8, device=GPU)
-    codes = numbers[(torch.arange(n, device=GPU)[:, None] + torch.arange(k, device=GPU)) % len(numbers)]
+    numbers = torch.tensor(
+        [code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8, device=GPU
+    )
+    codes = numbers[
+        (torch.arange(n, device=GPU)[:, None] + torch.arange(k, device=GPU)) % len(numbers)
+    ]
     ones = torch.ones(n, 2, dtype=scales, device=GPU)
-    packed = co.reorder(co.QuantizedWeight(codes, ones, bits=8, book=torch.tensor(formats.E4M3, device=GPU)))
+    packed = co.reorder(
+        co.QuantizedWeight(codes, ones, bits=8, book=torch.tensor(formats.E4M3, device=GPU))
+    )
     want = codes.view(torch.float8_e4m3fn).to(dtype)
     assert torch.equal(co.dequantize(packed, dtype), want)
     x = torch.eye(k, dtype=dtype, device=GPU)
@@ -169,16 +221,29 @@ def test_act_order_and_rows_at_any_address(dtype: torch.dtype, group_size: int, 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
     ("kind", "bits", "group_size"),
-    [("symmetric", 4, 32), ("symmetric", 8, 64), ("zeros", 4, 64), ("zeros", 8, 128), ("offsets", 4, 32), ("offsets", 8, 128)],
+    [
+        ("symmetric", 4, 32),
+        ("symmetric", 8, 64),
+        ("zeros", 4, 64),
+        ("zeros", 8, 128),
+        ("offsets", 4, 32),
+        ("offsets", 8, 128),
+    ],
 )
-def test_int8_activations(kind: str, bits: int, group_size: int, symmetric: bool, act_quant: str, dtype: torch.dtype) -> None:
+def test_int8_activations(
+    kind: str, bits: int, group_size: int, symmetric: bool, act_quant: str, dtype: torch.dtype
+) -> None:
     n, k = 576, 712
     for exact in (True, False):
         exact = exact and (dtype is HALF or (kind, bits) != ("offsets", 8))
         qw = weight(kind, bits, group_size, HALF, n, k, exact)
         for m in (*FEW_ROWS, 17, 64, 100, 300):
             block = formats.activation_block(group_size)
-            x = make_exact_floats(m, k, dtype, act_quant, symmetric, block) if exact else make_floats(m, k, dtype)
+            x = (
+                make_exact_floats(m, k, dtype, act_quant, symmetric, block)
+                if exact
+                else make_floats(m, k, dtype)
+            )
             check(x, qw, exact, act_quant, symmetric)
             qa = co.quantize_activations(x, -1 if act_quant == "token" else block, symmetric)
             whole = co.mixed_gemm(x, co.reorder(qw), act_quant=act_quant, act_symmetric=symmetric)
@@ -191,7 +256,9 @@ def test_int8_activations(kind: str, bits: int, group_size: int, symmetric: bool
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "any"])
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
-@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1000, 11008), (17000, 3584), (28672, 2048), (64, 200)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(4096, 4096), (1000, 11008), (17000, 3584), (28672, 2048), (64, 200)]
+)
 @pytest.mark.parametrize(
     ("kind", "bits", "group_size"),
     [
@@ -206,15 +273,23 @@ def test_int8_activations(kind: str, bits: int, group_size: int, symmetric: bool
         ("codebook", 4, 32),
     ],
 )
-def test_few_rows_of_every_cut(kind: str, bits: int, group_size: int, n: int, k: int, act_quant: str, exact: bool) -> None:
-    """Clusters of one to eight CTAs, whole and half row panels, x that is quantised in the kernel and before."""
+def test_few_rows_of_every_cut(
+    kind: str, bits: int, group_size: int, n: int, k: int, act_quant: str, exact: bool
+) -> None:
+    """Clusters of one to eight CTAs, whole and half row panels, x that is quantised in the
+    kernel and before.
+    """
     if kind == "codebook" and act_quant != "none":
         pytest.skip("a code book is multiplied by floats")
     qw = weight(kind, bits, group_size, HALF, n, k, exact)
     for m in (7, 16):
         for symmetric in (True, False) if act_quant != "none" else (True,):
             block = formats.activation_block(group_size)
-            x = make_exact_floats(m, k, HALF, act_quant, symmetric, block) if exact else make_floats(m, k, HALF)
+            x = (
+                make_exact_floats(m, k, HALF, act_quant, symmetric, block)
+                if exact
+                else make_floats(m, k, HALF)
+            )
             check(x, qw, exact, act_quant, symmetric)
 
 
@@ -238,7 +313,13 @@ def test_few_rows_are_folded(fmt: Format, m: int, act_quant: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_k_and_split_k(kind: str) -> None:
     """One sum over all of K; tiles that fill no wave, and last waves whose K is cut."""
-    for n, k, m in ((192, 28672, 11), (8192, 28672, 16), (192, 28672, 64), (8192, 4104, 1030), (17152, 2048, 300)):
+    for n, k, m in (
+        (192, 28672, 11),
+        (8192, 28672, 16),
+        (192, 28672, 64),
+        (8192, 4104, 1030),
+        (17152, 2048, 300),
+    ):
         qw = weight(kind, 4, 32, HALF, n, k, False)
         check(make_floats(m, k, HALF), qw, False)
 
@@ -248,9 +329,16 @@ def test_epilogue(activation: str) -> None:
     n, k = 576, 712
     qw = weight("offsets", 4, 32, HALF, n, k, False)
     for m in (6, 40, 300):
-        x, residual, bias = make_floats(m, k, HALF), make_floats(m, n, HALF), make_floats(1, n, HALF)[0]
+        x, residual, bias = (
+            make_floats(m, k, HALF),
+            make_floats(m, n, HALF),
+            make_floats(1, n, HALF)[0],
+        )
         y = multiply(x, co.reorder(qw), bias=bias, activation=activation, residual=residual)
-        want = getattr(torch.nn.functional, activation)(oracle(x, qw) + bias.double()) + residual.double()
+        want = (
+            getattr(torch.nn.functional, activation)(oracle(x, qw) + bias.double())
+            + residual.double()
+        )
         assert_close(y, want, rounded=True)
 
 

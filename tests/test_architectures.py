@@ -1,4 +1,6 @@
-"""Every architecture from a tiny random model to logits: reordered, through from_pretrained, and through load_model."""
+"""Every architecture from a tiny random model to logits: reordered, through from_pretrained, and
+through load_model.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +37,45 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 GROUPED = {**COMMON, "num_key_value_heads": 2, "head_dim": 16}
-#: Configurations, the layers that are packed by the end of their names, and some that stay plain with the reason.
+#: Configurations, the layers that are packed by the end of their names, and some that stay plain
+#: with the reason.
 CASES: dict[str, tuple[str, dict[str, Any], set[str], dict[str, str]]] = {
-    "llama": ("LlamaConfig", GROUPED, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}, {}),
-    "mistral": ("MistralConfig", GROUPED, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}, {}),
-    "qwen2": ("Qwen2Config", GROUPED, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}, {}),
-    "qwen3": ("Qwen3Config", GROUPED, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}, {}),
+    "llama": (
+        "LlamaConfig",
+        GROUPED,
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        {},
+    ),
+    "mistral": (
+        "MistralConfig",
+        GROUPED,
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        {},
+    ),
+    "qwen2": (
+        "Qwen2Config",
+        GROUPED,
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        {},
+    ),
+    "qwen3": (
+        "Qwen3Config",
+        GROUPED,
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        {},
+    ),
     "gemma3": (
         "Gemma3TextConfig",
         {**GROUPED, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
         {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
         {},
     ),
-    "phi3": ("Phi3Config", {**GROUPED, "sliding_window": 4}, {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}, {}),
+    "phi3": (
+        "Phi3Config",
+        {**GROUPED, "sliding_window": 4},
+        {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
+        {},
+    ),
     "mixtral": (
         "MixtralConfig",
         {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -102,9 +130,24 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str], dict[str, str]]] = {
         {"in_proj", "x_proj", "out_proj"},
         {"backbone.layers.0.mixer.dt_proj": "MambaMixer reads its weight itself"},
     ),
-    "bloom": ("BloomConfig", COMMON, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}, {}),
-    "falcon": ("FalconConfig", COMMON, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}, {}),
-    "gpt_neox": ("GPTNeoXConfig", COMMON, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}, {}),
+    "bloom": (
+        "BloomConfig",
+        COMMON,
+        {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
+        {},
+    ),
+    "falcon": (
+        "FalconConfig",
+        COMMON,
+        {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
+        {},
+    ),
+    "gpt_neox": (
+        "GPTNeoXConfig",
+        COMMON,
+        {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
+        {},
+    ),
     "gpt2": ("GPT2Config", COMMON, {"c_attn", "c_proj", "c_fc"}, {}),
     "opt": (
         "OPTConfig",
@@ -134,7 +177,11 @@ def logits(model: Any) -> Tensor:
 
 
 def ends(model: nn.Module) -> set[str]:
-    return {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, co.MixedLinear)}
+    return {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, co.MixedLinear)
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -143,10 +190,14 @@ def test_an_architecture(name: str, tmp_path: Path) -> None:
     model = tiny(name)
     model.save_pretrained(tmp_path / "float")
     expected = logits(model)
-    done = reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
+    done = reorder_model(
+        co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32)
+    )
     for module, reason in kept.items():
         assert reason in done.kept[module]
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", output_loading_info=True)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "packed", output_loading_info=True
+    )
     assert not any(info.values())
     assert ends(loaded) == packed
     doors = {
@@ -167,7 +218,12 @@ def test_a_conv1d_is_replaced(tmp_path: Path) -> None:
     expected = logits(model)
     names = [name for name, module in model.named_modules() if type(module).__name__ == "Conv1D"]
     weights = {name: model.get_submodule(name).weight.detach().t().contiguous() for name in names}
-    assert co.replace_linears(model, {name: co.reorder(co.quantize(w, 8, 32)) for name, w in weights.items()}) == names
+    assert (
+        co.replace_linears(
+            model, {name: co.reorder(co.quantize(w, 8, 32)) for name, w in weights.items()}
+        )
+        == names
+    )
     found = logits(model)
     assert 1e-5 < (found - expected).norm() / expected.norm() < 0.03
     model.save_pretrained(tmp_path)
@@ -209,7 +265,9 @@ def test_a_linear_layer_that_computes_something_else_is_kept() -> None:
     assert architecture.reason_to_keep("model.layers.0.self_attn.q_proj") == ""
 
 
-@pytest.mark.parametrize("config", [{}, {"model_type": "unheard_of"}, {"model_type": "mixtral", "hidden_size": "wide"}])
+@pytest.mark.parametrize(
+    "config", [{}, {"model_type": "unheard_of"}, {"model_type": "mixtral", "hidden_size": "wide"}]
+)
 def test_names_decide_where_the_model_cannot_be_asked(config: dict[str, Any]) -> None:
     architecture = architecture_of(config)
     assert architecture.place("model.layers.0.mlp.experts.0.up_proj") == ("", "")
@@ -221,4 +279,8 @@ def test_names_decide_where_the_model_cannot_be_asked(config: dict[str, Any]) ->
         assert architecture.reason_to_keep(module).startswith(reason)
     for module in ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.shared_experts.up_proj"):
         assert architecture.reason_to_keep(module) == ""
-    assert architecture_of({"model_type": "gpt2", "n_embd": "wide"}).reason_to_keep("h.0.attn.c_attn").endswith("transposed")
+    assert (
+        architecture_of({"model_type": "gpt2", "n_embd": "wide"})
+        .reason_to_keep("h.0.attn.c_attn")
+        .endswith("transposed")
+    )

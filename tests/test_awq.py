@@ -17,21 +17,31 @@ def pack(codes: Tensor) -> Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
-def weight(k: int, n: int, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def weight(
+    k: int, n: int, groups: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Packed codes, scales, packed zero points; and the values in fp64."""
     random = torch.Generator().manual_seed(k + n)
     codes = torch.randint(0, 16, (k, n), generator=random)
     zeros = torch.randint(0, 16, (groups, n), generator=random)
     scales = (torch.rand(groups, n, generator=random) * 0.02 - 0.002).to(dtype)
     group = torch.arange(k) // (k // groups)
-    return pack(codes), scales, pack(zeros), (codes - zeros[group]).double() * scales.double()[group]
+    return (
+        pack(codes),
+        scales,
+        pack(zeros),
+        (codes - zeros[group]).double() * scales.double()[group],
+    )
 
 
 def test_the_order_of_a_word_by_hand() -> None:
-    assert reference.awq_unpack(torch.tensor([[0x75316420]], dtype=torch.int32)).tolist() == [list(range(8))]
+    assert reference.awq_unpack(torch.tensor([[0x75316420]], dtype=torch.int32)).tolist() == [
+        list(range(8))
+    ]
     codes = torch.arange(8)[None]
     assert pack(codes).tolist() == [[0x75316420]]
-    assert torch.equal(reference.awq_unpack(pack(15 - codes)), (15 - codes).to(torch.uint8))  # with the sign bit
+    # with the sign bit
+    assert torch.equal(reference.awq_unpack(pack(15 - codes)), (15 - codes).to(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -53,7 +63,9 @@ def test_values_and_products(k: int, n: int, groups: int, dtype: torch.dtype) ->
 def test_opcheck(name: str) -> None:
     qweight, scales, qzeros, _ = weight(64, 16, 2, torch.float16)
     x = (torch.randn(3, 64).half(),) if name == "awq_gemm" else ()
-    torch.library.opcheck(getattr(torch.ops.cutlass_ops, name).default, (*x, qweight, scales, qzeros))
+    torch.library.opcheck(
+        getattr(torch.ops.cutlass_ops, name).default, (*x, qweight, scales, qzeros)
+    )
 
 
 def test_what_is_refused() -> None:
@@ -62,7 +74,9 @@ def test_what_is_refused() -> None:
         co.awq_dequantize(qweight.long(), scales, qzeros)
     with pytest.raises(TypeError, match="scales has dtype float32"):
         co.awq_dequantize(qweight, scales.float(), qzeros)
-    with pytest.raises(ValueError, match=r"scales has shape \(2, 8\); \[G, 16\] is expected, G a divisor of 64"):
+    with pytest.raises(
+        ValueError, match=r"scales has shape \(2, 8\); \[G, 16\] is expected, G a divisor of 64"
+    ):
         co.awq_dequantize(qweight, scales[:, :8], qzeros)
     with pytest.raises(ValueError, match=r"scales has shape \(3, 16\)"):
         co.awq_dequantize(qweight, torch.ones(3, 16).half(), qzeros)

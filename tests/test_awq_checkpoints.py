@@ -31,12 +31,19 @@ def test_awq_golden_word(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("k", "size"), [(64, 32), (128, 64), (256, 128), (96, -1), (40, 32)])
 def test_awq(tmp_path: Path, k: int, size: int, dtype: torch.dtype) -> None:
     n, groups = 24, -(-k // size) if size > 0 else 1
-    codes, zeros, scales = randint(16, n, k), randint(16, n, groups, seed=2), randn(n, groups).to(dtype)
+    codes, zeros, scales = (
+        randint(16, n, k),
+        randint(16, n, groups, seed=2),
+        randn(n, groups).to(dtype),
+    )
     zeros[:, 0] = 0
     tensors = awq(codes, zeros, scales) | {"m.bias": randn(n).half()}
     for config, name in (
         (AWQ_CONFIG | {"group_size": size}, "config.json"),
-        ({"zero_point": True, "q_group_size": size, "w_bit": 4, "version": "GEMM"}, "quant_config.json"),
+        (
+            {"zero_point": True, "q_group_size": size, "w_bit": 4, "version": "GEMM"},
+            "quant_config.json",
+        ),
     ):
         checkpoint = load_checkpoint(save(tmp_path / name, tensors, config, name))
         assert checkpoint.dialect == "awq"
@@ -51,15 +58,28 @@ def test_awq(tmp_path: Path, k: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("k", "size", "width"),
     # ceil(groups / 8) words, to a multiple of 1, 2, 4 for groups of 128, 64, 32.
-    [(128, 128, 1), (1152, 128, 2), (128, 64, 2), (1088, 64, 4), (64, 32, 4), (1056, 32, 8), (64, -1, 2)],
+    [
+        (128, 128, 1),
+        (1152, 128, 2),
+        (128, 64, 2),
+        (1088, 64, 4),
+        (64, 32, 4),
+        (1056, 32, 8),
+        (64, -1, 2),
+    ],
 )
 def test_awq_gemv(tmp_path: Path, k: int, size: int, width: int) -> None:
     n, groups = 5, k // size if size > 0 else 1
-    codes, zeros, scales = randint(16, n, k), randint(16, n, groups, seed=2), randn(n, groups).half()
+    codes, zeros, scales = (
+        randint(16, n, k),
+        randint(16, n, groups, seed=2),
+        randn(n, groups).half(),
+    )
     padding = (0, 8 * width - groups)
     tensors = {
         "m.qweight": words(codes, 4),
-        "m.qzeros": words(torch.nn.functional.pad(zeros, padding, value=7), 4),  # what it holds is nobody's
+        # what it holds is nobody's
+        "m.qzeros": words(torch.nn.functional.pad(zeros, padding, value=7), 4),
         "m.scales": torch.nn.functional.pad(scales, padding, value=float("nan")),
     }
     config = AWQ_CONFIG | {"version": "gemv", "group_size": size}
@@ -68,7 +88,9 @@ def test_awq_gemv(tmp_path: Path, k: int, size: int, width: int) -> None:
 
 
 def autoawq(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
-    """A layer of AutoAWQ's. Its package imports what this module of it does not need: it is passed by."""
+    """A layer of AutoAWQ's. Its package imports what this module of it does not need:
+    it is passed by.
+    """
     found = importlib.util.find_spec("awq")
     if found is None or not found.submodule_search_locations:
         pytest.skip("needs the package autoawq")
@@ -85,19 +107,29 @@ def autoawq(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
 @pytest.mark.filterwarnings("ignore")  # autoawq's own: it is no longer kept up
 @pytest.mark.parametrize("version", ["gemm", "gemv"])
 @pytest.mark.parametrize(("k", "size"), [(256, 128), (128, 64), (96, 32)])
-def test_awq_as_the_package_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, k: int, size: int) -> None:
+def test_awq_as_the_package_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, k: int, size: int
+) -> None:
     layers = autoawq(monkeypatch, version)
     n = 32
-    codes, zeros, scales = randint(16, n, k), randint(16, n, k // size, seed=2), randn(n, k // size).half().abs() + 0.5
+    codes, zeros, scales = (
+        randint(16, n, k),
+        randint(16, n, k // size, seed=2),
+        randn(n, k // size).half().abs() + 0.5,
+    )
     linear = torch.nn.Linear(k, n)
     with torch.no_grad():
         linear.weight.copy_(expected(codes, scales, zeros, size))
     if version == "gemm":
-        layer = layers.WQLinear_GEMM.from_linear(linear, 4, size, False, scales.t().contiguous(), zeros.t().contiguous())
+        layer = layers.WQLinear_GEMM.from_linear(
+            linear, 4, size, False, scales.t().contiguous(), zeros.t().contiguous()
+        )
     else:
         layer = layers.WQLinear_GEMV.from_linear(linear, 4, size, False, scales, zeros)
     config = AWQ_CONFIG | {"version": version, "group_size": size}
-    checkpoint = load_checkpoint(save(tmp_path, {f"m.{name}": t for name, t in layer.state_dict().items()}, config))
+    checkpoint = load_checkpoint(
+        save(tmp_path, {f"m.{name}": t for name, t in layer.state_dict().items()}, config)
+    )
     weight = check(checkpoint, "m", expected(codes, scales, zeros, size))
     assert torch.equal(weight.codes, codes.to(torch.uint8))
     assert weight.bias is not None
@@ -135,12 +167,16 @@ def test_awq_settings_that_are_refused(tmp_path: Path, change: dict[str, Any], m
 def test_groups_that_the_kernels_lack(tmp_path: Path) -> None:
     """Groups of 96 are groups of 32, three of which share a scale; groups of 16 are nothing."""
     codes, zeros, scales = randint(16, 8, 192), randint(16, 8, 2), randn(8, 2).half()
-    checkpoint = load_checkpoint(save(tmp_path, awq(codes, zeros, scales), AWQ_CONFIG | {"group_size": 96}))
+    checkpoint = load_checkpoint(
+        save(tmp_path, awq(codes, zeros, scales), AWQ_CONFIG | {"group_size": 96})
+    )
     weight = check(checkpoint, "m", expected(codes, scales, zeros, 96))
     assert (weight.group_size, weight.groups) == (32, 6)
 
     codes, zeros, scales = randint(16, 8, 32), randint(16, 8, 2), randn(8, 2).half()
-    checkpoint = load_checkpoint(save(tmp_path, awq(codes, zeros, scales), AWQ_CONFIG | {"group_size": 16}))
+    checkpoint = load_checkpoint(
+        save(tmp_path, awq(codes, zeros, scales), AWQ_CONFIG | {"group_size": 16})
+    )
     assert "groups of 16; sizes of 32, 64" in checkpoint.entries["m"].problem
     assert torch.equal(checkpoint.entries["m"].values(), expected(codes, scales, zeros, 16))
     with pytest.raises(CheckpointError, match="groups of 16"):

@@ -1,4 +1,6 @@
-"""The reader of bitsandbytes, against the package's own files and dequantisers, and against bytes written by hand."""
+"""The reader of bitsandbytes, against the package's own files and dequantisers, and against bytes
+written by hand.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def json_tensor(value: Any) -> Tensor:
 STATE = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [2, 64]}
 # Codes 0 .. 15 in turn, eight times, in two rows of 64: one block a row.
 BY_HAND = {
-    "m.weight": torch.tensor([0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF] * 8, dtype=torch.uint8).view(-1, 1),
+    "m.weight": torch.tensor(
+        [0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF] * 8, dtype=torch.uint8
+    ).view(-1, 1),
     "m.weight.absmax": torch.tensor([0.5, -2.0]),
     "m.weight.quant_map": torch.tensor(formats.NF4),
     "m.weight.quant_state.bitsandbytes__nf4": json_tensor(STATE),
@@ -47,7 +51,9 @@ NESTED = {
     "m.weight.absmax": torch.tensor([3, 200], dtype=torch.uint8),
     "m.weight.nested_absmax": torch.tensor([4.0]),
     "m.weight.nested_quant_map": torch.arange(256) / 256,
-    "m.weight.quant_state.bitsandbytes__nf4": json_tensor({**STATE, "nested_blocksize": 256, "nested_offset": 0.25}),
+    "m.weight.quant_state.bitsandbytes__nf4": json_tensor(
+        {**STATE, "nested_blocksize": 256, "nested_offset": 0.25}
+    ),
 }
 INT8 = {
     "m.weight": torch.tensor([[-127, 0, 1], [127, -128, 64]], dtype=torch.int8),
@@ -57,8 +63,13 @@ INT8 = {
 
 
 def write(folder: Path, tensors: dict[str, Tensor | None]) -> Path:
-    save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "bitsandbytes"}}))
+    save_file(
+        {name: value for name, value in tensors.items() if value is not None},
+        folder / "model.safetensors",
+    )
+    (folder / "config.json").write_text(
+        json.dumps({"quantization_config": {"quant_method": "bitsandbytes"}})
+    )
     return folder
 
 
@@ -79,16 +90,24 @@ def test_codes_and_blocks_by_hand(tmp_path: Path) -> None:
     assert not checkpoint.others
 
 
-def test_values_of_more_codes_than_are_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = (3, 97)  # ten blocks of 32 and codes of five blocks at a time, with a nibble and a short block at the end
+def test_values_of_more_codes_than_are_read_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # ten blocks of 32 and codes of five blocks at a time, with a nibble and a short
+    # block at the end
+    shape = (3, 97)
     random = torch.Generator().manual_seed(0)
     state = {
         "m.weight": torch.randint(0, 256, (146,), generator=random).to(torch.uint8),
         "m.weight.absmax": torch.arange(10) + 1.0,
-        "m.weight.quant_state.bitsandbytes__nf4": json_tensor({**STATE, "blocksize": 32, "shape": shape}),
+        "m.weight.quant_state.bitsandbytes__nf4": json_tensor(
+            {**STATE, "blocksize": 32, "shape": shape}
+        ),
     }
     codes = torch.stack([state["m.weight"] >> 4, state["m.weight"] & 15], 1).flatten()[:291].int()
-    expected = torch.tensor(formats.NF4)[codes] * state["m.weight.absmax"].repeat_interleave(32)[:291]
+    expected = (
+        torch.tensor(formats.NF4)[codes] * state["m.weight.absmax"].repeat_interleave(32)[:291]
+    )
     entry = load_checkpoint(write(tmp_path, {**BY_HAND, **state})).entries["m"]
     for count in (1 << 20, 160, 32):
         monkeypatch.setattr("cutlass_ops.checkpoints.bitsandbytes._CODES_AT_A_TIME", count)
@@ -123,12 +142,18 @@ def test_the_book_is_the_files_own(tmp_path: Path) -> None:
 def test_blocks_that_straddle_rows(tmp_path: Path) -> None:
     # Three rows of 32 in blocks of 64: the second block has half of the second row's neighbour.
     state = {**STATE, "shape": [4, 32]}
-    weight = load_checkpoint(write(tmp_path, {**BY_HAND, "m.weight.quant_state.bitsandbytes__nf4": json_tensor(state)}))["m"]
+    weight = load_checkpoint(
+        write(tmp_path, {**BY_HAND, "m.weight.quant_state.bitsandbytes__nf4": json_tensor(state)})
+    )["m"]
     assert weight.group_size == -1
     assert weight.scales.tolist() == [[0.5], [0.5], [-2.0], [-2.0]]
     state = {**STATE, "shape": [8, 16]}
     assert (
-        load_checkpoint(write(tmp_path, {**BY_HAND, "m.weight.quant_state.bitsandbytes__nf4": json_tensor(state)}))["m"]
+        load_checkpoint(
+            write(
+                tmp_path, {**BY_HAND, "m.weight.quant_state.bitsandbytes__nf4": json_tensor(state)}
+            )
+        )["m"]
         .scales.flatten()
         .tolist()
         == [0.5] * 4 + [-2.0] * 4
@@ -143,19 +168,43 @@ def test_int8_by_hand(tmp_path: Path) -> None:
     assert weight.codes.tolist() == [[1, 128, 129], [255, 0, 192]]
     assert weight.scales.tolist() == [[1.0], [2.0]]
     assert weight.bias is not None
-    assert reference.dequantize_weight(weight, torch.float32).tolist() == [[-127, 0, 1], [254, -256, 128]]
+    assert reference.dequantize_weight(weight, torch.float32).tolist() == [
+        [-127, 0, 1],
+        [254, -256, 128],
+    ]
     assert checkpoint.entries["m"].nbytes == 6 + 8 + 1 + 8
     assert not checkpoint.others
 
 
 # ---- files of the package
 
-SHAPES = [(48, 256, 64), (8, 192, 64), (3, 160, 64), (5, 33, 1024), (1, 77, 64), (64, 32, 4096), (7, 96, 32), (12, 2048, 512)]
+SHAPES = [
+    (48, 256, 64),
+    (8, 192, 64),
+    (3, 160, 64),
+    (5, 33, 1024),
+    (1, 77, 64),
+    (64, 32, 4096),
+    (7, 96, 32),
+    (12, 2048, 512),
+]
 
 
-def quantised(bnb: Any, n: int, k: int, blocksize: int, kind: str, nested: bool, storage: torch.dtype = torch.uint8) -> Any:
+def quantised(
+    bnb: Any,
+    n: int,
+    k: int,
+    blocksize: int,
+    kind: str,
+    nested: bool,
+    storage: torch.dtype = torch.uint8,
+) -> Any:
     return bnb.functional.quantize_4bit(
-        randn(n, k), blocksize=blocksize, compress_statistics=nested, quant_type=kind, quant_storage=storage
+        randn(n, k),
+        blocksize=blocksize,
+        compress_statistics=nested,
+        quant_type=kind,
+        quant_storage=storage,
     )
 
 
@@ -175,10 +224,14 @@ def tensors_of(packed: Tensor, state: Any, module: str = "m") -> dict[str, Tenso
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(("n", "k", "blocksize"), SHAPES)
-def test_four_bits(tmp_path: Path, bnb: Any, kind: str, nested: bool, n: int, k: int, blocksize: int) -> None:
+def test_four_bits(
+    tmp_path: Path, bnb: Any, kind: str, nested: bool, n: int, k: int, blocksize: int
+) -> None:
     packed, state = quantised(bnb, n, k, blocksize, kind, nested)
     theirs = dequantised(bnb, packed, state)
-    checkpoint = load_checkpoint(write(tmp_path, {**tensors_of(packed, state), "m.bias": torch.ones(n)}))
+    checkpoint = load_checkpoint(
+        write(tmp_path, {**tensors_of(packed, state), "m.bias": torch.ones(n)})
+    )
     assert checkpoint.dialect == "bitsandbytes"
     assert checkpoint.entries["m"].kind == kind.upper() + (", nested" if nested else "")
     assert torch.equal(checkpoint.entries["m"].values(), theirs)
@@ -200,7 +253,9 @@ def test_an_odd_number_of_elements(tmp_path: Path, bnb: Any) -> None:
     assert weight.shape == (1, 77)
     assert weight.group_size == 64
     packed, state = quantised(bnb, 5, 33, 1024, "nf4", False)  # one block for all: 165 elements
-    assert load_checkpoint(write(tmp_path, tensors_of(packed, state))).entries["m"].values().shape == (5, 33)
+    assert load_checkpoint(write(tmp_path, tensors_of(packed, state))).entries[
+        "m"
+    ].values().shape == (5, 33)
 
 
 def test_one_absmax_in_rows_of_any_length(tmp_path: Path) -> None:
@@ -212,11 +267,17 @@ def test_one_absmax_in_rows_of_any_length(tmp_path: Path) -> None:
         "m.weight.quant_state.bitsandbytes__nf4": json_tensor(state),
     }
     checkpoint = load_checkpoint(write(tmp_path, tensors))
-    assert reference.dequantize_weight(checkpoint["m"], torch.float32).tolist() == [[-3.0], [3.0], [0.0]]
+    assert reference.dequantize_weight(checkpoint["m"], torch.float32).tolist() == [
+        [-3.0],
+        [3.0],
+        [0.0],
+    ]
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32, torch.int8])
-def test_bytes_that_are_stored_as_another_type(tmp_path: Path, bnb: Any, storage: torch.dtype) -> None:
+def test_bytes_that_are_stored_as_another_type(
+    tmp_path: Path, bnb: Any, storage: torch.dtype
+) -> None:
     packed, state = quantised(bnb, 16, 128, 64, "nf4", True, storage)
     assert packed.dtype == storage
     theirs = bnb.functional.dequantize_4bit(packed, state)
@@ -251,7 +312,9 @@ def test_int8_of_the_package(tmp_path: Path, bnb: Any) -> None:
     state = linear.state_dict()
     if state["weight"].dtype != torch.int8:
         pytest.skip("this version of bitsandbytes does not quantise to int8 on the CPU")
-    checkpoint = load_checkpoint(write(tmp_path, {f"m.{name}": value for name, value in state.items()}))
+    checkpoint = load_checkpoint(
+        write(tmp_path, {f"m.{name}": value for name, value in state.items()})
+    )
     theirs = bnb.functional.int8_vectorwise_dequant(state["weight"], state["SCB"])
     assert torch.equal(checkpoint.entries["m"].values(), theirs)
     ours = reference.dequantize_weight(checkpoint["m"], torch.float32)
@@ -265,21 +328,38 @@ def test_int8_of_the_package(tmp_path: Path, bnb: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"m.weight.quant_state.bitsandbytes__nf4": None}, r"'m\.weight': has 0 tensors quant_state"),
-        ({"m.weight.quant_state.bitsandbytes__fp4": json_tensor(STATE)}, r"'m\.weight': has 2 tensors quant_state"),
+        (
+            {"m.weight.quant_state.bitsandbytes__nf4": None},
+            r"'m\.weight': has 0 tensors quant_state",
+        ),
+        (
+            {"m.weight.quant_state.bitsandbytes__fp4": json_tensor(STATE)},
+            r"'m\.weight': has 2 tensors quant_state",
+        ),
         ({"m.weight": None}, r"'m\.weight': is missing"),
         ({"m.weight.absmax": None}, r"'m\.weight\.absmax': is missing"),
         ({"m.weight.absmax": torch.ones(3)}, r"'m\.weight\.absmax': is F32 \[3\]; .* 2 of them"),
         ({"m.weight.absmax": torch.ones(2).int()}, r"'m\.weight\.absmax': is I32"),
         ({"m.weight.quant_map": torch.ones(17)}, r"'m\.weight\.quant_map': is F32 \[17\]"),
-        ({"m.weight": torch.zeros(65, dtype=torch.uint8)}, r"'m\.weight': has 65 bytes; \[2, 64\] codes of 4 bits take 64"),
+        (
+            {"m.weight": torch.zeros(65, dtype=torch.uint8)},
+            r"'m\.weight': has 65 bytes; \[2, 64\] codes of 4 bits take 64",
+        ),
         ({**NESTED, "m.weight.nested_absmax": None}, r"nested_absmax': is missing"),
-        ({**NESTED, "m.weight.nested_absmax": torch.ones(2)}, r"nested_absmax': is F32 \[2\]; .* 1 of them"),
-        ({**NESTED, "m.weight.nested_quant_map": torch.ones(16)}, r"nested_quant_map': is F32 \[16\]"),
+        (
+            {**NESTED, "m.weight.nested_absmax": torch.ones(2)},
+            r"nested_absmax': is F32 \[2\]; .* 1 of them",
+        ),
+        (
+            {**NESTED, "m.weight.nested_quant_map": torch.ones(16)},
+            r"nested_quant_map': is F32 \[16\]",
+        ),
         ({"m.weight.absmax": NESTED["m.weight.absmax"]}, "nested_blocksize is None"),
     ],
 )
-def test_a_state_that_contradicts_itself(tmp_path: Path, change: dict[str, Tensor | None], match: str) -> None:
+def test_a_state_that_contradicts_itself(
+    tmp_path: Path, change: dict[str, Tensor | None], match: str
+) -> None:
     with pytest.raises(CheckpointError, match=match):
         load_checkpoint(write(tmp_path, {**BY_HAND, **change}))
 
@@ -298,8 +378,14 @@ def test_a_state_that_contradicts_itself(tmp_path: Path, change: dict[str, Tenso
     ],
 )
 def test_json_that_lies(tmp_path: Path, state: Any, match: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"bitsandbytes__nf4': .*{match}|'m.weight': .*{match}"):
-        load_checkpoint(write(tmp_path, {**BY_HAND, "m.weight.quant_state.bitsandbytes__nf4": json_tensor(state)}))
+    with pytest.raises(
+        CheckpointError, match=rf"bitsandbytes__nf4': .*{match}|'m.weight': .*{match}"
+    ):
+        load_checkpoint(
+            write(
+                tmp_path, {**BY_HAND, "m.weight.quant_state.bitsandbytes__nf4": json_tensor(state)}
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -314,18 +400,24 @@ def test_json_that_lies(tmp_path: Path, state: Any, match: str) -> None:
 def test_nested_json_that_lies(tmp_path: Path, nested: dict[str, Any], match: str) -> None:
     state = json_tensor({**STATE, **nested})
     with pytest.raises(CheckpointError, match=match):
-        load_checkpoint(write(tmp_path, {**BY_HAND, **NESTED, "m.weight.quant_state.bitsandbytes__nf4": state}))
+        load_checkpoint(
+            write(tmp_path, {**BY_HAND, **NESTED, "m.weight.quant_state.bitsandbytes__nf4": state})
+        )
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000])
 def test_a_state_that_is_no_json(tmp_path: Path, content: bytes) -> None:
     state = torch.tensor(list(content), dtype=torch.uint8)
     with pytest.raises(CheckpointError, match="not JSON"):
-        load_checkpoint(write(tmp_path, {**BY_HAND, "m.weight.quant_state.bitsandbytes__nf4": state}))
+        load_checkpoint(
+            write(tmp_path, {**BY_HAND, "m.weight.quant_state.bitsandbytes__nf4": state})
+        )
 
 
 def test_files_without_a_config(tmp_path: Path) -> None:
-    write(tmp_path, {**BY_HAND, **{name.replace("m.", "i."): value for name, value in INT8.items()}})
+    write(
+        tmp_path, {**BY_HAND, **{name.replace("m.", "i."): value for name, value in INT8.items()}}
+    )
     (tmp_path / "config.json").unlink()
     checkpoint = load_checkpoint(tmp_path)
     assert sorted(checkpoint) == ["i", "m"]
@@ -334,7 +426,9 @@ def test_files_without_a_config(tmp_path: Path) -> None:
 
 def test_a_weight_of_three_dimensions(tmp_path: Path) -> None:
     state = json_tensor({**STATE, "shape": [2, 2, 32]})
-    checkpoint = load_checkpoint(write(tmp_path, {**BY_HAND, "m.weight.quant_state.bitsandbytes__nf4": state}))
+    checkpoint = load_checkpoint(
+        write(tmp_path, {**BY_HAND, "m.weight.quant_state.bitsandbytes__nf4": state})
+    )
     with pytest.raises(CheckpointError, match=r"has shape \[2, 2, 32\]"):
         checkpoint["m"]
     assert checkpoint.entries["m"].values().shape == (2, 2, 32)

@@ -20,7 +20,12 @@ from cutlass_ops.files.verify import verify_packed
 
 
 def test_a_single_file(tmp_path: Path) -> None:
-    tensors = {"a.weight": torch.randn(3, 5), "n": torch.arange(3), "s": torch.tensor(2.0), "e": torch.zeros(0, 2)}
+    tensors = {
+        "a.weight": torch.randn(3, 5),
+        "n": torch.arange(3),
+        "s": torch.tensor(2.0),
+        "e": torch.zeros(0, 2),
+    }
     save_file(tensors, tmp_path / "m.safetensors")
     for path in (tmp_path / "m.safetensors", tmp_path):
         checkpoint = load_checkpoint(path)
@@ -30,7 +35,9 @@ def test_a_single_file(tmp_path: Path) -> None:
         assert all(torch.equal(plain[name], value) for name, value in tensors.items())
 
 
-@pytest.mark.parametrize("now", [{"b": torch.zeros(2)}, {"a": torch.zeros(3)}, {"a": torch.zeros(2).half()}])
+@pytest.mark.parametrize(
+    "now", [{"b": torch.zeros(2)}, {"a": torch.zeros(3)}, {"a": torch.zeros(2).half()}]
+)
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, now: dict[str, torch.Tensor]) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"a": torch.zeros(2)}, path)
@@ -43,39 +50,60 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, now: dict[str, tor
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
     save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "model-1.safetensors")
-    save_file({"b.weight": torch.zeros(3, 3), "c": torch.arange(2)}, tmp_path / "model-2.safetensors")
-    weight_map = {"a.weight": "model-1.safetensors", "b.weight": "model-2.safetensors", "c": "model-2.safetensors"}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    save_file(
+        {"b.weight": torch.zeros(3, 3), "c": torch.arange(2)}, tmp_path / "model-2.safetensors"
+    )
+    weight_map = {
+        "a.weight": "model-1.safetensors",
+        "b.weight": "model-2.safetensors",
+        "c": "model-2.safetensors",
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return tmp_path
 
 
 def test_shards(sharded: Path) -> None:
     for path in (sharded, sharded / "model.safetensors.index.json"):
         checkpoint = load_checkpoint(path)
-        assert [file.name for file in checkpoint.files] == ["model-1.safetensors", "model-2.safetensors"]
+        assert [file.name for file in checkpoint.files] == [
+            "model-1.safetensors",
+            "model-2.safetensors",
+        ]
         assert {name: tuple(value.shape) for name, value in checkpoint.plain()} == {
             "a.weight": (2, 2),
             "b.weight": (3, 3),
             "c": (2,),
         }
-    done = reorder_checkpoint(load_checkpoint(sharded), sharded / "packed.out", bits=4, group_size=32)
+    done = reorder_checkpoint(
+        load_checkpoint(sharded), sharded / "packed.out", bits=4, group_size=32
+    )
     assert sorted(done.weights) == ["a", "b"]
     assert verify_packed(sharded / "packed.out", load_checkpoint(sharded)).problems == []
 
 
 def test_which_file_of_a_directory_is_read(tmp_path: Path) -> None:
-    """model.safetensors among several, the only index, and model.safetensors.index.json among several."""
+    """model.safetensors among several, the only index, and
+    model.safetensors.index.json among several.
+    """
     for name in ("model", "consolidated", "adapter"):
         save_file({f"{name}.weight": torch.ones(1)}, tmp_path / f"{name}.safetensors")
     assert list(load_checkpoint(tmp_path).entries) == ["model.weight"]
-    for name, shard in (("gptq_model-4bit", "consolidated"), ("model", "adapter"), ("other", "model")):
+    for name, shard in (
+        ("gptq_model-4bit", "consolidated"),
+        ("model", "adapter"),
+        ("other", "model"),
+    ):
         index = {"weight_map": {f"{shard}.weight": f"{shard}.safetensors"}}
         (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps(index))
         if name == "gptq_model-4bit":
             assert list(load_checkpoint(tmp_path).entries) == ["consolidated.weight"]
     assert list(load_checkpoint(tmp_path).entries) == ["adapter.weight"]
     (tmp_path / "model.safetensors.index.json").unlink()
-    with pytest.raises(CheckpointError, match=r"2 json files and no model\.safetensors\.index\.json"):
+    with pytest.raises(
+        CheckpointError, match=r"2 json files and no model\.safetensors\.index\.json"
+    ):
         load_checkpoint(tmp_path)
 
 
@@ -84,7 +112,10 @@ def test_which_file_of_a_directory_is_read(tmp_path: Path) -> None:
     [
         ({"quantization_config": 3}, "quantization_config is 3; an object is expected"),
         ({"text_config": {"compression_config": []}}, r"compression_config is \[\]; an object"),
-        ({"quantization_config": {"quant_method": "fbgemm_fp8"}}, "is quantised by 'fbgemm_fp8'; known are awq, "),
+        (
+            {"quantization_config": {"quant_method": "fbgemm_fp8"}},
+            "is quantised by 'fbgemm_fp8'; known are awq, ",
+        ),
         ([], "is a JSON list; an object is expected"),
     ],
 )
@@ -98,7 +129,9 @@ def test_configs_that_are_refused(tmp_path: Path, config: object, match: str) ->
 
 def test_the_config_is_handed_on(tmp_path: Path) -> None:
     save_file({"a.weight": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": None}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "quantization_config": None})
+    )
     for path in (tmp_path, tmp_path / "model.safetensors"):
         checkpoint = load_checkpoint(path)
         assert checkpoint.config["model_type"] == "llama"
@@ -119,19 +152,31 @@ def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
-        (lambda folder: (folder / "model-1.safetensors").unlink(), r"'model-1\.safetensors', which is not there"),
+        (
+            lambda folder: (folder / "model-1.safetensors").unlink(),
+            r"'model-1\.safetensors', which is not there",
+        ),
         (edit(lambda c: c["weight_map"].pop("c")), "tensor 'c': the index does not name it"),
         (edit(lambda c: c["weight_map"].update(d="model-2.safetensors")), "tensor 'd': is not in"),
-        (edit(lambda c: c["weight_map"].update(c="model-1.safetensors")), "tensor 'c': the index places it in"),
+        (
+            edit(lambda c: c["weight_map"].update(c="model-1.safetensors")),
+            "tensor 'c': the index places it in",
+        ),
         (edit(lambda c: c["weight_map"].update(c="../x.safetensors")), "of the same directory"),
         (edit(lambda c: c["weight_map"].update(c="/etc/passwd")), "of the same directory"),
         (edit(lambda c: c["weight_map"].update(c="x\0.safetensors")), "of the same directory"),
         (edit(lambda c: c["weight_map"].update(c=3)), 'no "weight_map"'),
         (edit(lambda c: c.clear()), 'no "weight_map"'),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "not JSON"),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("[" * 100_000), "not JSON"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text("[" * 100_000),
+            "not JSON",
+        ),
         (lambda folder: (folder / "model.safetensors.index.json").write_bytes(b"\xff"), "not JSON"),
-        (lambda folder: (folder / "model-2.safetensors").write_bytes(b"x" * 64), "not a valid safetensors file"),
+        (
+            lambda folder: (folder / "model-2.safetensors").write_bytes(b"x" * 64),
+            "not a valid safetensors file",
+        ),
     ],
 )
 def test_an_index_that_lies(sharded: Path, damage: Callable[[Path], object], match: str) -> None:
@@ -191,12 +236,16 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
 def test_pickles_are_never_opened(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     for path in (tmp_path / name, tmp_path):
-        with pytest.raises(CheckpointError, match="pickles run code when they are opened, and never are"):
+        with pytest.raises(
+            CheckpointError, match="pickles run code when they are opened, and never are"
+        ):
             load_checkpoint(path)
 
 
 def test_a_packed_file_is_no_checkpoint(tmp_path: Path) -> None:
     save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "m.safetensors")
-    reorder_checkpoint(load_checkpoint(tmp_path / "m.safetensors"), tmp_path / "p.safetensors", bits=4)
+    reorder_checkpoint(
+        load_checkpoint(tmp_path / "m.safetensors"), tmp_path / "p.safetensors", bits=4
+    )
     with pytest.raises(CheckpointError, match="packed model already"):
         load_checkpoint(tmp_path / "p.safetensors")

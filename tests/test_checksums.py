@@ -1,4 +1,6 @@
-"""Damage that files can show by themselves: checksums, values that are not finite, and what transformers saved."""
+"""Damage that files can show by themselves: checksums, values that are not finite, and what
+transformers saved.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,10 @@ def test_a_checksum_for_every_tensor(tmp_path: Path) -> None:
     sums = json.loads(facts["checksums"])
     assert sums.keys() == load_file(path).keys()
     for changed, problem in (
-        ({name: value for name, value in sums.items() if name != "norm"}, "norm: the tensor does not have its checksum"),
+        (
+            {name: value for name, value in sums.items() if name != "norm"},
+            "norm: the tensor does not have its checksum",
+        ),
         ({**sums, "more": "0"}, "more: has a checksum, and is not there"),
     ):
         save_file(load_file(path), path, facts | {"checksums": json.dumps(changed)})
@@ -114,7 +119,9 @@ def test_version_1_is_read_and_has_no_checksums(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("old", [0, -1])
-def test_one_shard_of_version_1_leaves_the_directory_without_checksums(tmp_path: Path, old: int) -> None:
+def test_one_shard_of_version_1_leaves_the_directory_without_checksums(
+    tmp_path: Path, old: int
+) -> None:
     checkpoint = load_checkpoint(save_model(tmp_path / "source", float_tensors(1)))
     path = tmp_path / "packed"
     done = reorder_model(checkpoint, path, OPTIONS, shard_bytes=60_000)
@@ -147,7 +154,11 @@ def test_the_header_is_written_last_and_recognised_again(tmp_path: Path) -> None
     assert not is_written(path, specs, {"a": "c"})
     assert not is_written(path, {"x": specs["x"]}, {"a": "b"})
     whole = path.read_bytes()
-    for damaged in (whole[:-1], whole.replace(b"header_sha256", b"header_sha255"), whole.replace(b"checksums", b"checksumz")):
+    for damaged in (
+        whole[:-1],
+        whole.replace(b"header_sha256", b"header_sha255"),
+        whole.replace(b"checksums", b"checksumz"),
+    ):
         path.write_bytes(damaged)
         assert not is_written(path, specs, {"a": "b"})
     assert not is_written(tmp_path / "nothing", specs, {})
@@ -167,7 +178,9 @@ def test_both_versions_in_a_config() -> None:
 def weight_format_of(packed: PackedWeight):  # type: ignore[no-untyped-def]
     from cutlass_ops.files.packed_config import WeightFormat
 
-    dtypes = sorted((part, value.dtype) for part, value in packed.tensors().items() if part != "codes")
+    dtypes = sorted(
+        (part, value.dtype) for part, value in packed.tensors().items() if part != "codes"
+    )
     return WeightFormat(packed.bits, packed.group_size, tuple(dtypes))
 
 
@@ -189,7 +202,11 @@ def test_reorder_refuses_what_is_not_finite(part: str, value: float) -> None:
 
 def test_an_infinite_bias_is_kept(tmp_path: Path) -> None:
     bias = torch.tensor([0.0, -math.inf])
-    packed = reorder(QuantizedWeight(torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 1), group_size=32, bias=bias))
+    packed = reorder(
+        QuantizedWeight(
+            torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 1), group_size=32, bias=bias
+        )
+    )
     save_packed(tmp_path / "p.safetensors", {"w": packed})
     assert verify_packed(tmp_path / "p.safetensors").problems == []
 
@@ -215,14 +232,17 @@ def test_verify_reports_what_is_not_finite(tmp_path: Path) -> None:
     assert verify_packed(path).problems == ["w: scales[2, 1] is nan"]
 
 
-# ---- what save_pretrained of transformers writes: shards without our metadata, parts of a weight in two of them
+# ---- what save_pretrained of transformers writes: shards without our metadata, parts of a
+# weight in two of them
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, Path]:
     """A directory that reorder made, and the same model as transformers would save it."""
     packed, target = tmp_path / "packed", tmp_path / "saved"
-    reorder_model(load_checkpoint(save_model(tmp_path / "source", float_tensors(1))), packed, OPTIONS)
+    reorder_model(
+        load_checkpoint(save_model(tmp_path / "source", float_tensors(1))), packed, OPTIONS
+    )
     target.mkdir()
     tensors = load_file(packed / "model.safetensors")
     metadata = {"format": "pt", "weights": weights_metadata(packed_info(packed).weights)}
@@ -231,7 +251,9 @@ def saved(tmp_path: Path) -> tuple[Path, Path]:
     for file, held in shards.items():
         save_file({name: tensors[name] for name in held}, target / file, metadata)
     placed = {name: file for file, held in shards.items() for name in held}
-    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    (target / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": placed})
+    )
     (target / "config.json").write_bytes((packed / "config.json").read_bytes())
     return packed, target
 
@@ -289,7 +311,9 @@ def test_a_saved_directory_that_is_damaged(saved: tuple[Path, Path]) -> None:
 def test_sizes_that_only_bias_and_act_order_tell(tmp_path: Path) -> None:
     honest = packed_file(tmp_path)  # N = 3, K = 40, with both
     assert honest
-    config = quantization_config({"w": weight_format_of(load_packed(tmp_path / "p.safetensors")["w"])})  # type: ignore[arg-type]
+    config = quantization_config(
+        {"w": weight_format_of(load_packed(tmp_path / "p.safetensors")["w"])}
+    )  # type: ignore[arg-type]
     tensors = load_file(tmp_path / "p.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -305,15 +329,21 @@ def test_sizes_that_only_bias_and_act_order_tell(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("part", "size"), [("bias", 65), ("bias", 0), ("perm", 129), ("perm", 0)])
 def test_sizes_that_the_padding_contradicts(tmp_path: Path, part: str, size: int) -> None:
-    """N of 3 is padded to 64 and K of 40 to 128: a bias or an act order of other sizes says neither N nor K."""
+    """N of 3 is padded to 64 and K of 40 to 128: a bias or an act order of other sizes says
+    neither N nor K.
+    """
     packed_file(tmp_path)
-    config = quantization_config({"w": weight_format_of(load_packed(tmp_path / "p.safetensors")["w"])})  # type: ignore[arg-type]
+    config = quantization_config(
+        {"w": weight_format_of(load_packed(tmp_path / "p.safetensors")["w"])}
+    )  # type: ignore[arg-type]
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     tensors = load_file(tmp_path / "p.safetensors")
     tensors[f"w.{part}"] = torch.zeros(size, dtype=tensors[f"w.{part}"].dtype)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     n, k = (64, 40) if part == "bias" else (3, 128)
-    with pytest.raises(CheckpointError, match=rf"'w\.{part}': has shape \[{size}\]; n={n}, k={k}, "):
+    with pytest.raises(
+        CheckpointError, match=rf"'w\.{part}': has shape \[{size}\]; n={n}, k={k}, "
+    ):
         packed_info(tmp_path)
     # A weight without them has the sizes of its padding.
     del tensors[f"w.{part}"]
@@ -331,7 +361,10 @@ def test_sizes_that_are_rounded_up(saved: tuple[Path, Path]) -> None:
     assert info.weights["model.layers.0.mlp.down_proj"] == (128, 256, 4, 32)  # K is 192
     found = verify_packed(target)
     assert found.problems == []
-    assert found.notes[1] == f"{target}: keeps no N and K of 7 weights; their padding cannot be distinguished from their values"
+    assert (
+        found.notes[1] == f"{target}: keeps no N and K of 7 weights; their padding cannot be "
+        "distinguished from their values"
+    )
 
 
 def test_a_config_may_leave_out_that_a_layer_has_a_bias(saved: tuple[Path, Path]) -> None:
@@ -339,7 +372,9 @@ def test_a_config_may_leave_out_that_a_layer_has_a_bias(saved: tuple[Path, Path]
     packed, _ = saved
     config = json.loads((packed / "config.json").read_text())
     quantization = config["quantization_config"]
-    form = quantization["modules"].get(Q, {key: quantization[key] for key in ("bits", "group_size", "tensors")})
+    form = quantization["modules"].get(
+        Q, {key: quantization[key] for key in ("bits", "group_size", "tensors")}
+    )
     dtype = form["tensors"].pop("bias")
     for stated, problems in (
         ({}, []),
@@ -354,8 +389,14 @@ def test_a_config_may_leave_out_that_a_layer_has_a_bias(saved: tuple[Path, Path]
 def test_a_config_that_does_not_describe_its_files(saved: tuple[Path, Path]) -> None:
     packed, _ = saved
     config = json.loads((packed / "config.json").read_text())
-    config["quantization_config"]["modules"][Q] = {**config["quantization_config"], "bits": 8, "modules": {}}
+    config["quantization_config"]["modules"][Q] = {
+        **config["quantization_config"],
+        "bits": 8,
+        "modules": {},
+    }
     (packed / "config.json").write_text(json.dumps(config))
-    assert verify_packed(packed).problems == [f"config.json: does not describe {Q} as the files have it"]
+    assert verify_packed(packed).problems == [
+        f"config.json: does not describe {Q} as the files have it"
+    ]
     (packed / "config.json").write_text("{}")
     assert verify_packed(packed).problems == ["config.json: has no quantization_config"]

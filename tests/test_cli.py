@@ -48,7 +48,10 @@ def test_json(model: Path, tmp_path: Path) -> None:
     assert after["kind"] == "packed"
     assert after["layout"] == "cutlass_ops.slab64 version 2"
     assert after["sources"].keys() == {"m.safetensors"}
-    assert next(t for t in after["tensors"] if t["name"] == UP)["parts"] == {"codes": "uint8", "scales": "float32"}
+    assert next(t for t in after["tensors"] if t["name"] == UP)["parts"] == {
+        "codes": "uint8",
+        "scales": "float32",
+    }
     assert {t["name"] for t in after["tensors"]} == {UP, *done["tensors"]}
     found = run_json("verify", out, "--against", model)
     assert found["ok"]
@@ -114,12 +117,16 @@ def test_inspect_names_the_kernels(model: Path, tmp_path: Path) -> None:
     assert "4 bits in groups of 32, zero points, scales float32" in shown
 
 
-def test_inspect_says_why_no_kernel_runs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_says_why_no_kernel_runs(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "p.safetensors"
     run("reorder", model, "-o", out, "--bits", 4)
     right = cutlass_ops.explain
 
-    def explain(m: int, weight: cutlass_ops.PackedWeight, **options: Any) -> cutlass_ops.Explanation:
+    def explain(
+        m: int, weight: cutlass_ops.PackedWeight, **options: Any
+    ) -> cutlass_ops.Explanation:
         if weight.n == 48:
             raise ValueError("no row takes it")
         return right(m, weight, **options)
@@ -148,7 +155,11 @@ def test_a_model_directory(directory: Path, tmp_path: Path) -> None:
     assert not out.exists()
     done = run_json("reorder", directory, "-o", out, *options)
     assert done["written"]
-    assert (done["files"], done["weights"], done["copied"]) == (planned["files"], planned["weights"], ["tokenizer.json"])
+    assert (done["files"], done["weights"], done["copied"]) == (
+        planned["files"],
+        planned["weights"],
+        ["tokenizer.json"],
+    )
     config = json.loads((out / "config.json").read_text())
     assert config["model_type"] == "llama"
     assert config["quantization_config"]["act_quant"] == "block"
@@ -212,11 +223,55 @@ def test_diff(model: Path, tmp_path: Path) -> None:
         (["inspect", "{dir}/m.safetensors", "--gpu", "sm_70"], "device is 'sm_70'"),
         (["inspect", "{dir}/m.safetensors", "--act-quant", "row"], "act_quant is 'row'"),
         (["diff", "{dir}/m.safetensors", "{dir}/m.safetensors"], "not a packed file"),
-        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--tp", "2", "--tp-split", "x"], "REGEX=STYLE"),
-        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--act-quant", "x"], "act_quant is 'x'"),
-        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--zero-offset", "2"], "auto, 0 and 1"),
-        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--zero-offset", "1"], "has no such option"),
-        (["reorder", "{dir}/m.safetensors", "-o", "{dir}", "--bits", "4"], "directory of the checkpoint itself"),
+        (
+            [
+                "reorder",
+                "{dir}/m.safetensors",
+                "-o",
+                "{dir}/p",
+                "--bits",
+                "4",
+                "--tp",
+                "2",
+                "--tp-split",
+                "x",
+            ],
+            "REGEX=STYLE",
+        ),
+        (
+            ["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--act-quant", "x"],
+            "act_quant is 'x'",
+        ),
+        (
+            [
+                "reorder",
+                "{dir}/m.safetensors",
+                "-o",
+                "{dir}/p",
+                "--bits",
+                "4",
+                "--zero-offset",
+                "2",
+            ],
+            "auto, 0 and 1",
+        ),
+        (
+            [
+                "reorder",
+                "{dir}/m.safetensors",
+                "-o",
+                "{dir}/p",
+                "--bits",
+                "4",
+                "--zero-offset",
+                "1",
+            ],
+            "has no such option",
+        ),
+        (
+            ["reorder", "{dir}/m.safetensors", "-o", "{dir}", "--bits", "4"],
+            "directory of the checkpoint itself",
+        ),
         (["inspect", "{dir}/nothing"], "no such file or directory"),
         (["inspect", "{dir}/noise.gguf"], "starts with b'nois'"),
         (["inspect", "{dir}/noise.safetensors"], "not a valid safetensors file"),
@@ -225,17 +280,34 @@ def test_diff(model: Path, tmp_path: Path) -> None:
         (["verify", "{dir}"], "{dir}: has no config.json"),
         (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p"], "give bits (--bits 4 or --bits 8)"),
         (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--asymmetric"], "give --bits too"),
-        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--group-size", "32"], "give --bits too"),
-        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "3"], "bits is 3; supported are 4, 8"),
-        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--include", "["], "regular expression"),
-        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/no/p", "--bits", "4"], "there is no folder {dir}/no"),
-        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/m.safetensors", "--bits", "4"], "checkpoint itself"),
+        (
+            ["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--group-size", "32"],
+            "give --bits too",
+        ),
+        (
+            ["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "3"],
+            "bits is 3; supported are 4, 8",
+        ),
+        (
+            ["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--include", "["],
+            "regular expression",
+        ),
+        (
+            ["reorder", "{dir}/m.safetensors", "-o", "{dir}/no/p", "--bits", "4"],
+            "there is no folder {dir}/no",
+        ),
+        (
+            ["reorder", "{dir}/m.safetensors", "-o", "{dir}/m.safetensors", "--bits", "4"],
+            "checkpoint itself",
+        ),
         (["reorder", "{dir}/m.safetensors"], "--output"),
         (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "many"], "--bits"),
         (["nothing"], "nothing"),
     ],
 )
-def test_bad_input_is_reported_in_a_line(model: Path, tmp_path: Path, args: list[str], message: str) -> None:
+def test_bad_input_is_reported_in_a_line(
+    model: Path, tmp_path: Path, args: list[str], message: str
+) -> None:
     for suffix in ("gguf", "safetensors"):
         (tmp_path / f"noise.{suffix}").write_bytes(b"noise")
     result = run(*(arg.format(dir=tmp_path) for arg in args))
@@ -246,7 +318,9 @@ def test_bad_input_is_reported_in_a_line(model: Path, tmp_path: Path, args: list
     assert not isinstance(result.exception, (ValueError, OSError))
 
 
-@pytest.mark.parametrize("command", [[], ["inspect"], ["reorder"], ["verify"], ["diff"], ["doctor"], ["demo"]])
+@pytest.mark.parametrize(
+    "command", [[], ["inspect"], ["reorder"], ["verify"], ["diff"], ["doctor"], ["demo"]]
+)
 def test_help(command: list[str]) -> None:
     result = run(*command, "--help")
     assert result.exit_code == 0
@@ -265,7 +339,10 @@ def test_doctor_multiplies() -> None:
     assert facts["ok"]
     assert facts["torch"].startswith(torch.__version__)
     assert facts["self_test"]["cpu"] == dict.fromkeys(cli.doctor._PRODUCTS, "ok")
-    assert set(facts["kernels"]["cpu"].values()) == {_C.cpu_kernel(), f"{_C.cpu_kernel()} / torch.matmul"}
+    assert set(facts["kernels"]["cpu"].values()) == {
+        _C.cpu_kernel(),
+        f"{_C.cpu_kernel()} / torch.matmul",
+    }
     shown = run("doctor")
     assert shown.exit_code == 0
     assert "W4A8 block" in shown.stdout
@@ -281,7 +358,9 @@ def test_doctor_multiplies_on_the_gpu() -> None:
 
 def test_doctor_fails_when_a_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     right = cli.doctor.gemm.mixed_gemm
-    monkeypatch.setattr(cli.doctor.gemm, "mixed_gemm", lambda *args, **options: right(*args, **options) * 1.001)
+    monkeypatch.setattr(
+        cli.doctor.gemm, "mixed_gemm", lambda *args, **options: right(*args, **options) * 1.001
+    )
     result = run("doctor")
     assert result.exit_code == 1
     assert "wrong: relative error 0.001" in result.stdout
@@ -300,7 +379,10 @@ def test_doctor_without_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("answer", "missing"),
     [
-        (RuntimeError("Failed to dlopen libcuda.so.1"), "CUDA driver: Failed to dlopen libcuda.so.1"),
+        (
+            RuntimeError("Failed to dlopen libcuda.so.1"),
+            "CUDA driver: Failed to dlopen libcuda.so.1",
+        ),
         ((35, 0), "CUDA driver: cuDriverGetVersion returned 35"),
         ((0, 0), "CUDA driver: not installed"),
         ((0, 12040), None),
@@ -333,14 +415,24 @@ def test_doctor_with_an_old_driver_or_none(
 
 def test_the_module_and_the_script(model: Path, tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "tools" / "reorder_weights.py"
-    for index, command in enumerate(([sys.executable, "-m", "cutlass_ops", "reorder"], [sys.executable, str(script)])):
+    for index, command in enumerate(
+        ([sys.executable, "-m", "cutlass_ops", "reorder"], [sys.executable, str(script)])
+    ):
         out = tmp_path / f"{index}.safetensors"
         done = subprocess.run(
-            [*command, str(model), "-o", str(out), "--bits", "4"], capture_output=True, text=True, cwd=tmp_path
+            [*command, str(model), "-o", str(out), "--bits", "4"],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
         )
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         assert UP in load_packed(out)
-    bad = subprocess.run([sys.executable, str(script), "nothing", "-o", "x"], capture_output=True, text=True, cwd=tmp_path)
+    bad = subprocess.run(
+        [sys.executable, str(script), "nothing", "-o", "x"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert bad.returncode == 2
     assert "Traceback" not in bad.stderr

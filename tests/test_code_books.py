@@ -1,4 +1,6 @@
-"""4-bit code books: codes and values by hand, against bitsandbytes' own, and along the straight line to a product."""
+"""4-bit code books: codes and values by hand, against bitsandbytes' own, and along the straight
+line to a product.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def bnb() -> Any:
 
 
 def test_nf4_codes_by_hand() -> None:
-    # The values of the book itself, times an absmax of 2; then packed two a byte, the even one high.
+    # The values of the book itself, times an absmax of 2; then packed two a byte, the even one
+    # high.
     packed, absmax = co.quantize_4bit(2 * torch.tensor(formats.NF4), 32)
     assert absmax.tolist() == [2.0]
     assert packed.shape == (8, 1)
@@ -55,7 +58,10 @@ def test_fp4_codes_by_hand() -> None:
     assert absmax.tolist() == [12.0]
     assert packed.flatten().tolist() == [0x01, 0x23, 0x45, 0x67, 0x09, 0xAB, 0xCD, 0xEF]
     # Too small for a magnitude, the sign stays.
-    assert codes_of(co.quantize_4bit(torch.tensor([1.0, -0.001]), 32, "fp4")[0], 2).tolist() == [3, 8]
+    assert codes_of(co.quantize_4bit(torch.tensor([1.0, -0.001]), 32, "fp4")[0], 2).tolist() == [
+        3,
+        8,
+    ]
 
 
 def e2m1(value: float) -> int:
@@ -68,7 +74,8 @@ def e2m1(value: float) -> int:
 
 @pytest.mark.parametrize("exponent", [-102, -24, 0, 100, 125])
 def test_mxfp4_codes_by_hand(exponent: int) -> None:
-    # Every multiple of 1/4 up to the largest value that the scale 1 is for, and its negative; times a power of two.
+    # Every multiple of 1/4 up to the largest value that the scale 1 is for, and its negative;
+    # times a power of two.
     quarters = [i / 4 for i in range(32)] + [-i / 4 for i in range(32)]
     weight = torch.tensor([quarters[:32], quarters[32:]]).mul(2.0**exponent)
     found = co.quantize(weight, group_size=32, book="mxfp4")
@@ -80,7 +87,9 @@ def test_mxfp4_codes_by_hand(exponent: int) -> None:
         assert found.scales.tolist() == [[1.0]]
         assert (found.codes % 8).tolist() == [[0] * 7]
     # Of 17 columns the last group's zeros beyond K do not count.
-    assert co.quantize(torch.full((1, 17), 5.0), group_size=32, book="mxfp4").codes.tolist() == [[6] * 17]
+    assert co.quantize(torch.full((1, 17), 5.0), group_size=32, book="mxfp4").codes.tolist() == [
+        [6] * 17
+    ]
 
 
 def test_mxfp4_is_refused_where_it_is_not_defined() -> None:
@@ -111,20 +120,37 @@ def test_limits_belong_to_the_smaller_code(quant_type: str) -> None:
         book = torch.tensor(formats.NF4)
         cuts, below, above = (book[1:] + book[:-1]) / 2, range(15), range(1, 16)
     else:
-        cuts, below, above = torch.tensor(formats.FP4_CUTS), formats.FP4_ORDER[:-1], formats.FP4_ORDER[1:]
+        cuts, below, above = (
+            torch.tensor(formats.FP4_CUTS),
+            formats.FP4_ORDER[:-1],
+            formats.FP4_ORDER[1:],
+        )
     up = torch.nextafter(cuts, torch.tensor(2.0))
     one = torch.ones(1)  # absmax 1: v is x
-    assert codes_of(co.quantize_4bit(torch.cat((cuts, one)), 32, quant_type)[0], len(cuts)).tolist() == list(below)
-    assert codes_of(co.quantize_4bit(torch.cat((up, one)), 32, quant_type)[0], len(cuts)).tolist() == list(above)
+    assert codes_of(
+        co.quantize_4bit(torch.cat((cuts, one)), 32, quant_type)[0], len(cuts)
+    ).tolist() == list(below)
+    assert codes_of(
+        co.quantize_4bit(torch.cat((up, one)), 32, quant_type)[0], len(cuts)
+    ).tolist() == list(above)
 
 
 def test_a_book_of_ones_own_takes_the_nearest_and_halfway_the_smaller() -> None:
-    book = torch.tensor([3.0, -1.0, 0.5, 1.0, -0.5, 2.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 0.0])
+    book = torch.tensor(
+        [3.0, -1.0, 0.5, 1.0, -0.5, 2.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 0.0]
+    )
     x = torch.tensor([1.0, 0.75, 0.76, -0.25, 0.2, -1.0])
     packed, absmax = co.quantize_4bit(x, 32, code=book)
     assert codes_of(packed, 6).tolist() == [3, 2, 3, 4, 15, 1]
     assert absmax.tolist() == [1.0]
-    assert co.dequantize_4bit(packed, absmax, (6,), 32, dtype=FLOAT, code=book).tolist() == [1.0, 0.5, 1.0, -0.5, 0.0, -1.0]
+    assert co.dequantize_4bit(packed, absmax, (6,), 32, dtype=FLOAT, code=book).tolist() == [
+        1.0,
+        0.5,
+        1.0,
+        -0.5,
+        0.0,
+        -1.0,
+    ]
 
 
 @pytest.mark.parametrize(("quant_type", "zero"), [("nf4", 7), ("fp4", 0)])
@@ -147,7 +173,8 @@ def test_nothing_that_is_not_a_number_becomes_one() -> None:
         assert absmax.isfinite().tolist() == [False, False, True]
         y = co.dequantize_4bit(packed, absmax, (3, 64), 64, quant_type)
         assert y.isfinite().any(1).tolist() == [False, False, True]
-        # As in the kernels, NaN is above no limit: the first code of the ascending values, of FP4's magnitudes zero.
+        # As in the kernels, NaN is above no limit: the first code of the ascending values, of FP4's
+        # magnitudes zero.
         codes = codes_of(packed, 3 * 64).view(3, 64)
         assert codes[0].tolist() == [0] * 64
         assert codes[1, 6] == 0
@@ -155,18 +182,27 @@ def test_nothing_that_is_not_a_number_becomes_one() -> None:
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_tensors_larger_than_what_is_worked_on_at_a_time(quant_type: str) -> None:
-    """More than 2^20 elements: codes and absmax are those of their place from the first to the last."""
-    codes = torch.randint(0, 16, ((1 << 20) + 2 * 4096 + 7,), generator=torch.Generator().manual_seed(0))
+    """More than 2^20 elements: codes and absmax are those of their place from the
+    first to the last.
+    """
+    codes = torch.randint(
+        0, 16, ((1 << 20) + 2 * 4096 + 7,), generator=torch.Generator().manual_seed(0)
+    )
     codes[::32] = formats.CODE_BOOKS[quant_type].index(1.0)  # each block has its absmax
     count = len(codes)
     absmax = 1.0 + torch.arange(-(-count // 32)) % 97
-    values = torch.tensor(formats.CODE_BOOKS[quant_type])[codes] * absmax.repeat_interleave(32)[:count]
+    values = (
+        torch.tensor(formats.CODE_BOOKS[quant_type])[codes] * absmax.repeat_interleave(32)[:count]
+    )
     packed, found = co.quantize_4bit(values, 32, quant_type)
     assert torch.equal(found, absmax)
     assert torch.equal(co.dequantize_4bit(packed, absmax, (count,), 32, quant_type, FLOAT), values)
     both = torch.nn.functional.pad(codes, (0, 1)).view(-1, 2)
     assert torch.equal(
-        co.dequantize_4bit((both[:, 0] << 4 | both[:, 1]).byte(), absmax, (count,), 32, quant_type, FLOAT), values
+        co.dequantize_4bit(
+            (both[:, 0] << 4 | both[:, 1]).byte(), absmax, (count,), 32, quant_type, FLOAT
+        ),
+        values,
     )
 
 
@@ -181,7 +217,9 @@ def test_an_empty_tensor() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_bitsandbytes_has_the_same_codes_and_values(bnb: Any, quant_type: str, dtype: torch.dtype) -> None:
+def test_bitsandbytes_has_the_same_codes_and_values(
+    bnb: Any, quant_type: str, dtype: torch.dtype
+) -> None:
     book = bnb.get_4bit_type(quant_type, device="cpu")
     assert torch.equal(reference.code_book(quant_type), book)
     cuts = torch.tensor(formats.FP4_CUTS)
@@ -195,13 +233,16 @@ def test_bitsandbytes_has_the_same_codes_and_values(bnb: Any, quant_type: str, d
             if quant_type == "nf4":
                 assert torch.equal(packed, theirs)
             else:
-                # On the CPU it has a zero of either sign, and limits that are midpoints: in the last places they are others.
+                # On the CPU it has a zero of either sign, and limits that are midpoints: in the
+                # last places they are others.
                 a, b = codes_of(packed, count), codes_of(theirs, count)
                 differ = book[a.int()] != book[b.int()]
                 scaled = (x.float() / absmax.repeat_interleave(blocksize)[:count])[differ].abs()
                 assert ((scaled[:, None] - cuts).abs().amin(1) < 1e-6).all()
                 assert differ.sum() <= 0.01 * count
-            values = co.dequantize_4bit(theirs, state.absmax, (count,), blocksize, quant_type, dtype)
+            values = co.dequantize_4bit(
+                theirs, state.absmax, (count,), blocksize, quant_type, dtype
+            )
             assert torch.equal(values, bnb.dequantize_4bit(theirs, state).view(-1))
 
 
@@ -224,7 +265,8 @@ def test_bitsandbytes_has_the_same_double_quantisation(bnb: Any) -> None:
 
 
 def test_double_quantisation_by_hand() -> None:
-    # 256 values of 1 and one of 3: offset 259 / 257; the second block is its difference alone, code 255 (value 1).
+    # 256 values of 1 and one of 3: offset 259 / 257; the second block is its difference alone,
+    # code 255 (value 1).
     absmax = torch.tensor([1.0] * 256 + [3.0])
     nested = co.NestedAbsmax.quantize(absmax)
     assert nested.code[[0, 127, 255]].tolist() == [nested.code.min().item(), 0.0, 1.0]
@@ -259,8 +301,12 @@ def test_double_quantisation_halfway_takes_the_smaller_value() -> None:
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-@pytest.mark.parametrize(("n", "k", "group_size"), [(70, 200, 64), (64, 576, 32), (33, 300, 128), (5, 96, -1)])
-def test_a_weight_along_the_straight_line(quant_type: str, n: int, k: int, group_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("n", "k", "group_size"), [(70, 200, 64), (64, 576, 32), (33, 300, 128), (5, 96, -1)]
+)
+def test_a_weight_along_the_straight_line(
+    quant_type: str, n: int, k: int, group_size: int, tmp_path: Path
+) -> None:
     weight = randn(n, k, dtype=HALF)
     qw = co.quantize(weight, group_size=group_size, book=quant_type)
     book = torch.tensor(formats.CODE_BOOKS[quant_type])
@@ -283,7 +329,20 @@ def test_a_weight_along_the_straight_line(quant_type: str, n: int, k: int, group
     y = co.mixed_gemm(x, read, out_dtype=FLOAT)
     torch.testing.assert_close(y.double(), x.double() @ values.t(), rtol=1e-5, atol=1e-4)
     y = torch.ops.cutlass_ops.mixed_gemm(
-        x, *library.weight_fields(read), None, None, 0.0, 0.0, None, FLOAT, False, "none", True, False, 0, False
+        x,
+        *library.weight_fields(read),
+        None,
+        None,
+        0.0,
+        0.0,
+        None,
+        FLOAT,
+        False,
+        "none",
+        True,
+        False,
+        0,
+        False,
     )
     torch.testing.assert_close(y.double(), x.double() @ values.t(), rtol=1e-5, atol=1e-4)
 
@@ -292,7 +351,9 @@ def test_a_weight_along_the_straight_line(quant_type: str, n: int, k: int, group
 def test_flat_storage_and_a_weight_agree(quant_type: str) -> None:
     weight = randn(40, 192, dtype=HALF)
     packed, absmax = co.quantize_4bit(weight, 64, quant_type)
-    qw = co.QuantizedWeight.from_flat(packed, absmax, (40, 192), 64, reference.code_book(quant_type))
+    qw = co.QuantizedWeight.from_flat(
+        packed, absmax, (40, 192), 64, reference.code_book(quant_type)
+    )
     direct = co.quantize(weight, group_size=64, book=quant_type)
     assert qw.group_size == 64
     assert torch.equal(qw.codes, direct.codes)
@@ -337,7 +398,12 @@ def test_a_weight_by_a_code_book_of_ones_own(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("book", "error", "message"),
     [
-        ("af4", ValueError, f"book is 'af4'; supported are {', '.join(map(repr, formats.BOOKS))}, and a tensor of 16 values"),
+        (
+            "af4",
+            ValueError,
+            f"book is 'af4'; supported are {', '.join(map(repr, formats.BOOKS))}, and a "
+            "tensor of 16 values",
+        ),
         ([0.0] * 16, TypeError, "book is a list; a name or a tensor of 16 values is expected"),
         (torch.zeros(16, dtype=HALF), TypeError, "code has dtype float16; supported is float32"),
         (torch.zeros(15), ValueError, r"code has shape \(15,\); \(16,\) is expected"),
@@ -351,14 +417,25 @@ def test_code_books_that_are_refused(book: Any, error: type[Exception], message:
 
 @pytest.mark.parametrize(
     ("shape", "blocksize", "group_size"),
-    [((6, 96), 64, 32), ((4, 192), 128, 64), ((3, 256), 4096, -1), ((8, 16), 64, -1), ((1, 100), 32, 32), ((2, 640), 256, 128)],
+    [
+        ((6, 96), 64, 32),
+        ((4, 192), 128, 64),
+        ((3, 256), 4096, -1),
+        ((8, 16), 64, -1),
+        ((1, 100), 32, 32),
+        ((2, 640), 256, 128),
+    ],
 )
-def test_flat_blocks_that_straddle_rows(shape: tuple[int, int], blocksize: int, group_size: int) -> None:
+def test_flat_blocks_that_straddle_rows(
+    shape: tuple[int, int], blocksize: int, group_size: int
+) -> None:
     weight = randn(*shape)
     packed, absmax = co.quantize_4bit(weight, blocksize)
     qw = co.QuantizedWeight.from_flat(packed, absmax, shape, blocksize, reference.code_book("nf4"))
     assert qw.group_size == group_size
-    assert torch.equal(co.dequantize(qw, FLOAT), co.dequantize_4bit(packed, absmax, shape, blocksize, dtype=FLOAT))
+    assert torch.equal(
+        co.dequantize(qw, FLOAT), co.dequantize_4bit(packed, absmax, shape, blocksize, dtype=FLOAT)
+    )
 
 
 # ---- as operators of torch
@@ -378,7 +455,9 @@ def test_compile() -> None:
         return co.dequantize_4bit(packed, absmax, x.shape, dtype=x.dtype) + 1
 
     x = randn(6, 64)
-    assert torch.equal(torch.compile(round_trip, fullgraph=True, backend="aot_eager")(x), round_trip(x))
+    assert torch.equal(
+        torch.compile(round_trip, fullgraph=True, backend="aot_eager")(x), round_trip(x)
+    )
 
 
 # ---- what is refused
@@ -395,26 +474,43 @@ def test_what_is_refused() -> None:
         co.quantize_4bit(x.double())
     with pytest.raises(ValueError, match="code has 15 elements"):
         co.quantize_4bit(x, code=torch.zeros(15))
-    with pytest.raises(ValueError, match=r"packed has 128 elements; a tensor of shape \(4, 65\) takes 130"):
+    with pytest.raises(
+        ValueError, match=r"packed has 128 elements; a tensor of shape \(4, 65\) takes 130"
+    ):
         co.dequantize_4bit(packed, absmax, (4, 65))
-    with pytest.raises(ValueError, match=r"absmax has 4 elements; a tensor of shape \(4, 64\) in blocks of 32 takes 8"):
+    with pytest.raises(
+        ValueError,
+        match=r"absmax has 4 elements; a tensor of shape \(4, 64\) in blocks of 32 takes 8",
+    ):
         co.dequantize_4bit(packed, absmax, (4, 64), 32)
     with pytest.raises(TypeError, match="packed has dtype int8"):
         co.dequantize_4bit(packed.view(torch.int8), absmax, (4, 64))
     with pytest.raises(ValueError, match="blocks straddle rows in pieces of 4 columns"):
-        co.QuantizedWeight.from_flat(*co.quantize_4bit(randn(4, 100)), (4, 100), 64, reference.code_book("nf4"))
+        co.QuantizedWeight.from_flat(
+            *co.quantize_4bit(randn(4, 100)), (4, 100), 64, reference.code_book("nf4")
+        )
     with pytest.raises(ValueError, match="bits is 8; 'nf4' has 16 values"):
         co.quantize(x, bits=8, book="nf4")
     qw = co.quantize(x, group_size=64, book="nf4")
     with pytest.raises(ValueError, match="act_quant is 'token'"):
         co.mixed_gemm(x, co.reorder(qw), act_quant="token")
     with pytest.raises(ValueError, match="both book and zeros"):
-        co.QuantizedWeight(qw.codes, qw.scales, zeros=torch.zeros(4, 1, dtype=torch.uint8), group_size=64, book=qw.book)
+        co.QuantizedWeight(
+            qw.codes,
+            qw.scales,
+            zeros=torch.zeros(4, 1, dtype=torch.uint8),
+            group_size=64,
+            book=qw.book,
+        )
     with pytest.raises(ValueError, match=r"book has shape \(16,\); \(256,\) is expected"):
         co.QuantizedWeight(qw.codes, qw.scales, bits=8, group_size=64, book=qw.book)
     with pytest.raises(ValueError, match="their code books differ"):
         co.reorder([qw, co.quantize(x, group_size=64, book="fp4")])
-    with pytest.raises(ValueError, match=r"multiplied by floats .*act_quant is 'token' and x a number of rows"):
+    with pytest.raises(
+        ValueError, match=r"multiplied by floats .*act_quant is 'token' and x a number of rows"
+    ):
         co.explain(1, co.reorder(qw), act_quant="token", device="sm_90")
     for m in (1, 300):
-        assert co.explain(m, co.reorder(qw), dtype=torch.float32, device="sm_90").launches == ("dequantize",)
+        assert co.explain(m, co.reorder(qw), dtype=torch.float32, device="sm_90").launches == (
+            "dequantize",
+        )

@@ -1,4 +1,6 @@
-"""Column sums of a weight: what they are, and that no result tells whether they were kept, made by the product, or stale."""
+"""Column sums of a weight: what they are, and that no result tells whether they were kept, made by
+the product, or stale.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cases import BFLOAT, FLOAT, GPU, HALF, Format, compensates, make_floats, make_weight, same_bits
+from gpu_cases import (
+    BFLOAT,
+    FLOAT,
+    GPU,
+    HALF,
+    Format,
+    compensates,
+    make_floats,
+    make_weight,
+    same_bits,
+)
 from torch import Tensor
 
 import cutlass_ops as co
@@ -28,7 +40,9 @@ ASYMMETRIC: dict[str, Any] = {"act_quant": "block", "act_symmetric": False}
 def small_weight(bits: int = 8, seed: int = 0) -> co.PackedWeight:
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(1 << bits, (64, 256), generator=generator).to(torch.uint8)
-    return co.reorder(co.QuantizedWeight(codes, torch.rand(64, 2, generator=generator).half() + 0.5, bits=bits))
+    return co.reorder(
+        co.QuantizedWeight(codes, torch.rand(64, 2, generator=generator).half() + 0.5, bits=bits)
+    )
 
 
 @pytest.fixture
@@ -98,7 +112,11 @@ def test_a_copy_keeps_nothing_of_its_original(made: list[int]) -> None:
     size = len(pickle.dumps(packed))
     packed.sum_codes()
     assert len(pickle.dumps(packed)) == size
-    for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed)), packed.row_panels(0, 64)):
+    for other in (
+        copy.deepcopy(packed),
+        pickle.loads(pickle.dumps(packed)),
+        packed.row_panels(0, 64),
+    ):
         if other.codes.data_ptr() != packed.codes.data_ptr():
             assert reads(other) is None
         other.scales.mul_(2)
@@ -106,7 +124,9 @@ def test_a_copy_keeps_nothing_of_its_original(made: list[int]) -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_what_inference_mode_made_keeps_no_sums(monkeypatch: pytest.MonkeyPatch, inference: bool) -> None:
+def test_what_inference_mode_made_keeps_no_sums(
+    monkeypatch: pytest.MonkeyPatch, inference: bool
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with torch.inference_mode(inference):
         packed = small_weight()
@@ -122,7 +142,12 @@ def test_compiled_products_read_what_is_kept_of_the_values_as_they_are(
     for name, place in (("gemm_floats", 2), ("gemm_quantized", 1)):
         run = getattr(gemm_library, name)
         monkeypatch.setattr(
-            gemm_library, name, lambda *args, run=run, place=place: [seen.append(seen_by_kernels(args[place])), run(*args)][1]
+            gemm_library,
+            name,
+            lambda *args, run=run, place=place: [
+                seen.append(seen_by_kernels(args[place])),
+                run(*args),
+            ][1],
         )
     x = torch.randn(5, 256).half()
     qa = co.quantize_activations(x, 128, False)
@@ -166,7 +191,11 @@ def test_a_layer_keeps_sums_where_its_activations_have_zero_points(made: list[in
 @pytest.mark.parametrize("act_quant", ["token", "block"])
 def test_the_kernel_does_not_depend_on_what_is_kept(made: list[int], act_quant: str) -> None:
     options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": False, "device": "sm_90"}
-    packed = co.reorder(co.QuantizedWeight(torch.zeros(4160, 2200, dtype=torch.uint8), torch.ones(4160, 18).half(), bits=8))
+    packed = co.reorder(
+        co.QuantizedWeight(
+            torch.zeros(4160, 2200, dtype=torch.uint8), torch.ones(4160, 18).half(), bits=8
+        )
+    )
     makes = co.explain(200, packed, **options)
     packed.sum_codes()
     read = co.explain(200, packed, **options)
@@ -185,12 +214,18 @@ def test_the_kernel_does_not_depend_on_what_is_kept(made: list[int], act_quant: 
 
 
 def stored_sums(packed: co.PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """The stored column sums in the order of zero_compensation.h: fp16 parts, scales and the sum over all of K."""
+    """The stored column sums in the order of zero_compensation.h: fp16 parts, scales and the
+    sum over all of K.
+    """
     assert packed._sums is not None
     memory, n_pad = packed._sums.memory, formats.padded_rows(packed.n)
     size = n_pad * packed.scales.element_size()
     parts = memory[: len(memory) - size - 4 * n_pad]
-    return parts.view(HALF), memory[len(parts) : len(parts) + size].view(packed.scales.dtype), memory[-4 * n_pad :].view(FLOAT)
+    return (
+        parts.view(HALF),
+        memory[len(parts) : len(parts) + size].view(packed.scales.dtype),
+        memory[-4 * n_pad :].view(FLOAT),
+    )
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -207,7 +242,11 @@ def expected_sums(packed: co.PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     codes[: packed.n, : packed.k] = plain.codes.int() - (1 << (bits - 1))
     rows = torch.arange(n_pad, device=GPU)
     position = rows // 64 * 64 + 8 * (rows % 8) + rows % 64 // 8  # of a row in a group vector
-    group = torch.arange(tiles, device=GPU) * 128 // (k_pad if packed.group_size == -1 else packed.group_size)
+    group = (
+        torch.arange(tiles, device=GPU)
+        * 128
+        // (k_pad if packed.group_size == -1 else packed.group_size)
+    )
     scales = packed.scales[group][:, position].t().float()
     integers = codes.view(n_pad, tiles, 128).sum(2)
     unit = 16
@@ -226,8 +265,11 @@ def expected_sums(packed: co.PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     scaled[:, :tiles] = sums * power_of_two(-exponent)[:, None]
     first = scaled.half()
     second = (scaled - first.float()).half()
-    # Rows are 16 * warp + 8 * h + g, tiles 16 * sixteen + 8 * a + 2 * t + b; lane 4 * g + t holds these in the order a, h, b.
-    parts = torch.stack((first, second)).view(2, n_pad // 64, 4, 2, 8, windows, window // 16, 2, 4, 2)
+    # Rows are 16 * warp + 8 * h + g, tiles 16 * sixteen + 8 * a + 2 * t + b; lane 4 * g + t holds
+    # these in the order a, h, b.
+    parts = torch.stack((first, second)).view(
+        2, n_pad // 64, 4, 2, 8, windows, window // 16, 2, 4, 2
+    )
     parts = parts.permute(1, 5, 2, 6, 0, 4, 8, 7, 3, 9).reshape(-1)
     by_position = torch.empty_like(position).scatter_(0, position, rows)
     powers = power_of_two(exponent).to(packed.scales.dtype)
@@ -253,7 +295,10 @@ def hopper() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 # Tiles of K: one; a short window; a window of int4, and of int8; more than four sets of warps take.
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (200, 576), (130, 2048), (64, 4096), (192, 4224), (70, 11008), (1000, 20000)])
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [(1, 1), (200, 576), (130, 2048), (64, 4096), (192, 4224), (70, 11008), (1000, 20000)],
+)
 @pytest.mark.parametrize("fmt", WEIGHTS, ids=str)
 def test_sums_are_those_of_plain_torch_bit_for_bit(fmt: Format, n: int, k: int) -> None:
     for exact in (True, False):
@@ -290,10 +335,14 @@ def test_results_do_not_tell_where_sums_come_from(fmt: Format, act_quant: str) -
     assert same_bits(first, y)
     assert fresh._sums is None
     assert same_bits(co.mixed_gemm(x, fresh, **options), y)
-    torch._dynamo.reset()  # graphs of the other formats count, since the function is compiled again for each
-    compiled = torch.compile(lambda x: co.mixed_gemm(x, fresh, **options), fullgraph=True, backend="aot_eager")
+    # graphs of the other formats count, since the function is compiled again for each
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: co.mixed_gemm(x, fresh, **options), fullgraph=True, backend="aot_eager"
+    )
     assert same_bits(compiled(x), y)
-    for _ in range(20):  # neither the quantiser nor the conversion of zero points lets the product overtake the sums
+    # neither the quantiser nor the conversion of zero points lets the product overtake the sums
+    for _ in range(20):
         assert same_bits(co.mixed_gemm(qa, fresh), y)
     fresh.sum_codes()
     for _ in range(3):
@@ -318,7 +367,9 @@ def test_results_are_of_the_values_as_they_are(act_quant: str) -> None:
         tensor = getattr(packed, part)
         tensor.copy_(tensor.flip(-1))
         torch.cuda.synchronize()
-        assert same_bits(co.mixed_gemm(x, packed, **options), co.mixed_gemm(x, copy.deepcopy(packed), **options))
+        assert same_bits(
+            co.mixed_gemm(x, packed, **options), co.mixed_gemm(x, copy.deepcopy(packed), **options)
+        )
     layer = co.MixedLinear(packed, **options)
     other = co.MixedLinear(co.reorder(make_weight(Format(4, "zeros"), n, k, exact=True)), **options)
     graph, y = captured(lambda: layer(x))

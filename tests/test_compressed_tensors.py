@@ -27,7 +27,9 @@ def test_compressed_tensors_golden_word(tmp_path: Path) -> None:
     }
     checkpoint = load_checkpoint(save(tmp_path, tensors, ct_config({"weights": ct_weights()})))
     assert checkpoint["m"].codes.tolist() == [[0, 1, 2, 3, 4]]
-    assert dequantize_weight(checkpoint["m"], torch.float32).tolist() == [[-4.0, -3.5, -3.0, -2.5, -2.0]]
+    assert dequantize_weight(checkpoint["m"], torch.float32).tolist() == [
+        [-4.0, -3.5, -3.0, -2.5, -2.0]
+    ]
     assert checkpoint["m"].symmetric
 
 
@@ -36,8 +38,12 @@ def scheme(weights: dict[str, Any], **more: Any) -> Any:
     return ct.QuantizationScheme(targets=["Linear"], weights=ct.QuantizationArgs(**weights), **more)
 
 
-def ct_write(kind: str, weight: Tensor, weights: dict[str, Any], dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
-    """The tensors of one module as the package compresses it, and the values that the package reads from them."""
+def ct_write(
+    kind: str, weight: Tensor, weights: dict[str, Any], dtype: torch.dtype
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors of one module as the package compresses it, and the values that the package
+    reads from them.
+    """
     made = scheme(weights)
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -48,9 +54,15 @@ def ct_write(kind: str, weight: Tensor, weights: dict[str, Any], dtype: torch.dt
     if weights["strategy"] == "tensor":
         blocks = weight.view(1, 1, -1)
     scale, zero = calculate_qparams(blocks.amin(-1), blocks.amax(-1), made.weights)
-    state = {"weight": weight.to(dtype), "weight_scale": scale.to(dtype), "weight_zero_point": zero.to(torch.int8)}
+    state = {
+        "weight": weight.to(dtype),
+        "weight_scale": scale.to(dtype),
+        "weight_zero_point": zero.to(torch.int8),
+    }
     if weights["strategy"] == "tensor":
-        state = state | {name: state[name].view(1) for name in ("weight_scale", "weight_zero_point")}
+        state = state | {
+            name: state[name].view(1) for name in ("weight_scale", "weight_zero_point")
+        }
     compressor = BaseCompressor.get_value_from_registry(kind)
     compressed = compressor.compress(state, made)
     values = compressor.decompress(dict(compressed), made)["weight"]
@@ -63,21 +75,29 @@ def ct_write(kind: str, weight: Tensor, weights: dict[str, Any], dtype: torch.dt
     ("kind", "shape", "weights"),
     [
         ("pack-quantized", (24, 128), ct_weights()),
-        ("pack-quantized", (20, 192), ct_weights(group_size=64)),  # zero points of 20 rows do not fill their word
-        ("pack-quantized", (5, 36), ct_weights(strategy="channel", group_size=None)),  # nor do codes of 36 columns
+        # zero points of 20 rows do not fill their word
+        ("pack-quantized", (20, 192), ct_weights(group_size=64)),
+        # nor do codes of 36 columns
+        ("pack-quantized", (5, 36), ct_weights(strategy="channel", group_size=None)),
         ("pack-quantized", (8, 128), ct_weights(num_bits=8, group_size=128)),
         ("pack-quantized", (6, 70), ct_weights(num_bits=8, strategy="channel", group_size=None)),
         ("pack-quantized", (6, 100), ct_weights(num_bits=3, strategy="channel", group_size=None)),
         ("pack-quantized", (9, 96), ct_weights(num_bits=5)),
         ("pack-quantized", (8, 64), ct_weights(strategy="tensor", group_size=None)),
-        ("int-quantized", (24, 72), ct_weights(num_bits=8, strategy="channel", group_size=None)),  # W8A8
+        # W8A8
+        ("int-quantized", (24, 72), ct_weights(num_bits=8, strategy="channel", group_size=None)),
         ("int-quantized", (8, 40), ct_weights(num_bits=8, strategy="tensor", group_size=None)),
         ("int-quantized", (16, 128), ct_weights(group_size=64)),  # W4A8
         ("int-quantized", (16, 96), ct_weights(strategy="channel", group_size=None)),
     ],
 )
 def test_compressed_tensors_as_the_package_writes_them(
-    tmp_path: Path, kind: str, shape: tuple[int, int], weights: dict[str, Any], symmetric: bool, dtype: torch.dtype
+    tmp_path: Path,
+    kind: str,
+    shape: tuple[int, int],
+    weights: dict[str, Any],
+    symmetric: bool,
+    dtype: torch.dtype,
 ) -> None:
     weights = weights | {"symmetric": symmetric}
     tensors, theirs = ct_write(kind, randn(*shape), weights, dtype)
@@ -100,12 +120,23 @@ MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group",
 
 
 def test_compressed_tensors_mxfp4_golden_bytes(tmp_path: Path) -> None:
-    """Each E2M1 code, the first of a byte in the low nibble, times the scales 2^(126 - 127) and 2^(0 - 127)."""
+    """Each E2M1 code, the first of a byte in the low nibble, times the scales 2^(126 - 127)
+    and 2^(0 - 127).
+    """
     pairs = torch.tensor([[2 * i | (2 * i + 1) << 4 for i in range(8)] * 4], dtype=torch.uint8)
-    tensors = {"m.weight_packed": pairs, "m.weight_scale": torch.tensor([[126, 0]], dtype=torch.uint8)}
-    checkpoint = load_checkpoint(save(tmp_path, tensors, ct_config({"weights": MXFP4}, format="mxfp4-pack-quantized")))
+    tensors = {
+        "m.weight_packed": pairs,
+        "m.weight_scale": torch.tensor([[126, 0]], dtype=torch.uint8),
+    }
+    checkpoint = load_checkpoint(
+        save(tmp_path, tensors, ct_config({"weights": MXFP4}, format="mxfp4-pack-quantized"))
+    )
     weight = checkpoint["m"]
-    assert (weight.shape, weight.group_size, weight.scales.tolist()) == ((1, 64), 32, [[0.5, 2.0**-127]])
+    assert (weight.shape, weight.group_size, weight.scales.tolist()) == (
+        (1, 64),
+        32,
+        [[0.5, 2.0**-127]],
+    )
     values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     found = dequantize_weight(weight, torch.float32)
     assert torch.equal(found[0, :32], values.repeat(2) / 2)
@@ -115,7 +146,9 @@ def test_compressed_tensors_mxfp4_golden_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(24, 128), (3, 96)])
-def test_compressed_tensors_mxfp4_as_the_package_writes_it(tmp_path: Path, shape: tuple[int, int]) -> None:
+def test_compressed_tensors_mxfp4_as_the_package_writes_it(
+    tmp_path: Path, shape: tuple[int, int]
+) -> None:
     made = scheme(MXFP4)
     from compressed_tensors.compressors import BaseCompressor
 
@@ -136,15 +169,29 @@ def test_compressed_tensors_mxfp4_as_the_package_writes_it(tmp_path: Path, shape
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"m.weight_scale": torch.full((4, 2), 255, dtype=torch.uint8)}, r"\[0, 0\] is 255, which is NaN"),
-        ({"m.weight_scale": torch.ones(4, 1, dtype=torch.uint8)}, r"U8 \[4, 1\]; uint8 \[4, 2\] is expected"),
+        (
+            {"m.weight_scale": torch.full((4, 2), 255, dtype=torch.uint8)},
+            r"\[0, 0\] is 255, which is NaN",
+        ),
+        (
+            {"m.weight_scale": torch.ones(4, 1, dtype=torch.uint8)},
+            r"U8 \[4, 1\]; uint8 \[4, 2\] is expected",
+        ),
         ({"m.weight_scale": torch.ones(4, 2)}, "F32"),
         ({"m.weight_global_scale": torch.ones(1)}, "holds nvfp4, which is not supported"),
-        ({"m.weight_zero_point": torch.ones(4, 2, dtype=torch.uint8)}, "zero points, which is not supported"),
+        (
+            {"m.weight_zero_point": torch.ones(4, 2, dtype=torch.uint8)},
+            "zero points, which is not supported",
+        ),
     ],
 )
-def test_compressed_tensors_refuses_what_is_not_mxfp4(tmp_path: Path, change: dict[str, Tensor], message: str) -> None:
-    tensors = {"m.weight_packed": randint(256, 4, 32).to(torch.uint8), "m.weight_scale": torch.ones(4, 2, dtype=torch.uint8)}
+def test_compressed_tensors_refuses_what_is_not_mxfp4(
+    tmp_path: Path, change: dict[str, Tensor], message: str
+) -> None:
+    tensors = {
+        "m.weight_packed": randint(256, 4, 32).to(torch.uint8),
+        "m.weight_scale": torch.ones(4, 2, dtype=torch.uint8),
+    }
     config = ct_config({"weights": MXFP4}, format="mxfp4-pack-quantized")
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(save(tmp_path, tensors | change, config))["m"]
@@ -154,7 +201,10 @@ def test_compressed_tensors_of_mixed_precision(tmp_path: Path) -> None:
     """Groups of targets by name, expression and class; the head is ignored and stays a float."""
     import_or_skip("compressed_tensors")
     kinds = {
-        "model.layers.0.q": ("int-quantized", ct_weights(num_bits=8, strategy="channel", group_size=None)),
+        "model.layers.0.q": (
+            "int-quantized",
+            ct_weights(num_bits=8, strategy="channel", group_size=None),
+        ),
         "model.layers.0.k": ("int-quantized", ct_weights(strategy="channel", group_size=None)),
         "model.layers.1.k": ("int-quantized", ct_weights(strategy="channel", group_size=None)),
         "model.layers.0.up": ("pack-quantized", ct_weights(num_bits=8, group_size=64)),
@@ -169,9 +219,21 @@ def test_compressed_tensors_of_mixed_precision(tmp_path: Path) -> None:
     tensors["model.layers.0.q.input_zero_point"] = torch.zeros(1, dtype=torch.int8)
     config = ct_config(
         {"weights": kinds["model.layers.0.q"][1], "format": "int-quantized"},
-        {"targets": [r"re:.*\.k$"], "weights": kinds["model.layers.0.k"][1], "format": "int-quantized"},
-        {"targets": ["model.layers.0.up"], "weights": kinds["model.layers.0.up"][1], "format": "pack-quantized"},
-        {"targets": ["re:.*down$"], "weights": kinds["model.layers.0.down"][1], "format": "pack-quantized"},
+        {
+            "targets": [r"re:.*\.k$"],
+            "weights": kinds["model.layers.0.k"][1],
+            "format": "int-quantized",
+        },
+        {
+            "targets": ["model.layers.0.up"],
+            "weights": kinds["model.layers.0.up"][1],
+            "format": "pack-quantized",
+        },
+        {
+            "targets": ["re:.*down$"],
+            "weights": kinds["model.layers.0.down"][1],
+            "format": "pack-quantized",
+        },
         format="mixed-precision",
     )
     checkpoint = load_checkpoint(save(tmp_path, tensors, config))
@@ -196,7 +258,9 @@ def test_compressed_tensors_as_a_whole_model_is_saved(tmp_path: Path) -> None:
     apply_quantization_config(model, config)
     for module in (model.up, model.down):
         module.weight_scale.data = randn(*module.weight_scale.shape).abs() / 10
-        module.weight_zero_point.data = randint(16, *module.weight_zero_point.shape).sub(8).to(torch.int8)
+        module.weight_zero_point.data = (
+            randint(16, *module.weight_zero_point.shape).sub(8).to(torch.int8)
+        )
     compressor = ct.ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     settings = json.loads(json.dumps(compressor.quantization_config.model_dump(mode="json")))
@@ -230,7 +294,9 @@ def test_compressed_tensors_g_idx(tmp_path: Path, sorted_groups: bool) -> None:
     assert (weight.perm is None) == sorted_groups
     # What was never set is no order.
     tensors["m.weight_g_idx"] = torch.full((k,), -1, dtype=torch.int32)
-    check(load_checkpoint(save(tmp_path, tensors, config)), "m", expected(codes, scales, zeros, size))
+    check(
+        load_checkpoint(save(tmp_path, tensors, config)), "m", expected(codes, scales, zeros, size)
+    )
     tensors["m.weight_g_idx"] = torch.full((k,), 4, dtype=torch.int32)
     with pytest.raises(CheckpointError, match="holds groups 4 to 4; there are 4"):
         load_checkpoint(save(tmp_path, tensors, config))
@@ -242,12 +308,16 @@ def test_compressed_tensors_in_blocks(tmp_path: Path) -> None:
     codes, scales = randint(256, n, k), randn(2, 3)
     tensors = {"m.weight": (codes - 128).to(torch.int8), "m.weight_scale": scales}
     weights = ct_weights(num_bits=8, strategy="block", block_structure=[32, 64], group_size=None)
-    checkpoint = load_checkpoint(save(tmp_path, tensors, ct_config({"weights": weights}, format="int-quantized")))
+    checkpoint = load_checkpoint(
+        save(tmp_path, tensors, ct_config({"weights": weights}, format="int-quantized"))
+    )
     check(checkpoint, "m", expected(codes, scales.repeat_interleave(32, 0)[:n], 128, 64))
     # Blocks beyond the weight end with it.
     weights["block_structure"] = [1 << 40, 1 << 70]
     tensors["m.weight_scale"] = scales[:1, :1]
-    checkpoint = load_checkpoint(save(tmp_path, tensors, ct_config({"weights": weights}, format="int-quantized")))
+    checkpoint = load_checkpoint(
+        save(tmp_path, tensors, ct_config({"weights": weights}, format="int-quantized"))
+    )
     check(checkpoint, "m", expected(codes, scales[:1, :1].expand(n, 1), 128, k))
 
 
@@ -266,26 +336,58 @@ def ct_module(**changes: Tensor | None) -> dict[str, Tensor]:
         (ct_module(**{"m.weight_shape": None}), {}, "'m.weight_shape': is missing"),
         (ct_module(**{"m.weight_packed": None}), {}, "'m.weight_packed': is missing"),
         (ct_module(**{"m.weight_scale": None}), {}, "'m.weight_scale': is missing"),
-        (ct_module(**{"m.weight_shape": torch.tensor([8, 1 << 40])}), {}, "fits no bits of its config"),
-        (ct_module(**{"m.weight_shape": torch.tensor([9, 64])}), {}, r"is \[9, 64\]; the codes are \[8, 8\]"),
+        (
+            ct_module(**{"m.weight_shape": torch.tensor([8, 1 << 40])}),
+            {},
+            "fits no bits of its config",
+        ),
+        (
+            ct_module(**{"m.weight_shape": torch.tensor([9, 64])}),
+            {},
+            r"is \[9, 64\]; the codes are \[8, 8\]",
+        ),
         (ct_module(**{"m.weight_shape": torch.tensor([8, -64])}), {}, r"is \[8, -64\]"),
         (ct_module(**{"m.weight_shape": torch.tensor([8, 72])}), {}, "fits no bits of its config"),
         (ct_module(**{"m.weight_scale": randn(8, 3)}), {}, "no known size of groups fits"),
         (ct_module(**{"m.weight_scale": randn(7, 2)}), {}, r"\[N, G\] or \[1\] is expected"),
-        (ct_module(**{"m.weight_zero_point": torch.zeros(2, 2, dtype=torch.int32)}), {}, r"int32 \[1, 2\] is expected"),
-        (ct_module(**{"m.weight_zero_point": torch.zeros(8, 2, dtype=torch.uint8)}), {}, r"int8 \[8, 2\] is expected"),
+        (
+            ct_module(**{"m.weight_zero_point": torch.zeros(2, 2, dtype=torch.int32)}),
+            {},
+            r"int32 \[1, 2\] is expected",
+        ),
+        (
+            ct_module(**{"m.weight_zero_point": torch.zeros(8, 2, dtype=torch.uint8)}),
+            {},
+            r"int8 \[8, 2\] is expected",
+        ),
         (ct_module(), {"config_groups": []}, "config_groups is"),
         (ct_module(), {"config_groups": {"g": []}}, "'g' has no list of targets"),
         (ct_module(), {"config_groups": {"g": {"targets": [1]}}}, "'g' has no list of targets"),
-        (ct_module(), {"config_groups": {"g": {"targets": [], "weights": {"num_bits": "4"}}}}, "num_bits is '4'"),
+        (
+            ct_module(),
+            {"config_groups": {"g": {"targets": [], "weights": {"num_bits": "4"}}}},
+            "num_bits is '4'",
+        ),
         (
             ct_module(),
             {"config_groups": {"g": {"targets": [], "weights": {"num_bits": 8}}}},
             r"fits no bits of its config \(8\)",
         ),
-        (ct_module(), {"sparsity_config": {"format": "sparse-bitmask"}}, "sparse weights are not supported"),
-        (ct_module(), {"transform_config": {"config_groups": {"R1": {}}}}, "rotated activations are not supported"),
-        ({"m.weight": torch.full((4, 32), 8, dtype=torch.int8), "m.weight_scale": randn(4, 1)}, {}, "holds 8 to 8; 4 bits"),
+        (
+            ct_module(),
+            {"sparsity_config": {"format": "sparse-bitmask"}},
+            "sparse weights are not supported",
+        ),
+        (
+            ct_module(),
+            {"transform_config": {"config_groups": {"R1": {}}}},
+            "rotated activations are not supported",
+        ),
+        (
+            {"m.weight": torch.full((4, 32), 8, dtype=torch.int8), "m.weight_scale": randn(4, 1)},
+            {},
+            "holds 8 to 8; 4 bits",
+        ),
     ],
 )
 def test_compressed_tensors_that_are_refused(
@@ -304,14 +406,24 @@ def test_compressed_tensors_that_are_refused(
             "holds F8_E5M2 beside a scale",
         ),
         (
-            ct_module(**{"m.weight_packed": torch.zeros(8, 32, dtype=torch.uint8), "m.weight_global_scale": torch.ones(1)}),
+            ct_module(
+                **{
+                    "m.weight_packed": torch.zeros(8, 32, dtype=torch.uint8),
+                    "m.weight_global_scale": torch.ones(1),
+                }
+            ),
             "holds nvfp4, which is not supported",
         ),
         (ct_module(**{"m.weight_packed": torch.zeros(2, 8, 8, dtype=torch.int32)}), "3 dimensions"),
-        ({"m.weight": torch.zeros(2, 2, 2, dtype=torch.int8), "m.weight_scale": randn(1)}, r"is \[2, 2, 2\]"),
+        (
+            {"m.weight": torch.zeros(2, 2, 2, dtype=torch.int8), "m.weight_scale": randn(1)},
+            r"is \[2, 2, 2\]",
+        ),
     ],
 )
-def test_compressed_tensors_without_a_kernel(tmp_path: Path, tensors: dict[str, Tensor], match: str) -> None:
+def test_compressed_tensors_without_a_kernel(
+    tmp_path: Path, tensors: dict[str, Tensor], match: str
+) -> None:
     checkpoint = load_checkpoint(save(tmp_path, tensors, ct_config({"weights": ct_weights()})))
     assert list(checkpoint.entries) == ["m"]
     with pytest.raises(CheckpointError, match=match):
@@ -337,8 +449,13 @@ def test_compressed_tensors_without_a_kernel(tmp_path: Path, tensors: dict[str, 
 def test_expressions_that_are_refused(tmp_path: Path, target: str) -> None:
     """A file's own expressions run on its own names; none of them may run for ever."""
     module = "a" * 200
-    tensors = {f"{module}.weight": torch.zeros(4, 32, dtype=torch.int8), f"{module}.weight_scale": randn(4, 1)}
-    config = ct_config({"targets": [target], "weights": ct_weights()}, {"weights": ct_weights(num_bits=8)})
+    tensors = {
+        f"{module}.weight": torch.zeros(4, 32, dtype=torch.int8),
+        f"{module}.weight_scale": randn(4, 1),
+    }
+    config = ct_config(
+        {"targets": [target], "weights": ct_weights()}, {"weights": ct_weights(num_bits=8)}
+    )
     with pytest.raises(CheckpointError, match=r"the target"):
         load_checkpoint(save(tmp_path, tensors, config))
 
@@ -353,8 +470,12 @@ def test_expressions_that_are_refused(tmp_path: Path, target: str) -> None:
 )
 def test_expressions_of_real_models(tmp_path: Path, target: str) -> None:
     module = "model.layers.11.self_attn.q_proj"
-    tensors = {f"{module}.weight": torch.full((4, 32), 7, dtype=torch.int8), f"{module}.weight_scale": randn(4, 1)}
+    tensors = {
+        f"{module}.weight": torch.full((4, 32), 7, dtype=torch.int8),
+        f"{module}.weight_scale": randn(4, 1),
+    }
     config = ct_config(
-        {"targets": [target], "weights": ct_weights()}, {"targets": ["Linear"], "weights": ct_weights(num_bits=8)}
+        {"targets": [target], "weights": ct_weights()},
+        {"targets": ["Linear"], "weights": ct_weights(num_bits=8)},
     )
     assert load_checkpoint(save(tmp_path, tensors, config))[module].bits == 4

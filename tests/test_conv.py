@@ -17,7 +17,11 @@ from cutlass_ops.ops.conv import OF_CONV
 from cutlass_ops.weights import formats
 
 TORCH: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-MIXED: dict[int, Callable[..., Tensor]] = {1: co.mixed_conv1d, 2: co.mixed_conv2d, 3: co.mixed_conv3d}
+MIXED: dict[int, Callable[..., Tensor]] = {
+    1: co.mixed_conv1d,
+    2: co.mixed_conv2d,
+    3: co.mixed_conv3d,
+}
 KERNELS = {1: (4,), 2: (3, 2), 3: (2, 3, 1)}
 #: Stride, padding, dilation.
 GEOMETRIES = {1: (2, 3, 2), 2: ((2, 1), (1, 2), (1, 2)), 3: (2, (1, 0, 2), (2, 1, 1))}
@@ -42,7 +46,10 @@ def weight(n: int, c: int, kernel: tuple[int, ...], **options: Any) -> co.Quanti
 def image(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values whose blocks have different ranges, and more positive ones than negative."""
     x = torch.randn(shape, generator=generator(sum(shape)))
-    return (x * torch.rand(shape[:2], generator=generator(7)).view(*shape[:2], *[1] * (len(shape) - 2)) + 0.3).to(dtype)
+    return (
+        x * torch.rand(shape[:2], generator=generator(7)).view(*shape[:2], *[1] * (len(shape) - 2))
+        + 0.3
+    ).to(dtype)
 
 
 def quantised_values(x: Tensor, groups: int, block: int, act_quant: str, symmetric: bool) -> Tensor:
@@ -50,13 +57,20 @@ def quantised_values(x: Tensor, groups: int, block: int, act_quant: str, symmetr
     if act_quant == "none":
         return x.double()
     if act_quant == "tensor":
-        return co.quantize_activations(x.reshape(1, -1), -1, symmetric).dequantize().view(x.shape).double()
+        return (
+            co.quantize_activations(x.reshape(1, -1), -1, symmetric)
+            .dequantize()
+            .view(x.shape)
+            .double()
+        )
     pixels = x.movedim(1, -1)
     if act_quant == "token":
         values = co.quantize_activations(pixels, -1, symmetric).dequantize()
     else:
         parts = pixels.chunk(groups, -1)
-        values = torch.cat([co.quantize_activations(part, block, symmetric).dequantize() for part in parts], -1)
+        values = torch.cat(
+            [co.quantize_activations(part, block, symmetric).dequantize() for part in parts], -1
+        )
     return values.movedim(-1, 1).double()
 
 
@@ -78,9 +92,16 @@ def test_it_is_torchs_convolution_of_the_dequantised(
     n, c = 15, 70
     qw = weight(n, c, KERNELS[dims], group_size=group_size)
     x, geometry = image(2, groups * c, *(9, 8, 7)[:dims]), GEOMETRIES[dims]
-    y = MIXED[dims](x, co.reorder(qw), None, *geometry, groups, act_quant=act_quant, act_symmetric=symmetric)
+    y = MIXED[dims](
+        x, co.reorder(qw), None, *geometry, groups, act_quant=act_quant, act_symmetric=symmetric
+    )
     values = quantised_values(x, groups, formats.activation_block(group_size), act_quant, symmetric)
-    assert_close(y, TORCH[dims](values, co.reference.dequantize_weight(qw, torch.float64), None, *geometry, groups))
+    assert_close(
+        y,
+        TORCH[dims](
+            values, co.reference.dequantize_weight(qw, torch.float64), None, *geometry, groups
+        ),
+    )
     assert y.movedim(1, -1).is_contiguous()
 
 
@@ -98,19 +119,27 @@ def test_weights_of_other_formats(options: dict[str, Any]) -> None:
     qw = weight(6, 40, (3, 3), **{"group_size": 32, **options})
     x = image(1, 40, 5, 6)
     y = co.mixed_conv2d(x, co.reorder(qw), padding=1)
-    assert_close(y, F.conv2d(x.double(), co.reference.dequantize_weight(qw, torch.float64), padding=1))
+    assert_close(
+        y, F.conv2d(x.double(), co.reference.dequantize_weight(qw, torch.float64), padding=1)
+    )
 
 
 def test_offsets() -> None:
     qw = weight(6, 40, (3, 3), group_size=32, symmetric=True)
     qw = co.QuantizedWeight(
-        qw.codes, qw.scales, offsets=torch.randn(qw.scales.shape), group_size=32, kernel_size=qw.kernel_size
+        qw.codes,
+        qw.scales,
+        offsets=torch.randn(qw.scales.shape),
+        group_size=32,
+        kernel_size=qw.kernel_size,
     )
     x = image(1, 40, 5, 6)
     for act_quant in ("none", "block"):
         y = co.mixed_conv2d(x, co.reorder(qw), padding=1, act_quant=act_quant, act_symmetric=False)
         values = quantised_values(x, 1, 32, act_quant, False)
-        assert_close(y, F.conv2d(values, co.reference.dequantize_weight(qw, torch.float64), padding=1))
+        assert_close(
+            y, F.conv2d(values, co.reference.dequantize_weight(qw, torch.float64), padding=1)
+        )
 
 
 @pytest.mark.parametrize("act_quant", ["none", "token", "block", "tensor"])
@@ -138,26 +167,36 @@ def test_a_code_book_takes_floats(act_quant: str) -> None:
 def test_depthwise(act_quant: str) -> None:
     qw = weight(54, 1, (3, 3), bits=8, group_size=-1)
     x = image(2, 27, 9, 8)
-    y = co.mixed_conv2d(x, co.reorder(qw), None, 2, 1, groups=27, act_quant=act_quant, act_symmetric=False)
+    y = co.mixed_conv2d(
+        x, co.reorder(qw), None, 2, 1, groups=27, act_quant=act_quant, act_symmetric=False
+    )
     values = quantised_values(x, 27, 128, act_quant, False)
-    assert_close(y, F.conv2d(values, co.reference.dequantize_weight(qw, torch.float64), None, 2, 1, 1, 27))
+    assert_close(
+        y, F.conv2d(values, co.reference.dequantize_weight(qw, torch.float64), None, 2, 1, 1, 27)
+    )
 
 
 @pytest.mark.parametrize("act_quant", ["none", "token", "tensor"])
 def test_integers_are_exact(act_quant: str) -> None:
     """Where scales are powers of two every sum is an integer that fp32 holds."""
     codes = torch.randint(0, 16, (9, 27 * 20), generator=generator(1), dtype=torch.uint8)
-    qw = co.QuantizedWeight(codes, torch.full((9, 1), 0.25), bits=4, group_size=-1, kernel_size=(3, 3, 3))
+    qw = co.QuantizedWeight(
+        codes, torch.full((9, 1), 0.25), bits=4, group_size=-1, kernel_size=(3, 3, 3)
+    )
     x = torch.randint(-127, 128, (2, 20, 5, 6, 7), generator=generator(2)).float()
     x[:, 0] = 127.0  # the scale of each pixel is 1
     y = co.mixed_conv3d(x, co.reorder(qw), None, 1, 2, 2, act_quant=act_quant)
-    expected = F.conv3d(x.double(), co.reference.dequantize_weight(qw, torch.float64), None, 1, 2, 2)
+    expected = F.conv3d(
+        x.double(), co.reference.dequantize_weight(qw, torch.float64), None, 1, 2, 2
+    )
     assert torch.equal(y.double(), expected)
 
 
 @pytest.mark.parametrize("act_quant", ["token", "block", "tensor"])
 def test_missing_pixels_are_zero_though_there_are_zero_points(act_quant: str) -> None:
-    """Far from zero, x has zero points of -128; the border would show a padding with another value than zero."""
+    """Far from zero, x has zero points of -128; the border would show a padding with another
+    value than zero.
+    """
     packed = co.reorder(weight(4, 32, (3, 3), bits=8, group_size=32))
     x = torch.full((1, 32, 3, 3), 51.0)
     y = co.mixed_conv2d(x, packed, padding=2, act_quant=act_quant, act_symmetric=False)
@@ -202,13 +241,20 @@ def test_any_memory_format() -> None:
     for same in (x.to(memory_format=torch.channels_last), wide[:, 3:36, :, 1:8]):
         assert_close(co.mixed_conv2d(same, packed, act_quant="block"), expected.double())
     assert expected.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(co.mixed_conv2d(x, packed, stride=(2,)), co.mixed_conv2d(x, packed, stride=[2, 2]))
+    assert torch.equal(
+        co.mixed_conv2d(x, packed, stride=(2,)), co.mixed_conv2d(x, packed, stride=[2, 2])
+    )
 
 
 def test_no_images() -> None:
     packed = co.reorder(weight(10, 33, (2, 3)))
     for act_quant in ("none", "token", "block", "tensor"):
-        assert co.mixed_conv2d(torch.zeros(0, 33, 6, 7), packed, act_quant=act_quant).shape == (0, 10, 5, 5)
+        assert co.mixed_conv2d(torch.zeros(0, 33, 6, 7), packed, act_quant=act_quant).shape == (
+            0,
+            10,
+            5,
+            5,
+        )
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -245,20 +291,32 @@ def test_what_does_not_fit_is_refused_with_its_value() -> None:
         ({"groups": 2}, ValueError, r"x has shape \(1, 32, 8, 8\); \[B, 64, H, W\] is expected"),
         ({"x": image(1, 33, 8, 8)}, ValueError, r"x has shape \(1, 33, 8, 8\); \[B, 32, H, W\]"),
         ({"x": image(1, 32, 8)}, ValueError, r"x has shape \(1, 32, 8\)"),
-        ({"x": x[..., :2]}, ValueError, r"x has \(8, 2\) pixels, \(8, 2\) with padding=\(0, 0\); .* at least \(3, 3\)"),
+        (
+            {"x": x[..., :2]},
+            ValueError,
+            r"x has \(8, 2\) pixels, \(8, 2\) with padding=\(0, 0\); .* at least \(3, 3\)",
+        ),
         ({"dilation": 4}, ValueError, r"dilation=\(4, 4\) takes at least \(9, 9\)"),
         ({"x": x[..., :0], "padding": 2}, ValueError, r"x has \(8, 0\) pixels"),
         ({"x": x.double()}, TypeError, "x has dtype float64"),
         ({"x": x.to("meta")}, ValueError, "x is on meta; the weight is on cpu"),
         ({"x": [1.0]}, TypeError, "x is a list"),
         ({"weight": packed.unpack()}, TypeError, "weight is a QuantizedWeight"),
-        ({"weight": co.reorder(co.quantize(torch.randn(6, 32)))}, ValueError, "has no kernel; one of 2 dimensions"),
+        (
+            {"weight": co.reorder(co.quantize(torch.randn(6, 32)))},
+            ValueError,
+            "has no kernel; one of 2 dimensions",
+        ),
         ({"weight": co.reorder(weight(6, 32, (3,)))}, ValueError, r"has a kernel of \(3,\)"),
         ({"act_quant": "row"}, ValueError, "act_quant is 'row'"),
         ({"activation": "tanh"}, ValueError, "activation is 'tanh'"),
         ({"bias": torch.zeros(5)}, ValueError, r"bias has shape \(5,\)"),
         ({"bias": torch.zeros(6, device="meta")}, ValueError, "bias is on meta"),
-        ({"residual": torch.zeros(1, 6, 8, 8)}, ValueError, r"residual has shape \(1, 6, 8, 8\); \(1, 6, 6, 6\)"),
+        (
+            {"residual": torch.zeros(1, 6, 8, 8)},
+            ValueError,
+            r"residual has shape \(1, 6, 8, 8\); \(1, 6, 6, 6\)",
+        ),
         ({"out_dtype": torch.int8}, TypeError, "out_dtype is torch.int8"),
     ]
     for changed, error, message in refused:
@@ -291,11 +349,16 @@ def test_autocast() -> None:
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu", "relu6", ("clamp", -0.5, 1.0)])
+@pytest.mark.parametrize(
+    "activation", [None, "relu", "gelu", "silu", "relu6", ("clamp", -0.5, 1.0)]
+)
 def test_the_gradient_is_that_of_torchs_convolution(dims: int, activation: Any) -> None:
     qw = weight(15, 20, KERNELS[dims])
     packed, geometry = co.reorder(qw), (*GEOMETRIES[dims], 3)
-    x, bias = image(2, 60, *(9, 8, 7)[:dims]).requires_grad_(), torch.randn(15).half().requires_grad_()
+    x, bias = (
+        image(2, 60, *(9, 8, 7)[:dims]).requires_grad_(),
+        torch.randn(15).half().requires_grad_(),
+    )
     y = MIXED[dims](x, packed, bias, *geometry, activation=activation)
     residual = torch.randn_like(y.detach()).bfloat16().requires_grad_()
     grad = torch.randn_like(y.detach())
@@ -304,7 +367,9 @@ def test_the_gradient_is_that_of_torchs_convolution(dims: int, activation: Any) 
 
     x64, bias64 = x.detach().double().requires_grad_(), bias.detach().double().requires_grad_()
     z = TORCH[dims](x64, co.reference.dequantize_weight(qw, torch.float64), bias64, *geometry)
-    expected = torch.autograd.grad(co.reference.activate(z, activation), (x64, bias64), grad.double())
+    expected = torch.autograd.grad(
+        co.reference.activate(z, activation), (x64, bias64), grad.double()
+    )
     assert_close(found[0], expected[0])
     assert found[0].dtype == torch.float32
     torch.testing.assert_close(found[1], expected[1].half(), rtol=2**-10, atol=1e-5)
@@ -349,7 +414,9 @@ def test_compiled_gradients(activation: str | None) -> None:
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for size in (8, 11):
         x = image(2, 32, size, 9).requires_grad_()
-        torch.testing.assert_close(torch.autograd.grad(compiled(x), x), torch.autograd.grad(loss(x), x))
+        torch.testing.assert_close(
+            torch.autograd.grad(compiled(x), x), torch.autograd.grad(loss(x), x)
+        )
 
 
 # ---- torch.library
@@ -370,7 +437,15 @@ def test_opcheck(act_quant: str) -> None:
     fields, call = OF_CONV.split(rest)
     end = OF_CONV.values(call._replace(residual=None))
     for wanted in ([True, True], [False, True]):
-        args = (torch.zeros(1, 6, 4, 4), image(1, 32, 8, 8), *fields, torch.float16, [1, 32, 8, 8], wanted, *end)
+        args = (
+            torch.zeros(1, 6, 4, 4),
+            image(1, 32, 8, 8),
+            *fields,
+            torch.float16,
+            [1, 32, 8, 8],
+            wanted,
+            *end,
+        )
         torch.library.opcheck(torch.ops.cutlass_ops.mixed_conv_backward.default, args)
 
 
@@ -379,7 +454,9 @@ def test_compile_with_any_size(act_quant: str) -> None:
     packed = co.reorder(weight(6, 32, (3, 3)))
 
     def layer(x: Tensor) -> Tensor:
-        y = co.mixed_conv2d(x * 2, packed, stride=(2, 1), padding=1, activation="silu", act_quant=act_quant)
+        y = co.mixed_conv2d(
+            x * 2, packed, stride=(2, 1), padding=1, activation="silu", act_quant=act_quant
+        )
         return F.max_pool2d(y, 2) + 1
 
     torch._dynamo.reset()

@@ -31,16 +31,23 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def check(quantized: co.QuantizedWeight, x: torch.Tensor, geometry: Geometry, **options: Any) -> None:
+def check(
+    quantized: co.QuantizedWeight, x: torch.Tensor, geometry: Geometry, **options: Any
+) -> None:
     """Two runs with fp32 results, each element within the rounding of fp32 sums."""
     convolve, packed = CONVOLUTIONS[len(quantized.kernel_size)], co.reorder(quantized).to("cuda")
     y = convolve(x.cuda(), packed, None, *geometry, out_dtype=torch.float32, **options)
-    assert torch.equal(y, convolve(x.cuda(), packed, None, *geometry, out_dtype=torch.float32, **options))
+    assert torch.equal(
+        y, convolve(x.cuda(), packed, None, *geometry, out_dtype=torch.float32, **options)
+    )
     assert y.movedim(1, -1).is_contiguous()
-    expected = reference_conv.mixed_conv(x.float(), quantized, geometry, **options).movedim(-1, 1).double()
+    expected = (
+        reference_conv.mixed_conv(x.float(), quantized, geometry, **options).movedim(-1, 1).double()
+    )
     error, rms = (y.cpu().double() - expected).abs(), expected.square().mean().sqrt()
     assert error.norm() <= 1e-6 * expected.norm()
-    # No kernel takes groups whose scale is that of all channels, where the result is not of x's type: torch's order of sums.
+    # No kernel takes groups whose scale is that of all channels, where the result is not of x's
+    # type: torch's order of sums.
     by_torch = geometry.groups > 1 and options.get("act_quant") in ("token", "tensor")
     assert (error <= (4e-5 if by_torch else 1e-5) * rms).all()
 
@@ -50,7 +57,9 @@ def check(quantized: co.QuantizedWeight, x: torch.Tensor, geometry: Geometry, **
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("act_quant", ["none", "token", "block", "tensor"])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_the_values_are_the_references(kind: str, dims: int, groups: int, act_quant: str, symmetric: bool) -> None:
+def test_the_values_are_the_references(
+    kind: str, dims: int, groups: int, act_quant: str, symmetric: bool
+) -> None:
     if act_quant == "none" and not symmetric:
         return
     quantized = co.quantize(torch.randn(128, 140, *KERNELS[dims]) / 30, **FORMATS[kind])
@@ -64,9 +73,15 @@ ROUNDED = {torch.float16: (2.0**-10, 1.2e-3), torch.bfloat16: (2.0**-7, 1e-2)}
 
 
 def check_rounded(
-    quantized: co.QuantizedWeight, x: torch.Tensor, geometry: Geometry, *, rounds_sums: bool = False, **options: Any
+    quantized: co.QuantizedWeight,
+    x: torch.Tensor,
+    geometry: Geometry,
+    *,
+    rounds_sums: bool = False,
+    **options: Any,
 ) -> None:
-    """A result of x's 16-bit type within the bounds of operands rounded once to it; the same bits in a second run.
+    """A result of x's 16-bit type within the bounds of operands rounded once to it; the same bits
+    in a second run.
 
     `rounds_sums`: the sums are rounded, too, before what comes after them.
     """
@@ -75,10 +90,15 @@ def check_rounded(
     y = convolve(x.cuda(), packed, bias, *geometry, **options)
     assert torch.equal(y, convolve(x.cuda(), packed, bias, *geometry, **options))
     options["bias"] = bias
-    options = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    options = {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
     if "residual" in options:
         options["residual"] = options["residual"].movedim(1, -1)
-    expected = reference_conv.mixed_conv(x, quantized, geometry, out_dtype=torch.float32, **options).movedim(-1, 1)
+    expected = reference_conv.mixed_conv(
+        x, quantized, geometry, out_dtype=torch.float32, **options
+    ).movedim(-1, 1)
     relative, absolute = ROUNDED[x.dtype]
     if options.get("act_quant", "none") != "none":
         absolute *= 2  # the values of x are rounded, too
@@ -106,14 +126,27 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("act_quant", "symmetric"), [("none", True), ("token", False), ("block", True), ("tensor", True)])
-def test_results_of_16_bits(kind: str, dims: int, dtype: torch.dtype, act_quant: str, symmetric: bool) -> None:
+@pytest.mark.parametrize(
+    ("act_quant", "symmetric"),
+    [("none", True), ("token", False), ("block", True), ("tensor", True)],
+)
+def test_results_of_16_bits(
+    kind: str, dims: int, dtype: torch.dtype, act_quant: str, symmetric: bool
+) -> None:
     n, c = (192, 200) if dims == 2 else (65, 140)
     quantized = co.quantize(torch.randn(n, c, *KERNELS[dims]) / 30, **FORMATS[kind])
     geometry = Geometry((2, 1, 3)[:dims], (1, 0, 2)[:dims], (1, 2, 1)[:dims], 1)
     x = (torch.randn(3, c, *((400,), (23, 21), (9, 8, 7))[dims - 1]) + 0.3).to(dtype)
     bias = torch.randn(n)
-    check_rounded(quantized, x, geometry, act_quant=act_quant, act_symmetric=symmetric, bias=bias.cuda(), activation="relu")
+    check_rounded(
+        quantized,
+        x,
+        geometry,
+        act_quant=act_quant,
+        act_symmetric=symmetric,
+        bias=bias.cuda(),
+        activation="relu",
+    )
 
 
 @pytest.mark.usefixtures("by_kernels")
@@ -138,15 +171,24 @@ def test_channels_and_sizes(c: int, n: int) -> None:
 def test_torch_convolves_few_channels_of_many_pixels(
     monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, n: int, c: int, groups: int
 ) -> None:
-    monkeypatch.setattr(conv_gpu, "LEAST_TORCH_PRODUCTS", 2 * 33 * 34 * 9 * 128 * -(-n // 128) * -(-c // 128) * 128)
+    monkeypatch.setattr(
+        conv_gpu, "LEAST_TORCH_PRODUCTS", 2 * 33 * 34 * 9 * 128 * -(-n // 128) * -(-c // 128) * 128
+    )
     by_torch = []
     convolve = conv_torch.convolve
-    monkeypatch.setattr(conv_torch, "convolve", lambda *args, **end: by_torch.append(args) or convolve(*args, **end))
+    monkeypatch.setattr(
+        conv_torch, "convolve", lambda *args, **end: by_torch.append(args) or convolve(*args, **end)
+    )
     quantized = co.quantize(torch.randn(n, c, 3, 3) / math.sqrt(9 * c), **FORMATS[kind])
     geometry = Geometry((1, 1), (1, 1), (1, 1), groups)
     x = (torch.randn(2, c * groups, 33, 34) + 0.3).to(dtype)
     bias, residual = torch.randn(n, device="cuda"), torch.randn(2, n, 33, 34, device="cuda")
-    for end in ({}, {"bias": bias}, {"activation": "silu"}, {"bias": bias, "activation": "relu6", "residual": residual}):
+    for end in (
+        {},
+        {"bias": bias},
+        {"activation": "silu"},
+        {"bias": bias, "activation": "relu6", "residual": residual},
+    ):
         check_rounded(quantized, x, geometry, rounds_sums=True, **end)
     assert len(by_torch) == 8
     check_rounded(quantized, x[:, :, :20], geometry)  # fewer pixels
@@ -163,25 +205,39 @@ def test_torch_convolves_the_values_of_few_channels_codes(
     monkeypatch.setattr(conv_gpu, "_by_products", None)
     quantized = co.quantize(torch.randn(n, c, 3, 3) / math.sqrt(9 * c), bits=8, group_size=128)
     x = (torch.randn(2, c, 33, 34) + 0.3).half()
-    end = {"bias": torch.randn(n, device="cuda"), "activation": "silu", "act_quant": act_quant, "act_symmetric": symmetric}
+    end = {
+        "bias": torch.randn(n, device="cuda"),
+        "activation": "silu",
+        "act_quant": act_quant,
+        "act_symmetric": symmetric,
+    }
     check_rounded(quantized, x, Geometry((1, 1), (1, 1), (1, 1), 1), rounds_sums=True, **end)
 
 
 @pytest.mark.parametrize("act_quant", ["token", "block", "tensor"])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("c", "groups"), [(3, 1), (17, 1), (64, 1), (200, 1), (320, 1), (4096, 1), (1, 40), (24, 5), (160, 2)])
+@pytest.mark.parametrize(
+    ("c", "groups"),
+    [(3, 1), (17, 1), (64, 1), (200, 1), (320, 1), (4096, 1), (1, 40), (24, 5), (160, 2)],
+)
 def test_values_of_pixels_codes_are_the_references(
     c: int, groups: int, dtype: torch.dtype, symmetric: bool, act_quant: str
 ) -> None:
     for group_size in (128, 32):
-        weight = co.reorder(co.quantize(torch.randn(groups, c, 1, 1), bits=8, group_size=group_size)).to("cuda")
-        x = (torch.randn(2, c * groups, 7, 5) * torch.logspace(-3, 3, c * groups)[:, None, None]).to(dtype)
+        weight = co.reorder(
+            co.quantize(torch.randn(groups, c, 1, 1), bits=8, group_size=group_size)
+        ).to("cuda")
+        x = (
+            torch.randn(2, c * groups, 7, 5) * torch.logspace(-3, 3, c * groups)[:, None, None]
+        ).to(dtype)
         x[1, :, 2] = 0.0
         x[0, 0, 0, 0] = torch.inf if act_quant != "tensor" else 1.0
         for of in (x, x.to(memory_format=torch.channels_last), x[:, :, :, 1:]):
             for out in (dtype, torch.float32):
-                found = conv_gpu.dequantized_pixels(of.cuda(), weight, groups, act_quant, symmetric, out)
+                found = conv_gpu.dequantized_pixels(
+                    of.cuda(), weight, groups, act_quant, symmetric, out
+                )
                 options = (group_size, groups, act_quant, symmetric)
                 expected = reference_conv.dequantized_pixels(of, *options, torch.float32).to(out)
                 torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
@@ -192,7 +248,11 @@ def test_values_of_pixels_codes_are_the_references(
 def test_what_tmas_im2col_mode_cannot_collect(kind: str) -> None:
     quantized = co.quantize(torch.randn(70, 72, 2, 3) / 10, **FORMATS[kind])
     x = torch.randn(2, 72, 40, 300).half()
-    for geometry in (((9, 16), (0, 0), (1, 1)), ((1, 1), (0, 200), (1, 130)), ((1, 3), (129, 0), (1, 1))):
+    for geometry in (
+        ((9, 16), (0, 0), (1, 1)),
+        ((1, 1), (0, 200), (1, 130)),
+        ((1, 3), (129, 0), (1, 1)),
+    ):
         for act_quant in ("none", "token"):
             check_rounded(quantized, x, Geometry(*geometry, 1), act_quant=act_quant)
 
@@ -284,7 +344,9 @@ def test_depthwise(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("kind", DEPTHWISE_FORMATS)
-@pytest.mark.parametrize("name", ["20 channels", "dilated far", "twice as many outputs", "a volume"])
+@pytest.mark.parametrize(
+    "name", ["20 channels", "dilated far", "twice as many outputs", "a volume"]
+)
 def test_depthwise_weights(kind: str, name: str) -> None:
     quantized, x, geometry = depthwise(name, **DEPTHWISE_FORMATS[kind])
     check(quantized, x.half(), geometry, activation="silu")
@@ -294,10 +356,14 @@ def test_depthwise_weights(kind: str, name: str) -> None:
 @pytest.mark.parametrize("book", ["nf4", "e4m3"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_depthwise_weights_of_a_code_book(book: str, dtype: torch.dtype) -> None:
-    quantized, x, geometry = depthwise("3 x 3", bits=4 if book == "nf4" else 8, group_size=-1, book=book)
+    quantized, x, geometry = depthwise(
+        "3 x 3", bits=4 if book == "nf4" else 8, group_size=-1, book=book
+    )
     packed, x = co.reorder(quantized).to("cuda"), x.to(dtype)
     y = co.mixed_conv2d(x.cuda(), packed, None, *geometry, out_dtype=torch.float32)
-    expected = reference_conv.mixed_conv(x, quantized, geometry, out_dtype=torch.float32).movedim(-1, 1)
+    expected = reference_conv.mixed_conv(x, quantized, geometry, out_dtype=torch.float32).movedim(
+        -1, 1
+    )
     assert (y.cpu() - expected).norm() <= 1e-6 * expected.norm()
 
 
@@ -314,18 +380,28 @@ def test_depthwise_of_quantised_pixels(act_quant: str, symmetric: bool) -> None:
 @pytest.mark.parametrize("dtype", PIXELS)
 @pytest.mark.parametrize("out_dtype", PIXELS)
 @pytest.mark.parametrize("activation", ["relu", "gelu", ("clamp", -0.5, 1.5)])
-def test_depthwise_epilogues(name: str, dtype: torch.dtype, out_dtype: torch.dtype, activation: Any) -> None:
+def test_depthwise_epilogues(
+    name: str, dtype: torch.dtype, out_dtype: torch.dtype, activation: Any
+) -> None:
     quantized, x, geometry = depthwise(name, bits=8, group_size=128)
     packed, x = co.reorder(quantized).to("cuda"), x.to(dtype)
     bias = torch.randn(quantized.n).half()
     size = (3, quantized.n, *geometry.out(x.shape[2:], quantized.kernel_size))
     residual = torch.randn(size).bfloat16()
     y = co.mixed_conv2d(
-        x.cuda(), packed, bias.cuda(), *geometry, activation=activation, residual=residual.cuda(), out_dtype=out_dtype
+        x.cuda(),
+        packed,
+        bias.cuda(),
+        *geometry,
+        activation=activation,
+        residual=residual.cuda(),
+        out_dtype=out_dtype,
     )
     assert y.dtype == out_dtype
     options: dict[str, Any] = {"bias": bias, "activation": activation, "out_dtype": torch.float32}
-    expected = reference_conv.mixed_conv(x, quantized, geometry, residual=residual.movedim(1, -1), **options).movedim(-1, 1)
+    expected = reference_conv.mixed_conv(
+        x, quantized, geometry, residual=residual.movedim(1, -1), **options
+    ).movedim(-1, 1)
     relative = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-8, torch.float32: 1e-6}[out_dtype]
     rms = expected.square().mean().sqrt()
     assert ((y.cpu().float() - expected).abs() <= relative * expected.abs() + 1e-5 * rms).all()
@@ -354,7 +430,9 @@ def test_depthwise_images_in_any_memory() -> None:
     packed = co.reorder(quantized).to("cuda")
     x = x.half().cuda()
     expected = co.mixed_conv2d(x, packed, None, *geometry)
-    assert torch.equal(co.mixed_conv2d(x.to(memory_format=torch.channels_last), packed, None, *geometry), expected)
+    assert torch.equal(
+        co.mixed_conv2d(x.to(memory_format=torch.channels_last), packed, None, *geometry), expected
+    )
     memory = torch.randn(x.numel() + 1).half().cuda()
     shifted = memory[1:].view(3, 15, 13, 20).movedim(-1, 1)
     shifted.copy_(x)
@@ -386,7 +464,9 @@ def test_depthwise_in_graphs_and_on_streams(warm: bool) -> None:
 
 @pytest.mark.parametrize("part", ["codes", "scales", "zeros"])
 def test_depthwise_weights_that_are_written_to(part: str) -> None:
-    (first, x, geometry), (second, _, _) = (depthwise("3 x 3", bits=8, group_size=32, symmetric=False) for _ in range(2))
+    (first, x, geometry), (second, _, _) = (
+        depthwise("3 x 3", bits=8, group_size=32, symmetric=False) for _ in range(2)
+    )
     packed, other = (co.reorder(quantized).to("cuda") for quantized in (first, second))
     x = x.half().cuda()
     before = co.mixed_conv2d(x, packed, None, *geometry)
@@ -423,7 +503,9 @@ def test_compiled_depthwise() -> None:
 
 
 def test_a_captured_convolution_reads_its_input_again() -> None:
-    packed = co.reorder(co.quantize(torch.randn(128, 128, 3, 3) / 30, bits=4, group_size=128)).to("cuda")
+    packed = co.reorder(co.quantize(torch.randn(128, 128, 3, 3) / 30, bits=4, group_size=128)).to(
+        "cuda"
+    )
     x = torch.randn(2, 128, 16, 16).half().cuda().to(memory_format=torch.channels_last)
     for act_quant in ("none", "token", "tensor"):
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -440,9 +522,13 @@ def test_a_captured_convolution_reads_its_input_again() -> None:
 
 
 def test_compiled() -> None:
-    packed = co.reorder(co.quantize(torch.randn(128, 64, 3, 3) / 30, bits=4, group_size=64)).to("cuda")
+    packed = co.reorder(co.quantize(torch.randn(128, 64, 3, 3) / 30, bits=4, group_size=64)).to(
+        "cuda"
+    )
     x = torch.randn(2, 64, 16, 16).half().cuda()
-    compiled = torch.compile(lambda t: co.mixed_conv2d(t, packed, padding=1, act_quant="token"), fullgraph=True)
+    compiled = torch.compile(
+        lambda t: co.mixed_conv2d(t, packed, padding=1, act_quant="token"), fullgraph=True
+    )
     assert torch.equal(compiled(x), co.mixed_conv2d(x, packed, padding=1, act_quant="token"))
 
 
@@ -450,7 +536,12 @@ def test_compiled() -> None:
 @pytest.mark.parametrize(("n", "groups"), [(54, 27), (96, 3)])
 def test_groups_of_few_output_channels(act_quant: str, n: int, groups: int) -> None:
     quantized = co.quantize(torch.randn(n, 54 // groups, 3, 3), bits=8, group_size=-1)
-    check(quantized, torch.randn(2, 54, 9, 8).half(), Geometry((2, 2), (1, 1), (1, 1), groups), act_quant=act_quant)
+    check(
+        quantized,
+        torch.randn(2, 54, 9, 8).half(),
+        Geometry((2, 2), (1, 1), (1, 1), groups),
+        act_quant=act_quant,
+    )
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -463,7 +554,12 @@ def test_fp32_as_it_is(kind: str, groups: int) -> None:
 
 def test_many_pixels() -> None:
     quantized = co.quantize(torch.randn(192, 64, 3, 3) / 24, bits=4, group_size=64)
-    check(quantized, torch.randn(3, 64, 40, 41).half(), Geometry((1, 1), (1, 1), (1, 1), 1), act_quant="block")
+    check(
+        quantized,
+        torch.randn(3, 64, 40, 41).half(),
+        Geometry((1, 1), (1, 1), (1, 1), 1),
+        act_quant="block",
+    )
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -478,10 +574,21 @@ def test_dequantize(kind: str) -> None:
 def test_static_int8(out_dtype: torch.dtype) -> None:
     x = torch.randint(0, 256, (2, 36, 19, 18), dtype=torch.uint8)
     bias = torch.randint(-9000, 9000, (24,), dtype=torch.int32)
-    numbers: dict[str, Any] = {"x_scale": 0.03, "x_zero_point": 77, "y_scale": 1.3, "y_zero_point": 5, "out_dtype": out_dtype}
+    numbers: dict[str, Any] = {
+        "x_scale": 0.03,
+        "x_zero_point": 77,
+        "y_scale": 1.3,
+        "y_zero_point": 5,
+        "out_dtype": out_dtype,
+    }
     for groups in (1, 3, 12):
         packed = co.reorder(co.quantize(torch.randn(24, 36 // groups, 3, 2), bits=8, group_size=-1))
-        geometry: dict[str, Any] = {"stride": (1, 2), "padding": (2, 1), "dilation": (1, 2), "groups": groups}
+        geometry: dict[str, Any] = {
+            "stride": (1, 2),
+            "padding": (2, 1),
+            "dilation": (1, 2),
+            "groups": groups,
+        }
         y = co.conv2d_int8(x.cuda(), packed.to("cuda"), bias.cuda(), **geometry, **numbers)
         assert torch.equal(y.cpu(), co.conv2d_int8(x, packed, bias, **geometry, **numbers))
     packed = co.reorder(co.quantize(torch.randn(24, 18), bits=8, group_size=-1))

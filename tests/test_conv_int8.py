@@ -18,26 +18,42 @@ from cutlass_ops import _C
 from cutlass_ops.ops import conv_int8, library
 
 
-def sums(x: Tensor, w: Tensor, zero: int, stride: Any, padding: Any, dilation: Any, groups: int) -> Tensor:
+def sums(
+    x: Tensor, w: Tensor, zero: int, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Tensor:
     """int64 ``[B, N, H', W']``, tap by tap."""
     (b, _, h, width), (n, c, r, s) = x.shape, w.shape
-    image = torch.zeros(b, groups * c, h + 2 * padding[0], width + 2 * padding[1], dtype=torch.int64)
+    image = torch.zeros(
+        b, groups * c, h + 2 * padding[0], width + 2 * padding[1], dtype=torch.int64
+    )
     image[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + width] = x.long() - zero
     high = (image.shape[2] - dilation[0] * (r - 1) - 1) // stride[0] + 1
     wide = (image.shape[3] - dilation[1] * (s - 1) - 1) // stride[1] + 1
     total = torch.zeros(b, groups, n // groups, high, wide, dtype=torch.int64)
     for i, j in itertools.product(range(r), range(s)):
         top, left = i * dilation[0], j * dilation[1]
-        seen = image[:, :, top : top + high * stride[0] : stride[0], left : left + wide * stride[1] : stride[1]][
-            ..., :high, :wide
-        ]
-        parts = seen.reshape(b, groups, c, high, wide), w[:, :, i, j].long().view(groups, n // groups, c)
+        seen = image[
+            :,
+            :,
+            top : top + high * stride[0] : stride[0],
+            left : left + wide * stride[1] : stride[1],
+        ][..., :high, :wide]
+        parts = (
+            seen.reshape(b, groups, c, high, wide),
+            w[:, :, i, j].long().view(groups, n // groups, c),
+        )
         total += (parts[0][:, :, None] * parts[1][None, ..., None, None]).sum(3)
     return total.flatten(1, 2)
 
 
 def requantised(
-    acc: Tensor, x_scale: float, scales: Tensor, y_scale: float, zero: int, dtype: torch.dtype, low: int | None = None
+    acc: Tensor,
+    x_scale: float,
+    scales: Tensor,
+    y_scale: float,
+    zero: int,
+    dtype: torch.dtype,
+    low: int | None = None,
 ) -> Tensor:
     """Step by step in numpy's fp32; acc is ``[B, N, ...]``."""
     factors = np.float32(x_scale) * scales.numpy() / np.float32(y_scale)
@@ -51,19 +67,39 @@ def requantised(
 @pytest.mark.parametrize("x_dtype", INT8)
 @pytest.mark.parametrize(
     ("w_dtype", "out_dtype"),
-    [(None, torch.int8), (None, torch.int32), (torch.int8, torch.uint8), (torch.uint8, torch.int8), (torch.uint8, torch.int32)],
+    [
+        (None, torch.int8),
+        (None, torch.int32),
+        (torch.int8, torch.uint8),
+        (torch.uint8, torch.int8),
+        (torch.uint8, torch.int32),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("groups", [1, 3, 12])
-@pytest.mark.parametrize("geometry", [((1, 1), (0, 0), (1, 1)), ((2, 1), (1, 3), (1, 2)), ((1, 3), (2, 2), (2, 1))], ids=str)
+@pytest.mark.parametrize(
+    "geometry",
+    [((1, 1), (0, 0), (1, 1)), ((2, 1), (1, 3), (1, 2)), ((1, 3), (2, 2), (2, 1))],
+    ids=str,
+)
 def test_sums_and_scales(
-    x_dtype: torch.dtype, w_dtype: torch.dtype | None, out_dtype: torch.dtype, groups: int, geometry: Any
+    x_dtype: torch.dtype,
+    w_dtype: torch.dtype | None,
+    out_dtype: torch.dtype,
+    groups: int,
+    geometry: Any,
 ) -> None:
     """Without zero points of w, and with those of int8 and uint8 weights."""
     w, x = codes(w_dtype or torch.int8, 24, 36 // groups, 3, 2), codes(x_dtype, 2, 36, 9, 8, seed=1)
     zeros = None if w_dtype is None else codes(w_dtype, 24, seed=4)
-    zero, y_zero = int(codes(x_dtype, 1, seed=2)), 0 if out_dtype == torch.int32 else int(codes(out_dtype, 1, seed=3))
-    scales, bias = torch.rand(24) * 0.01 + 1e-3, torch.randint(-9000, 9000, (24,), dtype=torch.int32)
+    zero, y_zero = (
+        int(codes(x_dtype, 1, seed=2)),
+        0 if out_dtype == torch.int32 else int(codes(out_dtype, 1, seed=3)),
+    )
+    scales, bias = (
+        torch.rand(24) * 0.01 + 1e-3,
+        torch.randint(-9000, 9000, (24,), dtype=torch.int32),
+    )
     centred = w if zeros is None else w.short() - zeros.view(-1, 1, 1, 1)
     acc = sums(x, centred, zero, *geometry, groups) + bias[:, None, None]
     stride, padding, dilation = geometry
@@ -81,7 +117,11 @@ def test_sums_and_scales(
         y_zero_point=y_zero,
         out_dtype=out_dtype,
     )
-    expected = acc.int() if out_dtype == torch.int32 else requantised(acc, 0.031, scales, 0.7, y_zero, out_dtype)
+    expected = (
+        acc.int()
+        if out_dtype == torch.int32
+        else requantised(acc, 0.031, scales, 0.7, y_zero, out_dtype)
+    )
     assert y.dtype == out_dtype
     assert torch.equal(y, expected)
     assert y.is_contiguous(memory_format=torch.channels_last)
@@ -89,7 +129,10 @@ def test_sums_and_scales(
 
 def test_sums_that_fp32_does_not_hold() -> None:
     """The largest ones of 4,608 taps and channels, and one less."""
-    x, w = torch.full((1, 512, 3, 3), 255, dtype=torch.uint8), torch.full((2, 512, 3, 3), -128, dtype=torch.int8)
+    x, w = (
+        torch.full((1, 512, 3, 3), 255, dtype=torch.uint8),
+        torch.full((2, 512, 3, 3), -128, dtype=torch.int8),
+    )
     w[1, 0, 0, 0] = -127
     weight = packed(w, torch.ones(2))
     acc = co.conv2d_int8(x, weight, x_scale=1.0, out_dtype=torch.int32).flatten()
@@ -106,7 +149,13 @@ def test_sums_that_fp32_does_not_hold() -> None:
 @pytest.mark.parametrize("zero", [0, 1, -1, 2])
 def test_halves_are_rounded_to_even_before_the_zero_point_is_added(zero: int) -> None:
     x = torch.arange(-9, 10, dtype=torch.int8).view(-1, 1)
-    y = co.linear_int8(x, packed(torch.ones(1, 1, dtype=torch.int8), torch.ones(1)), x_scale=1, y_scale=2.0, y_zero_point=zero)
+    y = co.linear_int8(
+        x,
+        packed(torch.ones(1, 1, dtype=torch.int8), torch.ones(1)),
+        x_scale=1,
+        y_scale=2.0,
+        y_zero_point=zero,
+    )
     assert y.flatten().tolist() == [round(i / 2) + zero for i in range(-9, 10)]
 
 
@@ -156,7 +205,8 @@ def test_a_bias_in_floats_is_rounded_to_steps_of_the_sums() -> None:
 def test_a_factor_beyond_fp32_saturates_and_leaves_zero() -> None:
     weight = packed(torch.ones(1, 1, dtype=torch.int8), torch.ones(1))
     x = torch.tensor([[-2], [0], [2]], dtype=torch.int8)
-    y = co.linear_int8(x, weight, x_scale=1e38, y_scale=1.2e-38, y_zero_point=3)  # 0 x infinity counts as 0
+    # 0 x infinity counts as 0
+    y = co.linear_int8(x, weight, x_scale=1e38, y_scale=1.2e-38, y_zero_point=3)
     assert y.flatten().tolist() == [-128, 3, 127]
 
 
@@ -173,7 +223,15 @@ def test_a_product_of_any_shape() -> None:
     w, x = codes(torch.int8, 33, 70), codes(torch.uint8, 2, 3, 70, seed=1)
     scales = torch.rand(33) * 0.01 + 1e-3
     acc = (x.long() - 77) @ w.long().t()
-    y = co.linear_int8(x, packed(w, scales), x_scale=0.02, x_zero_point=77, y_scale=0.3, y_zero_point=9, out_dtype=torch.uint8)
+    y = co.linear_int8(
+        x,
+        packed(w, scales),
+        x_scale=0.02,
+        x_zero_point=77,
+        y_scale=0.3,
+        y_zero_point=9,
+        out_dtype=torch.uint8,
+    )
     expected = requantised(acc.flatten(0, 1), 0.02, scales, 0.3, 9, torch.uint8)
     assert torch.equal(y, expected.view(2, 3, 33))
     assert co.linear_int8(x[:0], packed(w, scales), x_scale=1.0, y_scale=1.0).shape == (0, 3, 33)
@@ -192,12 +250,32 @@ def test_what_does_not_fit_is_refused_with_its_value() -> None:
         ({"x": x[:, :3]}, ValueError, r"x has shape \(1, 3, 8, 8\); \[B, 4, H, W\]"),
         ({"stride": 0}, ValueError, "stride is 0"),
         ({"x": x[..., :2]}, ValueError, r"x has \(8, 2\) pixels"),
-        ({"weight": co.reorder(co.quantize(floats, bits=4, group_size=-1))}, ValueError, "the weight has bits=4"),
-        ({"weight": co.reorder(co.quantize(floats, bits=8, group_size=32))}, ValueError, "group_size=32"),
-        ({"weight": co.reorder(offsets)}, ValueError, "scales, offsets; static int8 takes 8 bits, .* and zero points"),
-        ({"weight": co.reorder(co.quantize(floats[:, :, 0], bits=8, group_size=-1))}, ValueError, r"a kernel of \(3,\)"),
+        (
+            {"weight": co.reorder(co.quantize(floats, bits=4, group_size=-1))},
+            ValueError,
+            "the weight has bits=4",
+        ),
+        (
+            {"weight": co.reorder(co.quantize(floats, bits=8, group_size=32))},
+            ValueError,
+            "group_size=32",
+        ),
+        (
+            {"weight": co.reorder(offsets)},
+            ValueError,
+            "scales, offsets; static int8 takes 8 bits, .* and zero points",
+        ),
+        (
+            {"weight": co.reorder(co.quantize(floats[:, :, 0], bits=8, group_size=-1))},
+            ValueError,
+            r"a kernel of \(3,\)",
+        ),
         ({"x_scale": 0.0}, ValueError, "x_scale is 0.0"),
-        ({"x_scale": 1.17549e-38}, ValueError, r"x_scale is 1\.17549e-38; a number from 1\.17549e-38 to 3\.40282e\+38"),
+        (
+            {"x_scale": 1.17549e-38},
+            ValueError,
+            r"x_scale is 1\.17549e-38; a number from 1\.17549e-38 to 3\.40282e\+38",
+        ),
         ({"x_scale": 3.5e38}, ValueError, r"x_scale is 3\.5e\+38"),
         ({"y_scale": 1e-45}, ValueError, "y_scale is 1e-45"),
         ({"x_scale": float("nan")}, ValueError, "x_scale is nan"),
@@ -206,14 +284,22 @@ def test_what_does_not_fit_is_refused_with_its_value() -> None:
         ({"x_zero_point": 0.0}, ValueError, r"x_zero_point is 0\.0"),
         ({"y_scale": None}, ValueError, "y_scale is None"),
         ({"y_scale": -1.0}, ValueError, "y_scale is -1.0"),
-        ({"y_zero_point": -1, "out_dtype": torch.uint8}, ValueError, "y_zero_point is -1; an integer from 0 to 255"),
+        (
+            {"y_zero_point": -1, "out_dtype": torch.uint8},
+            ValueError,
+            "y_zero_point is -1; an integer from 0 to 255",
+        ),
         ({"activation": "silu"}, ValueError, "activation is 'silu'"),
         ({"activation": "relu", "out_dtype": torch.int32}, ValueError, "the sums themselves"),
         ({"out_dtype": torch.float32}, TypeError, "out_dtype is torch.float32"),
         ({"bias": torch.zeros(5, dtype=torch.int32)}, ValueError, r"bias has shape \(5,\)"),
         ({"bias": torch.zeros(6, dtype=torch.int64)}, TypeError, "bias has dtype int64"),
         ({"bias": torch.zeros(6, dtype=torch.int32, device="meta")}, ValueError, "bias is on meta"),
-        ({"bias": torch.zeros(6), "weight": packed(w, torch.ones(6), torch.ones(6))}, ValueError, "has one already"),
+        (
+            {"bias": torch.zeros(6), "weight": packed(w, torch.ones(6), torch.ones(6))},
+            ValueError,
+            "has one already",
+        ),
     ]
     for changed, error, message in refused:
         with pytest.raises(error, match=message):
@@ -251,7 +337,12 @@ def test_zero_points_in_files(groups: int, tmp_path: Path) -> None:
     weight = packed(w, torch.rand(24) + 0.1, zeros=codes(torch.uint8, 24, seed=2))
     co.save_packed(tmp_path / "net.safetensors", {"conv": weight})
     loaded = co.load_packed(tmp_path / "net.safetensors")["conv"]
-    options: dict[str, Any] = {"groups": groups, "x_scale": 0.1, "x_zero_point": 9, "y_scale": 300.0}
+    options: dict[str, Any] = {
+        "groups": groups,
+        "x_scale": 0.1,
+        "x_zero_point": 9,
+        "y_scale": 300.0,
+    }
     assert torch.equal(co.conv2d_int8(x, loaded, **options), co.conv2d_int8(x, weight, **options))
 
 
@@ -268,13 +359,23 @@ def test_asymmetric_quantisation_is_better_where_weights_are_of_one_sign() -> No
     assert errors[1] < 0.7 * errors[0] < 0.02, errors
 
 
-@pytest.mark.parametrize(("channels", "n", "groups"), [(20, 17, 1), (3, 17, 1), (1, 12, 12), (1, 24, 12), (5, 24, 4)])
+@pytest.mark.parametrize(
+    ("channels", "n", "groups"), [(20, 17, 1), (3, 17, 1), (1, 12, 12), (1, 24, 12), (5, 24, 4)]
+)
 @pytest.mark.parametrize("fits", [True, False])
-def test_what_kernels_multiply_by_is_the_weight_without_its_zero_points(channels: int, n: int, groups: int, fits: bool) -> None:
-    """In each of the three orders: codes that fit int8, and what is left of a zero point from which they do not."""
+def test_what_kernels_multiply_by_is_the_weight_without_its_zero_points(
+    channels: int, n: int, groups: int, fits: bool
+) -> None:
+    """In each of the three orders: codes that fit int8, and what is left of a zero point from
+    which they do not.
+    """
     w, zeros = codes(torch.uint8, n, channels, 3, 2), codes(torch.uint8, n, seed=1)
     if fits:
-        w = (zeros.short()[:, None, None, None] + codes(torch.int8, *w.shape, seed=2)).clamp(0, 255).byte()
+        w = (
+            (zeros.short()[:, None, None, None] + codes(torch.int8, *w.shape, seed=2))
+            .clamp(0, 255)
+            .byte()
+        )
     weight = packed(w, torch.ones(n), zeros=zeros)
     *differences, rest = conv_int8._without_zeros(weight, groups)
     operand = conv_int8._Natural(*differences)
@@ -285,10 +386,16 @@ def test_what_kernels_multiply_by_is_the_weight_without_its_zero_points(channels
         order, parts = _C.conv_order(n, channels, 6, groups), of.codes
         if order == _C.ConvOrder.by_taps:
             return parts.permute(2, 0, 1, 3).reshape(n, 1, 3, 4)[..., :2]
-        by_tap = parts[:, : 6 * channels].view(n, 3, 2, channels) if order == _C.ConvOrder.flat else parts[..., :channels]
+        by_tap = (
+            parts[:, : 6 * channels].view(n, 3, 2, channels)
+            if order == _C.ConvOrder.flat
+            else parts[..., :channels]
+        )
         return by_tap.movedim(-1, 1)
 
-    assert torch.equal(natural(operand, n) - rest.view(-1, 1, 1, 1), w.int() - zeros.view(-1, 1, 1, 1))
+    assert torch.equal(
+        natural(operand, n) - rest.view(-1, 1, 1, 1), w.int() - zeros.view(-1, 1, 1, 1)
+    )
     assert torch.equal(natural(ones, groups), torch.ones(groups, channels, 3, 2, dtype=torch.int8))
     assert operand.sums.tolist() == natural(operand, n).sum((1, 2, 3)).tolist()
     assert ones.sums.tolist() == [6 * channels] * groups
@@ -305,9 +412,17 @@ def test_what_kernels_multiply_by_is_the_weight_without_its_zero_points(channels
     ],
 )
 def test_cut_sums_make_zeros_outside_of_x_its_zero_point(
-    groups: int, kernel: Any, stride: Any, padding: Any, dilation: Any, space: Any, monkeypatch: pytest.MonkeyPatch
+    groups: int,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    space: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The sums that kernels find, with zeros outside of x, and what they make of them by the border class of each pixel."""
+    """The sums that kernels find, with zeros outside of x, and what they make of them by the border
+    class of each pixel.
+    """
     w, x = codes(torch.int8, 15, 12 // groups, *kernel), codes(torch.uint8, 2, 12, *space, seed=1)
     geometry, zero = conv_int8.Geometry(stride, padding, dilation, groups), 77
     weight = packed(w, torch.ones(15))
@@ -319,7 +434,11 @@ def test_cut_sums_make_zeros_outside_of_x_its_zero_point(
     expected = sums(x, w, zero, stride, padding, dilation, groups)
     ends = []
     for axis, out in enumerate(expected.shape[2:]):
-        begin = torch.arange(out)[:, None] * stride[axis] - padding[axis] + torch.arange(kernel[axis]) * dilation[axis]
+        begin = (
+            torch.arange(out)[:, None] * stride[axis]
+            - padding[axis]
+            + torch.arange(kernel[axis]) * dilation[axis]
+        )
         ends.append(((begin < 0).sum(1), (begin >= space[axis]).sum(1)))
     (top, bottom), (left, right) = ends
     rows, columns = top * (most[0] + 1) + bottom, left * (most[1] + 1) + right
@@ -333,7 +452,9 @@ def test_cut_sums_make_zeros_outside_of_x_its_zero_point(
     assert conv_int8._kept_cut_sums(weight, natural, "", (), 0, geometry) is None
 
 
-def test_operands_are_kept_until_codes_or_zero_points_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_are_kept_until_codes_or_zero_points_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     capturing = [False]
     monkeypatch.setattr("cutlass_ops.ops.kept.captures", lambda weight: capturing[0])
     zeros = codes(torch.uint8, 64, seed=1)
@@ -346,7 +467,9 @@ def test_operands_are_kept_until_codes_or_zero_points_are_written(monkeypatch: p
         operand = conv_int8._operand(weight, 1)
         assert (operand.rest is None) == (operand.ones is None) == fits
         rest = torch.zeros(64, dtype=torch.int32) if operand.rest is None else operand.rest
-        assert torch.equal(operand.weight.codes.view(64, -1)[:, :48] - rest[:, None], w.int() - zeros[:, None])
+        assert torch.equal(
+            operand.weight.codes.view(64, -1)[:, :48] - rest[:, None], w.int() - zeros[:, None]
+        )
         return operand
 
     capturing[0] = True  # nothing waits, nor is kept
@@ -355,7 +478,8 @@ def test_operands_are_kept_until_codes_or_zero_points_are_written(monkeypatch: p
     first = check(fit, True)
     assert captured.weight.codes.data_ptr() != first.weight.codes.data_ptr()
     assert check(fit, True).weight.codes.data_ptr() == first.weight.codes.data_ptr()
-    for w, fits in ((unfit, False), (fit, True), (unfit, False)):  # in the memory that CUDA graphs read
+    # in the memory that CUDA graphs read
+    for w, fits in ((unfit, False), (fit, True), (unfit, False)):
         weight.codes.copy_((packed(fit, torch.ones(64), zeros=zeros) if fits else other).codes)
         operand = check(w, fits)
         assert operand.weight.codes.data_ptr() == first.weight.codes.data_ptr()
@@ -366,10 +490,16 @@ def test_operands_are_kept_until_codes_or_zero_points_are_written(monkeypatch: p
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_sums_of_windows_compensate_the_rest_of_zero_points(groups: int) -> None:
-    w, x, rest = codes(torch.int8, 12, 8 // groups, 3, 3), codes(torch.uint8, 2, 8, 7, 6, seed=1), codes(torch.int8, 12, seed=2)
+    w, x, rest = (
+        codes(torch.int8, 12, 8 // groups, 3, 3),
+        codes(torch.uint8, 2, 8, 7, 6, seed=1),
+        codes(torch.int8, 12, seed=2),
+    )
     geometry = ((2, 1), (1, 2), (1, 1), groups)
     ones = torch.ones(groups, 8 // groups, 3, 3, dtype=torch.int8)
-    acc, windows = (sums(x, weight, 77, *geometry).movedim(1, -1).int().contiguous() for weight in (w, ones))
+    acc, windows = (
+        sums(x, weight, 77, *geometry).movedim(1, -1).int().contiguous() for weight in (w, ones)
+    )
     acc[0, 0, 0, 0] += 2**31 - 1 - acc[0, 0, 0, 0]  # the compensated one may wrap
     expected = sums(x, w.short() - rest.view(-1, 1, 1, 1), 77, *geometry).movedim(1, -1)
     expected[0, 0, 0, 0] = 2**31 - 1 - int(rest[0]) * int(windows[0, 0, 0, 0])

@@ -20,8 +20,13 @@ from cutlass_ops.reference.conv import Geometry
 pytestmark = pytest.mark.gpu
 
 INT8 = (torch.int8, torch.uint8)
-#: The GPU as it is; as one of sm_80, which has the portable kernels; and as one of few SMs, so that a CTA has many tiles.
-DEVICES: dict[str, tuple[int, int, int] | None] = {"own": None, "portable": (80, 108, 166912), "of 3 SMs": (90, 3, 232448)}
+#: The GPU as it is; as one of sm_80, which has the portable kernels; and as one of few SMs, so that
+#: a CTA has many tiles.
+DEVICES: dict[str, tuple[int, int, int] | None] = {
+    "own": None,
+    "portable": (80, 108, 166912),
+    "of 3 SMs": (90, 3, 232448),
+}
 
 # Channels of a group, output channels, groups; kernel, stride, padding, dilation; image.
 CONVOLUTIONS: dict[str, tuple[tuple[int, int, int], Any, Any, Any, Any, tuple[int, int]]] = {
@@ -67,7 +72,14 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, int, int], Any, Any, Any, Any, tuple[in
     "depthwise of 3 x 3 with uneven steps": ((1, 12, 12), (3, 3), (1, 2), (1, 1), (1, 1), (9, 10)),
     "depthwise of one pixel": ((1, 4, 4), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1)),
     "depthwise, padding beyond the image": ((1, 12, 12), (3, 3), (2, 2), (4, 5), (1, 1), (2, 1)),
-    "depthwise of 7 x 7, padding beyond the image": ((1, 12, 12), (7, 7), (1, 1), (9, 8), (1, 1), (1, 2)),
+    "depthwise of 7 x 7, padding beyond the image": (
+        (1, 12, 12),
+        (7, 7),
+        (1, 1),
+        (9, 8),
+        (1, 1),
+        (1, 2),
+    ),
     "depthwise, odd": ((1, 7, 7), (3, 3), (1, 1), (1, 1), (1, 1), (8, 9)),
     "depthwise with multiples": ((1, 48, 16), (3, 3), (1, 1), (1, 1), (1, 1), (8, 9)),
 }
@@ -83,11 +95,17 @@ PRODUCTS = [
 def codes(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
     info = torch.iinfo(dtype)
     generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randint(info.min, info.max + 1, shape, generator=generator, dtype=dtype, device="cuda")
+    return torch.randint(
+        info.min, info.max + 1, shape, generator=generator, dtype=dtype, device="cuda"
+    )
 
 
-def packed(w: Tensor, scales: Tensor, bias: Tensor | None = None, zeros: Tensor | None = None) -> co.PackedWeight:
-    """int8 ``[N, C, *kernel]``, or a matrix, with one scale a row, and uint8 zero points of ``w + 128``, one a row."""
+def packed(
+    w: Tensor, scales: Tensor, bias: Tensor | None = None, zeros: Tensor | None = None
+) -> co.PackedWeight:
+    """int8 ``[N, C, *kernel]``, or a matrix, with one scale a row, and uint8 zero points of
+    ``w + 128``, one a row.
+    """
     weight = co.QuantizedWeight(
         (w.movedim(1, -1).flatten(1).int() + 128).to(torch.uint8),
         scales[:, None],
@@ -101,10 +119,14 @@ def packed(w: Tensor, scales: Tensor, bias: Tensor | None = None, zeros: Tensor 
 
 
 def near(zeros: Tensor, *shape: int) -> Tensor:
-    """A weight int8 ``[N, ...]`` whose differences from these zero points of ``w + 128`` fit int8."""
+    """A weight int8 ``[N, ...]`` whose differences from these zero points of
+    ``w + 128`` fit int8.
+    """
     n = len(zeros)
     differences = codes(torch.int8, n, *shape, seed=31).short()
-    return ((zeros.short().view(n, *[1] * len(shape)) + differences).clamp(0, 255) - 128).to(torch.int8)
+    return ((zeros.short().view(n, *[1] * len(shape)) + differences).clamp(0, 255) - 128).to(
+        torch.int8
+    )
 
 
 def both(
@@ -155,7 +177,10 @@ def both(
     for plan_name, y in results:
         assert y.shape == expected.shape
         wrong = (y != expected).nonzero()
-        assert len(wrong) == 0, f"{plan_name}: {len(wrong)} of {y.numel()} outputs differ, the first at {wrong[0].tolist()}"
+        assert len(wrong) == 0, (
+            f"{plan_name}: {len(wrong)} of {y.numel()} outputs differ, the first at "
+            f"{wrong[0].tolist()}"
+        )
     return results[0][1]
 
 
@@ -173,7 +198,10 @@ def test_bits_are_the_references(kind: str, device: str) -> None:
     bias = torch.randint(-9000, 9000, (n,), dtype=torch.int32, device="cuda")
     for case, (x_dtype, out_dtype) in enumerate(itertools.product(INT8, (*INT8, torch.int32))):
         x = codes(x_dtype, 3, groups * c, *space, seed=case + 1)
-        zero, y_zero = int(codes(x_dtype, 1, seed=case + 9)), int(codes(torch.int8, 1, seed=case + 20))
+        zero, y_zero = (
+            int(codes(x_dtype, 1, seed=case + 9)),
+            int(codes(torch.int8, 1, seed=case + 20)),
+        )
         options: dict[str, Any] = {"y_scale": spread(weight), "out_dtype": out_dtype, "bias": bias}
         if out_dtype != torch.int32:
             options["y_zero_point"] = y_zero % 256 if out_dtype == torch.uint8 else y_zero
@@ -186,7 +214,9 @@ def test_bits_are_the_references(kind: str, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", INT8)
 def test_products(device: str, dtype: torch.dtype) -> None:
-    """Of x at any address, with and without a zero point, a bias of each kind, each activation and type of the result."""
+    """Of x at any address, with and without a zero point, a bias of each kind, each activation and
+    type of the result.
+    """
     for case, (m, k, n) in enumerate(PRODUCTS):
         weight = packed(codes(torch.int8, n, k), torch.rand(n, device="cuda") * 0.01 + 1e-3)
         x = codes(dtype, m * k + 1, seed=1)[case % 2 :][: m * k].view(m, k)
@@ -210,8 +240,13 @@ def test_products(device: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_sums_beyond_int32_wrap(device: str) -> None:
-    """Instructions that saturate would leave the largest numbers, and sums that leave int32 and come back would differ too."""
-    x, w = torch.full((3, 140_000), 255, dtype=torch.uint8), torch.full((16, 140_000), -128, dtype=torch.int8)
+    """Instructions that saturate would leave the largest numbers, and sums that leave int32 and
+    come back would differ too.
+    """
+    x, w = (
+        torch.full((3, 140_000), 255, dtype=torch.uint8),
+        torch.full((16, 140_000), -128, dtype=torch.int8),
+    )
     w[1::2, 70_000:] = 127
     weight = packed(w.cuda(), torch.ones(16, device="cuda"))
     both(x.cuda(), weight, NO_GEOMETRY, device, x_scale=1.0, y_scale=2e7)
@@ -221,7 +256,9 @@ def test_sums_beyond_int32_wrap(device: str) -> None:
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 @pytest.mark.parametrize("fits", [True, False])
 def test_weights_with_zero_points(kind: str, fits: bool) -> None:
-    """Whose differences all fit int8, so that kernels read these, and whose do not: the sums of windows make up for that."""
+    """Whose differences all fit int8, so that kernels read these, and whose do not: the sums of
+    windows make up for that.
+    """
     (c, n, groups), kernel, stride, padding, dilation, space = CONVOLUTIONS[kind]
     zeros = codes(torch.uint8, n, seed=30)
     w = near(zeros, c, *kernel) if fits else codes(torch.int8, n, c, *kernel)
@@ -229,11 +266,18 @@ def test_weights_with_zero_points(kind: str, fits: bool) -> None:
         w.view(n, -1)[0, 0], zeros[0] = 127, 0
     geometry = Geometry(stride, padding, dilation, groups)
     bias = torch.randint(-9000, 9000, (n,), dtype=torch.int32, device="cuda")
-    for device, scales_dtype in zip(DEVICES, (torch.float32, torch.float16, torch.bfloat16), strict=True):
-        weight = packed(w, (torch.rand(n, device="cuda") * 0.01 + 1e-3).to(scales_dtype), zeros=zeros)
+    for device, scales_dtype in zip(
+        DEVICES, (torch.float32, torch.float16, torch.bfloat16), strict=True
+    ):
+        weight = packed(
+            w, (torch.rand(n, device="cuda") * 0.01 + 1e-3).to(scales_dtype), zeros=zeros
+        )
         assert (conv_int8._operand(weight, groups).rest is None) == fits
         for case, (x_dtype, out_dtype) in enumerate(itertools.product(INT8, (*INT8, torch.int32))):
-            x, zero = codes(x_dtype, 3, groups * c, *space, seed=case + 1), int(codes(x_dtype, 1, seed=case + 9))
+            x, zero = (
+                codes(x_dtype, 3, groups * c, *space, seed=case + 1),
+                int(codes(x_dtype, 1, seed=case + 9)),
+            )
             options: dict[str, Any] = {"y_scale": 2 * spread(weight), "out_dtype": out_dtype}
             if out_dtype != torch.int32:
                 options |= {"y_zero_point": 3, "activation": ACTIVATIONS[case % 4]}
@@ -248,18 +292,32 @@ def test_products_with_zero_points(fits: bool) -> None:
         w = near(zeros, k) if fits else codes(torch.int8, n, k)
         weight = packed(w, torch.rand(n, device="cuda") * 0.01 + 1e-3, zeros=zeros)
         x = codes(torch.uint8, m, k, seed=1)
-        both(x, weight, NO_GEOMETRY, x_zero_point=77, y_scale=2 * spread(weight), out_dtype=torch.uint8)
+        both(
+            x,
+            weight,
+            NO_GEOMETRY,
+            x_zero_point=77,
+            y_scale=2 * spread(weight),
+            out_dtype=torch.uint8,
+        )
 
 
 @pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("warm", [True, False])
 def test_graphs_with_zero_points(fits: bool, warm: bool) -> None:
-    """Captured, with another x, and after codes and zero points were written to. Nothing waits while it is captured."""
+    """Captured, with another x, and after codes and zero points were written to. Nothing waits
+    while it is captured.
+    """
     zeros = codes(torch.uint8, 64, seed=30)
     w = near(zeros, 48, 3, 3) if fits else codes(torch.int8, 64, 48, 3, 3)
     weight = packed(w, torch.rand(64, device="cuda") * 0.01 + 1e-3, zeros=zeros)
     static = codes(torch.int8, 2, 48, 15, 15)
-    options: dict[str, Any] = {"padding": 1, "x_scale": 0.03, "x_zero_point": 4, "y_scale": 2 * spread(weight)}
+    options: dict[str, Any] = {
+        "padding": 1,
+        "x_scale": 0.03,
+        "x_zero_point": 4,
+        "y_scale": 2 * spread(weight),
+    }
     if warm:
         co.conv2d_int8(static, weight, **options)
     graph = torch.cuda.CUDAGraph()
@@ -286,9 +344,17 @@ def test_graphs_with_zero_points(fits: bool, warm: bool) -> None:
 
 def test_zero_points_of_one_weight_do_not_change_another() -> None:
     """Weights may share their codes, and none waits once its operand is kept."""
-    weight = packed(codes(torch.int8, 64, 48), torch.ones(64, device="cuda"), zeros=codes(torch.uint8, 64, seed=30))
+    weight = packed(
+        codes(torch.int8, 64, 48),
+        torch.ones(64, device="cuda"),
+        zeros=codes(torch.uint8, 64, seed=30),
+    )
     assert weight.zeros is not None
-    others = [weight, replace(weight, zeros=weight.zeros.flip(1).contiguous()), replace(weight, zeros=None)]
+    others = [
+        weight,
+        replace(weight, zeros=weight.zeros.flip(1).contiguous()),
+        replace(weight, zeros=None),
+    ]
     x = codes(torch.int8, 9, 48)
     for other in others * 2:
         both(x, other, NO_GEOMETRY, x_zero_point=-7, out_dtype=torch.int32)
@@ -314,16 +380,30 @@ def test_zero_points_of_one_weight_do_not_change_another() -> None:
 )
 @pytest.mark.parametrize("zero", [0, 128])
 def test_layers_of_models(c: int, n: int, kernel: int, size: int, batch: int, zero: int) -> None:
-    weight = packed(codes(torch.int8, n, c, kernel, kernel), torch.rand(n, device="cuda") * 0.01 + 1e-3)
-    x = codes(torch.uint8, batch, c, size, size, seed=1).contiguous(memory_format=torch.channels_last)
+    weight = packed(
+        codes(torch.int8, n, c, kernel, kernel), torch.rand(n, device="cuda") * 0.01 + 1e-3
+    )
+    x = codes(torch.uint8, batch, c, size, size, seed=1).contiguous(
+        memory_format=torch.channels_last
+    )
     geometry = Geometry((1, 1), (kernel // 2,) * 2, (1, 1), 1)
-    both(x, weight, geometry, x_zero_point=zero, y_scale=spread(weight), y_zero_point=3, activation="relu")
+    both(
+        x,
+        weight,
+        geometry,
+        x_zero_point=zero,
+        y_scale=spread(weight),
+        y_zero_point=3,
+        activation="relu",
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("groups", [1, 32])
 def test_numbers_at_their_limits(device: str, groups: int) -> None:
-    """Halves, products beyond every integer and that are NaN, sums that wrap, biases of every type."""
+    """Halves, products beyond every integer and that are NaN, sums that wrap,
+    biases of every type.
+    """
     n, geometry = 32, Geometry((1, 1), (1, 1), (1, 1), groups)
     ones = torch.ones(n, 32 // groups, 1, 1, dtype=torch.int8, device="cuda")
     unit = packed(ones, torch.ones(n, device="cuda"))
@@ -347,7 +427,9 @@ def test_numbers_at_their_limits(device: str, groups: int) -> None:
 
 @pytest.mark.parametrize("groups", [1, 48])
 def test_x_of_any_strides(groups: int) -> None:
-    weight = packed(codes(torch.int8, 48, 48 // groups, 3, 3), torch.rand(48, device="cuda") * 0.01 + 1e-3)
+    weight = packed(
+        codes(torch.int8, 48, 48 // groups, 3, 3), torch.rand(48, device="cuda") * 0.01 + 1e-3
+    )
     geometry = Geometry((1, 1), (1, 1), (1, 1), groups)
     memory = codes(torch.uint8, 4 * 48 * 12 * 11 + 3)
     for start in (0, 1, 3):
@@ -355,7 +437,9 @@ def test_x_of_any_strides(groups: int) -> None:
         both(x, weight, geometry, x_zero_point=9, y_scale=spread(weight))
         both(x[1:3, :, ::2, 1:], weight, geometry, x_zero_point=9, y_scale=spread(weight))
         both(x.contiguous(), weight, geometry, x_zero_point=9, y_scale=spread(weight))
-    y = co.conv2d_int8(memory[:0].view(0, 48, 12, 11), weight, padding=1, groups=groups, x_scale=1.0, y_scale=1.0)
+    y = co.conv2d_int8(
+        memory[:0].view(0, 48, 12, 11), weight, padding=1, groups=groups, x_scale=1.0, y_scale=1.0
+    )
     assert y.shape == (0, 48, 12, 11)
 
 
@@ -363,9 +447,17 @@ def test_x_of_any_strides(groups: int) -> None:
 @pytest.mark.parametrize("warm", [True, False])
 def test_graphs(groups: int, warm: bool) -> None:
     """Captured with a weight that was used before, or not; replayed with another x."""
-    weight = packed(codes(torch.int8, 64, 64 // groups, 3, 3), torch.rand(64, device="cuda") * 0.01 + 1e-3)
+    weight = packed(
+        codes(torch.int8, 64, 64 // groups, 3, 3), torch.rand(64, device="cuda") * 0.01 + 1e-3
+    )
     static = codes(torch.int8, 2, 64, 15, 15)
-    options: dict[str, Any] = {"padding": 1, "groups": groups, "x_scale": 0.03, "x_zero_point": 4, "y_scale": spread(weight)}
+    options: dict[str, Any] = {
+        "padding": 1,
+        "groups": groups,
+        "x_scale": 0.03,
+        "x_zero_point": 4,
+        "y_scale": spread(weight),
+    }
     if warm:
         co.conv2d_int8(static, weight, **options)
     graph = torch.cuda.CUDAGraph()
@@ -384,7 +476,10 @@ def test_graphs(groups: int, warm: bool) -> None:
 
 
 def test_codes_that_are_written_to() -> None:
-    first, second = (packed(codes(torch.int8, 64, 48, 3, 3, seed=s), torch.ones(64, device="cuda")) for s in (1, 2))
+    first, second = (
+        packed(codes(torch.int8, 64, 48, 3, 3, seed=s), torch.ones(64, device="cuda"))
+        for s in (1, 2)
+    )
     x = codes(torch.int8, 2, 48, 9, 9)
     options: dict[str, Any] = {"x_scale": 0.03, "y_scale": 50.0}
     before, after = (co.conv2d_int8(x, weight, **options) for weight in (first, second))

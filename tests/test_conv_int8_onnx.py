@@ -23,15 +23,19 @@ from cutlass_ops import _C
 def onnx_codes(dtype: torch.dtype, n: int, seed: int) -> Tensor:
     """Zero points of a weight of x's dtype ``[N]``, of even seeds those of symmetric quantisation.
 
-    w is uint8 where x is: ONNX Runtime adds up pairs of products of uint8 and int8 in 16 bits, which saturate, on CPUs that
-    have AVX2 without VNNI.
+    w is uint8 where x is: ONNX Runtime adds up pairs of products of uint8 and int8 in 16 bits,
+    which saturate, on CPUs that have AVX2 without VNNI.
     """
     middle = torch.full((n,), 128 if dtype == torch.uint8 else 0, dtype=dtype)
     return codes(dtype, n, seed=seed) if seed % 2 else middle
 
 
-def run_onnx(operator: str, inputs: dict[str, np.ndarray], attributes: dict[str, Any]) -> np.ndarray:
-    """The result of a model of one operator, whose first input is its own; the others are constants."""
+def run_onnx(
+    operator: str, inputs: dict[str, np.ndarray], attributes: dict[str, Any]
+) -> np.ndarray:
+    """The result of a model of one operator, whose first input is its own; the others are
+    constants.
+    """
     onnx = import_or_skip("onnx")
     runtime = import_or_skip("onnxruntime")
     helper = onnx.helper
@@ -48,14 +52,18 @@ def run_onnx(operator: str, inputs: dict[str, np.ndarray], attributes: dict[str,
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
     options = runtime.SessionOptions()
     options.intra_op_num_threads = 1
-    session = runtime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = runtime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     (y,) = session.run(None, {name: x})
     return np.asarray(y)
 
 
 @pytest.mark.parametrize("dtype", INT8)
 def test_convolutions_are_those_of_onnx_runtime(dtype: torch.dtype) -> None:
-    """200,000 outputs of kernels, strides, paddings, dilations and groups by chance: none differs."""
+    """200,000 outputs of kernels, strides, paddings, dilations and groups by
+    chance: none differs.
+    """
     chance, outputs, seed = random.Random(int(dtype == torch.uint8)), 0, 0
     while outputs < 200_000:
         seed += 1
@@ -67,11 +75,15 @@ def test_convolutions_are_those_of_onnx_runtime(dtype: torch.dtype) -> None:
             else (chance.randint(1, 40), groups * chance.randint(1, 9))
         )
         kernel, stride, padding, dilation = (
-            tuple(chance.randint(least, most) for _ in range(2)) for least, most in ((1, 5), (1, 3), (0, 3), (1, 3))
+            tuple(chance.randint(least, most) for _ in range(2))
+            for least, most in ((1, 5), (1, 3), (0, 3), (1, 3))
         )
         least = [d * (k - 1) + 1 - 2 * p for k, p, d in zip(kernel, padding, dilation, strict=True)]
         space = [max(extent, 1) + chance.randint(0, 24) for extent in least]
-        x, w = codes(dtype, chance.randint(1, 3), groups * c, *space, seed=seed), codes(dtype, n, c, *kernel, seed=seed + 7)
+        x, w = (
+            codes(dtype, chance.randint(1, 3), groups * c, *space, seed=seed),
+            codes(dtype, n, c, *kernel, seed=seed + 7),
+        )
         w_zeros = onnx_codes(dtype, 1, seed).expand(n)  # ONNX Runtime takes one for all channels
         weight = packed(w, scales := torch.rand(n) * 0.02 + 1e-4, zeros=w_zeros)
         zero, y_zero = (int(code) for code in codes(dtype, 2, seed=seed + 1))
@@ -85,7 +97,8 @@ def test_convolutions_are_those_of_onnx_runtime(dtype: torch.dtype) -> None:
         bias = torch.randint(-3000, 3000, (n,), dtype=torch.int32)
         y = co.conv2d_int8(
             x, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups,
-            x_scale=x_scale, x_zero_point=zero, y_scale=y_scale, y_zero_point=y_zero, out_dtype=dtype,
+            x_scale=x_scale, x_zero_point=zero, y_scale=y_scale, y_zero_point=y_zero,
+            out_dtype=dtype,
         )  # fmt: skip
         inputs = {
             "x": x.numpy(),
@@ -98,7 +111,13 @@ def test_convolutions_are_those_of_onnx_runtime(dtype: torch.dtype) -> None:
             "y_zero": np.array(y_zero, x.numpy().dtype),
             "bias": bias.numpy(),
         }
-        attributes = {"strides": stride, "pads": padding * 2, "dilations": dilation, "group": groups, "kernel_shape": kernel}
+        attributes = {
+            "strides": stride,
+            "pads": padding * 2,
+            "dilations": dilation,
+            "group": groups,
+            "kernel_shape": kernel,
+        }
         expected = run_onnx("QLinearConv", inputs, attributes)
         assert np.array_equal(y.numpy(), expected), (x.shape, w.shape, attributes)
         outputs += y.numel()
@@ -108,12 +127,17 @@ def test_convolutions_are_those_of_onnx_runtime(dtype: torch.dtype) -> None:
 def test_products_are_those_of_onnx_runtime(dtype: torch.dtype) -> None:
     for seed, (m, k, n) in enumerate([(1, 1, 1), (7, 33, 65), (300, 700, 130), (65, 4097, 48)]):
         torch.manual_seed(seed)
-        x, w, scales = codes(dtype, m, k, seed=seed), codes(dtype, n, k, seed=seed + 9), torch.rand(n) * 0.02 + 1e-4
+        x, w, scales = (
+            codes(dtype, m, k, seed=seed),
+            codes(dtype, n, k, seed=seed + 9),
+            torch.rand(n) * 0.02 + 1e-4,
+        )
         w_zeros = onnx_codes(dtype, n, seed)
         zero, y_zero = (int(code) for code in codes(dtype, 2, seed=seed + 1))
         y_scale = 0.02 * k**0.5
         y = co.linear_int8(
-            x, packed(w, scales, zeros=w_zeros), x_scale=0.03, x_zero_point=zero, y_scale=y_scale, y_zero_point=y_zero,
+            x, packed(w, scales, zeros=w_zeros), x_scale=0.03, x_zero_point=zero, y_scale=y_scale,
+            y_zero_point=y_zero,
             out_dtype=dtype,
         )  # fmt: skip
         inputs = {
@@ -133,7 +157,8 @@ def test_products_are_those_of_onnx_runtime(dtype: torch.dtype) -> None:
 
 
 def node_tests() -> Iterator[tuple[str, str, dict[str, np.ndarray], dict[str, Any], np.ndarray]]:
-    """Those of the package onnx: name, operator, inputs by their places' names, attributes, the output that is expected.
+    """Those of the package onnx: name, operator, inputs by their places' names, attributes, the
+    output that is expected.
 
     ``collect_testcases`` makes those of all operators, which takes half a minute.
     """
@@ -141,7 +166,10 @@ def node_tests() -> Iterator[tuple[str, str, dict[str, np.ndarray], dict[str, An
     found: list[tuple[str, str, dict[str, np.ndarray], dict[str, Any], np.ndarray]] = []
 
     def expect(node: Any, inputs: list[np.ndarray], outputs: list[np.ndarray], name: str) -> None:
-        attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+        attributes = {
+            attribute.name: onnx.helper.get_attribute_value(attribute)
+            for attribute in node.attribute
+        }
         places = [of.name for of in onnx.defs.get_schema(node.op_type).inputs]
         given = {place: np.asarray(value) for place, value in zip(places, inputs, strict=False)}
         found.append((name, node.op_type, given, attributes, outputs[0]))
@@ -162,16 +190,23 @@ def by_row(value: np.ndarray | None, n: int, default: Tensor) -> Tensor:
 
 
 def computed(operator: str, given: dict[str, np.ndarray], attributes: dict[str, Any]) -> np.ndarray:
-    """An operator of ONNX by conv2d_int8 and linear_int8; of its padding, what the node tests have."""
+    """An operator of ONNX by conv2d_int8 and linear_int8; of its padding, what the
+    node tests have.
+    """
     convolution = operator in ("QLinearConv", "ConvInteger")
     quantised = operator in ("QLinearConv", "QLinearMatMul")
     names = {"x": ("x", "a", "A"), "w": ("w", "b", "B")}
 
     def part(of: str, suffix: str = "") -> np.ndarray | None:
-        return next((given[name + suffix] for name in names.get(of, (of,)) if name + suffix in given), None)
+        return next(
+            (given[name + suffix] for name in names.get(of, (of,)) if name + suffix in given), None
+        )
 
     x, w = (torch.from_numpy(np.array(part(of))) for of in "xw")
-    no_zero, options = torch.zeros(1, dtype=w.dtype), {"x_zero_point": int(by_row(part("x", "_zero_point"), 1, torch.zeros(1)))}
+    no_zero, options = (
+        torch.zeros(1, dtype=w.dtype),
+        {"x_zero_point": int(by_row(part("x", "_zero_point"), 1, torch.zeros(1)))},
+    )
     if quantised:
         assert part("y", "_zero_point") is not None
         options |= {"y_zero_point": int(given["y_zero_point"].item()), "out_dtype": x.dtype}
@@ -189,12 +224,14 @@ def computed(operator: str, given: dict[str, np.ndarray], attributes: dict[str, 
         return co.conv2d_int8(x, weight(w), padding=tuple(pads[:2]), **options).numpy()
     if w.dim() == 2:
         return co.linear_int8(x, weight(w.t()), **options).numpy()
-    return np.stack([co.linear_int8(a, weight(b.t()), **options).numpy() for a, b in zip(x, w, strict=True)])
+    return np.stack(
+        [co.linear_int8(a, weight(b.t()), **options).numpy() for a, b in zip(x, w, strict=True)]
+    )
 
 
 def test_node_tests_of_onnx() -> None:
-    """Their outputs, which are ONNX Runtime's too where it takes the inputs: no fp16 scales, no zero points by channel in
-    ConvInteger.
+    """Their outputs, which are ONNX Runtime's too where it takes the inputs: no fp16 scales, no
+    zero points by channel in ConvInteger.
     """
     names = set()
     for name, operator, given, attributes, expected in node_tests():
@@ -205,7 +242,9 @@ def test_node_tests_of_onnx() -> None:
             assert np.array_equal(run_onnx(operator, given, attributes), expected), name
         names.add(name)
     assert {"test_qlinearconv", "test_convinteger_with_padding", "test_matmulinteger"} <= names
-    assert {f"test_qlinearmatmul_{d}D_{kind}_float32" for d in (2, 3) for kind in ("int8", "uint8")} <= names
+    assert {
+        f"test_qlinearmatmul_{d}D_{kind}_float32" for d in (2, 3) for kind in ("int8", "uint8")
+    } <= names
 
 
 H200 = _C.Device(90, 132, 232448)
@@ -226,9 +265,13 @@ def plans(
     y: int = 4096,
     cut_sums: int = 0,
 ) -> list[_C.ConvPlan]:
-    """Of a convolution of two images of ``size`` x ``size`` pixels, to the address ``y``; nothing is read."""
+    """Of a convolution of two images of ``size`` x ``size`` pixels, to the address ``y``;
+    nothing is read.
+    """
     order = _C.conv_order(n, channels, kernel**2, groups)
-    weight = _C.ConvWeight(4096, order, 4096, cut_sums, 4096, _C.DataType.float32, n, (kernel, kernel), channels)
+    weight = _C.ConvWeight(
+        4096, order, 4096, cut_sums, 4096, _C.DataType.float32, n, (kernel, kernel), channels
+    )
     problem = _C.ConvProblem(
         weight,
         4096,
@@ -261,7 +304,9 @@ def kernels(found: list[_C.ConvPlan]) -> list[str]:
 
 @pytest.mark.parametrize("channels", [1, 5, 8, 20, 40])
 def test_groups_that_begin_within_a_vector_are_read_bytewise(channels: int) -> None:
-    """TMA's im2col boxes that begin there are an illegal instruction, and copies of 16 bytes are misaligned."""
+    """TMA's im2col boxes that begin there are an illegal instruction, and copies of 16
+    bytes are misaligned.
+    """
     (plan,) = plans(channels, 6, 3)
     assert (plan.kernel, plan.stages, plan.copied_channels) == ("conv_int8_implicit_gemm", 2, 0)
     found = plans(32, 6, 3)
@@ -289,7 +334,12 @@ def test_what_x_is_copied_for() -> None:
     for plan in plans(20, 64, zero=3, cut_sums=4096):
         assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
     stem, *others = plans(3, 64, zero=3)
-    assert (stem.kernel, stem.copied_channels, stem.pads, stem.workspace) == ("conv_int8_stem", 0, False, 0)
+    assert (stem.kernel, stem.copied_channels, stem.pads, stem.workspace) == (
+        "conv_int8_stem",
+        0,
+        False,
+        0,
+    )
     for plan in others:  # 27 codes of each pixel of the result
         assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
     (plan,) = plans(5, 6, 3, zero=3)  # groups of odd channels, one after another in the copy
@@ -342,11 +392,21 @@ def test_products_are_given_to_collectives_where_rows_of_the_result_are_whole_ve
     without = [kernel for kernel in every if kernel != "gemm_int8_collective"]
     product: dict[str, Any] = {"kernel": 1, "padding": 0}
     assert sorted(kernels(plans(70, 64, **product))) == sorted(every)
-    assert sorted(kernels(plans(3, 64))) == sorted(["conv_int8_stem", *every])  # of the taps that were gathered
-    for n, other in ((72, {}), (64, {"out": _C.ConvOutput.int32}), (64, {"y": 4104}), (64, {"padding": 1})):
+    # of the taps that were gathered
+    assert sorted(kernels(plans(3, 64))) == sorted(["conv_int8_stem", *every])
+    for n, other in (
+        (72, {}),
+        (64, {"out": _C.ConvOutput.int32}),
+        (64, {"y": 4104}),
+        (64, {"padding": 1}),
+    ):
         assert kernels(plans(70, n, **(product | other))) == without
     assert kernels(plans(70, 64, **product, device=A100)) == without[1:]
-    tiles = [(p.block_m, p.block_n, p.cluster_size, p.grid) for p in plans(70, 256, **product) if p.kernel == every[1]]
+    tiles = [
+        (p.block_m, p.block_n, p.cluster_size, p.grid)
+        for p in plans(70, 256, **product)
+        if p.kernel == every[1]
+    ]
     assert sorted(tiles) == [(64, 64, 1, 28), (128, 128, 2, 8), (128, 256, 2, 4)]
     few = plans(70, 256, **product, device=_C.Device(90, 3, 232448))
     assert sorted(plan.grid for plan in few if plan.kernel == every[1]) == [2, 2, 3]
@@ -375,7 +435,10 @@ def test_tiles_that_span_more_than_32_bits_are_refused() -> None:
     """CUTLASS's iterators multiply in 32 bits. TMA does not."""
     wide: dict[str, Any] = {"kernel": 1, "padding": 0, "size": 2}
     without = ["conv_int8_wgmma", "gemm_int8_collective"]
-    assert sorted(kernels(plans(2**21 + 2**20, 16, **wide))) == ["conv_int8_implicit_gemm", *without]
+    assert sorted(kernels(plans(2**21 + 2**20, 16, **wide))) == [
+        "conv_int8_implicit_gemm",
+        *without,
+    ]
     assert sorted(kernels(plans(2**23, 16, **wide))) == without
     with pytest.raises(ValueError, match=r"a tile reads more than 2\^31 bytes"):
         plans(2**23, 16, **wide, device=A100)

@@ -26,7 +26,10 @@ SHAPES = [(5, 40, 3), (70, 130, 3, 2), (64, 128, 1, 1), (3, 300, 2, 1, 3), (8, 1
 def values_by_tap(weight: torch.Tensor, **options: Any) -> torch.Tensor:
     """Each tap quantised as a separate matrix."""
     flat = weight.flatten(2)
-    taps = [co.dequantize(co.quantize(flat[:, :, tap].contiguous(), **options), torch.float32) for tap in range(flat.shape[2])]
+    taps = [
+        co.dequantize(co.quantize(flat[:, :, tap].contiguous(), **options), torch.float32)
+        for tap in range(flat.shape[2])
+    ]
     return torch.stack(taps, 2).view(weight.shape)
 
 
@@ -59,7 +62,9 @@ def test_each_tap_is_quantised_by_itself(shape: tuple[int, ...], options: dict[s
     assert torch.equal(co.dequantize(quantized, torch.float32), values_by_tap(weight, **options))
     packed = co.reorder(quantized)
     assert_same(packed.unpack(), quantized)
-    assert torch.equal(co.dequantize(packed, torch.float32), co.dequantize(quantized, torch.float32))
+    assert torch.equal(
+        co.dequantize(packed, torch.float32), co.dequantize(quantized, torch.float32)
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -91,19 +96,30 @@ def test_a_tile_of_k_has_one_tap() -> None:
 @pytest.mark.parametrize("group_size", [32, 128, 256, 384, 512, -1])
 @pytest.mark.parametrize("channels", [100, 128, 300, 600])
 def test_the_matrix_has_the_values_of_the_convolution(channels: int, group_size: int) -> None:
-    packed = co.reorder(co.quantize(torch.randn(6, channels, 3), bits=8, group_size=group_size, symmetric=False))
-    matrix = co.dequantize(packed.matrix, torch.float32).view(6, 3, -1)[:, :, :channels].movedim(2, 1)
+    packed = co.reorder(
+        co.quantize(torch.randn(6, channels, 3), bits=8, group_size=group_size, symmetric=False)
+    )
+    matrix = (
+        co.dequantize(packed.matrix, torch.float32).view(6, 3, -1)[:, :, :channels].movedim(2, 1)
+    )
     assert torch.equal(matrix, co.dequantize(packed, torch.float32))
     assert packed.matrix.codes.data_ptr() == packed.codes.data_ptr()
 
 
 @pytest.mark.parametrize("part", ["zeros", "offsets", None])
 def test_files_keep_every_bit(tmp_path: Path, part: str | None) -> None:
-    quantized = co.quantize(torch.randn(33, 70, 3, 3), bits=4, group_size=32, symmetric=part != "zeros")
+    quantized = co.quantize(
+        torch.randn(33, 70, 3, 3), bits=4, group_size=32, symmetric=part != "zeros"
+    )
     if part == "offsets":
         offsets = torch.randn_like(quantized.scales)
         quantized = co.QuantizedWeight(
-            quantized.codes, quantized.scales, offsets=offsets, group_size=32, bias=torch.randn(33), kernel_size=(3, 3)
+            quantized.codes,
+            quantized.scales,
+            offsets=offsets,
+            group_size=32,
+            bias=torch.randn(33),
+            kernel_size=(3, 3),
         )
     linear = co.reorder(co.quantize(torch.randn(5, 64)))
     co.save_packed(tmp_path / "w.safetensors", {"conv": co.reorder(quantized), "linear": linear})
@@ -112,7 +128,9 @@ def test_files_keep_every_bit(tmp_path: Path, part: str | None) -> None:
     assert loaded["linear"].kernel_size == ()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("kernels", [{"conv": [2, 2]}, {"conv": []}, {"conv": [3, 0]}, {"conv": 9}, {"other": [3, 3]}])
+@pytest.mark.parametrize(
+    "kernels", [{"conv": [2, 2]}, {"conv": []}, {"conv": [3, 0]}, {"conv": 9}, {"other": [3, 3]}]
+)
 def test_a_file_that_lies_about_its_kernel_is_refused(tmp_path: Path, kernels: Any) -> None:
     path = tmp_path / "w.safetensors"
     packed = co.reorder(co.quantize(torch.randn(4, 35, 3, 3)))
@@ -128,7 +146,11 @@ def test_a_file_that_lies_about_its_kernel_is_refused(tmp_path: Path, kernels: A
 def test_kernels_that_mean_nothing_are_refused(kernel_size: Any) -> None:
     with pytest.raises(ValueError, match="kernel_size is"):
         co.QuantizedWeight(
-            torch.zeros(4, 27, dtype=torch.uint8), torch.ones(4, 1), bits=8, group_size=-1, kernel_size=kernel_size
+            torch.zeros(4, 27, dtype=torch.uint8),
+            torch.ones(4, 1),
+            bits=8,
+            group_size=-1,
+            kernel_size=kernel_size,
         )
 
 
@@ -167,15 +189,28 @@ def test_the_command_line_packs_and_shows_convolutions(tmp_path: Path) -> None:
     source, packed = tmp_path / "source.safetensors", tmp_path / "packed.safetensors"
     save_file(state, source)
     run = CliRunner().invoke
-    result = run(app, ["reorder", str(source), "-o", str(packed), "--bits", "8", "--group-size", "64"])
+    result = run(
+        app, ["reorder", str(source), "-o", str(packed), "--bits", "8", "--group-size", "64"]
+    )
     assert result.exit_code == 0, result.output
     loaded = co.load_packed(packed)
     expected = co.quantize(state["conv.weight"], bits=8, group_size=64)
-    assert torch.equal(co.dequantize(loaded["conv"], torch.float32), co.dequantize(expected, torch.float32))  # type: ignore[arg-type]
+    assert torch.equal(
+        co.dequantize(loaded["conv"], torch.float32), co.dequantize(expected, torch.float32)
+    )  # type: ignore[arg-type]
     assert torch.equal(loaded["conv"].bias, state["conv.bias"])  # type: ignore[union-attr, arg-type]
     # 128 columns a tap for one channel are no gain, but --include accepts them.
     assert torch.equal(loaded["depthwise.weight"], state["depthwise.weight"])  # type: ignore[arg-type]
-    asked = ["reorder", str(source), "-o", str(tmp_path / "all.safetensors"), "--bits", "8", "--include", "."]
+    asked = [
+        "reorder",
+        str(source),
+        "-o",
+        str(tmp_path / "all.safetensors"),
+        "--bits",
+        "8",
+        "--include",
+        ".",
+    ]
     assert run(app, asked).exit_code == 0
     assert co.load_packed(tmp_path / "all.safetensors")["depthwise"].kernel_size == (3, 3)  # type: ignore[union-attr]
     shown = json.loads(run(app, ["inspect", str(packed), "--json"]).output)
@@ -188,18 +223,32 @@ def test_the_command_line_packs_and_shows_convolutions(tmp_path: Path) -> None:
 
 
 def test_a_convolution_is_packed_where_that_is_smaller(tmp_path: Path) -> None:
-    """A tap of 64 channels is padded to 128 codes: at 8 bits as many bytes as fp16 has, and so it stays."""
-    kernels = {f"c{channels}.weight": torch.randn(64, channels, 3, 3).half() for channels in (63, 64, 65)}
+    """A tap of 64 channels is padded to 128 codes: at 8 bits as many bytes as fp16 has,
+    and so it stays.
+    """
+    kernels = {
+        f"c{channels}.weight": torch.randn(64, channels, 3, 3).half() for channels in (63, 64, 65)
+    }
     save_file(kernels, tmp_path / "m.safetensors")
-    done = reorder_checkpoint(co.load_checkpoint(tmp_path / "m.safetensors"), tmp_path / "p.safetensors", bits=8, group_size=-1)
+    done = reorder_checkpoint(
+        co.load_checkpoint(tmp_path / "m.safetensors"),
+        tmp_path / "p.safetensors",
+        bits=8,
+        group_size=-1,
+    )
     assert list(done.weights) == ["c65"]
     assert list(done.kept) == ["c63", "c64"]
-    assert done.kept["c64"] == "its 9 taps of 64 channels take 73728 bytes packed, and 73728 as they are"
+    assert (
+        done.kept["c64"]
+        == "its 9 taps of 64 channels take 73728 bytes packed, and 73728 as they are"
+    )
 
 
 def test_dequantize_compiles() -> None:
     packed = co.reorder(co.quantize(torch.randn(5, 40, 3, 2), bits=8, group_size=32))
-    compiled = torch.compile(lambda: co.dequantize(packed, torch.float32), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda: co.dequantize(packed, torch.float32), fullgraph=True, backend="aot_eager"
+    )
     assert torch.equal(compiled(), co.dequantize(packed, torch.float32))
 
 
@@ -207,13 +256,22 @@ def test_copies_and_files_that_differ_in_their_kernels(tmp_path: Path) -> None:
     quantized = co.quantize(torch.randn(5, 40, 3, 1), bits=8, group_size=32)
     packed = co.reorder(quantized)
     assert packed.matrix.kernel_size == ()
-    for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed)), packed.to("meta"), quantized.to("meta")):
+    for other in (
+        copy.deepcopy(packed),
+        pickle.loads(pickle.dumps(packed)),
+        packed.to("meta"),
+        quantized.to("meta"),
+    ):
         assert other.kernel_size == (3, 1)
     assert_same(copy.deepcopy(packed).unpack(), quantized)
-    turned = co.QuantizedWeight(quantized.codes, quantized.scales, bits=8, group_size=32, kernel_size=(1, 3))
+    turned = co.QuantizedWeight(
+        quantized.codes, quantized.scales, bits=8, group_size=32, kernel_size=(1, 3)
+    )
     for name, weight in (("a", packed), ("b", co.reorder(turned))):
         co.save_packed(tmp_path / f"{name}.safetensors", {"conv": weight})
-    result = CliRunner().invoke(app, ["diff", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")])
+    result = CliRunner().invoke(
+        app, ["diff", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]
+    )
     assert result.exit_code == 1
     assert "kernel_size is (3, 1) and (1, 3)" in " ".join(result.output.split())
 
@@ -221,7 +279,11 @@ def test_copies_and_files_that_differ_in_their_kernels(tmp_path: Path) -> None:
 def test_inspect_names_no_kernel_of_products_for_a_convolution(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     co.save_packed(
-        path, {"conv": co.reorder(co.quantize(torch.randn(5, 40, 3, 3))), "fc": co.reorder(co.quantize(torch.randn(5, 40)))}
+        path,
+        {
+            "conv": co.reorder(co.quantize(torch.randn(5, 40, 3, 3))),
+            "fc": co.reorder(co.quantize(torch.randn(5, 40))),
+        },
     )
     result = CliRunner().invoke(app, ["inspect", str(path), "--gpu", "sm_90", "--json"])
     assert result.exit_code == 0, result.output

@@ -1,4 +1,6 @@
-"""The costs by which dispatch chooses: fitted to the results files, and C++ chooses by them as the fit does."""
+"""The costs by which dispatch chooses: fitted to the results files, and C++ chooses by them
+as the fit does.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def planned(row: dict[str, Any], quantized_before: bool) -> _C.Plan:
     offsets = SOME if "offsets" in name else 0
     weight = _C.PackedWeight(
         SOME, SOME, SOME if "-zp" in name else 0, offsets, 0, SOME if name == "nf4" else 0,
-        row["n"], row["k"], row["bits"], group_size, half, half if offsets else none, 0, none, None, 0,
+        row["n"], row["k"], row["bits"], group_size, half, half if offsets else none, 0, none, None,
+        0,
     )  # fmt: skip
     symmetric = "asym" not in name
     if not symmetric:
@@ -52,9 +55,25 @@ def planned(row: dict[str, Any], quantized_before: bool) -> _C.Plan:
     if quantized_before and mode != _C.ActQuant.none:
         block = -1 if mode == _C.ActQuant.token else 128
         stride, rows = -(-row["m"] // 16) * 16, -(-row["m"] // 256) * 256
-        quantized = _C.QuantizedActivations(SOME, SOME, 0 if symmetric else SOME, block, stride, rows)
+        quantized = _C.QuantizedActivations(
+            SOME, SOME, 0 if symmetric else SOME, block, stride, rows
+        )
         mode = _C.ActQuant.none
-    return _C.plan(weight, row["m"], half, SOME, half, row["k"], quantized, mode, symmetric, False, 0, False, H200)
+    return _C.plan(
+        weight,
+        row["m"],
+        half,
+        SOME,
+        half,
+        row["k"],
+        quantized,
+        mode,
+        symmetric,
+        False,
+        0,
+        False,
+        H200,
+    )
 
 
 def is_tile(row: dict[str, Any], plan: _C.Plan) -> bool:
@@ -65,7 +84,9 @@ def is_decode(row: dict[str, Any], plan: _C.Plan) -> bool:
     if row["kernel"] == "decode_gemm":
         return True
     # Four warpgroups and a producer have an SM to themselves.
-    return bool(row["quantizes"] == plan.quantizes and (row["ctas_per_sm"] == 1) == (plan.threads > 512))
+    return bool(
+        row["quantizes"] == plan.quantizes and (row["ctas_per_sm"] == 1) == (plan.threads > 512)
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,21 +94,36 @@ def is_decode(row: dict[str, Any], plan: _C.Plan) -> bool:
     [(TILES, is_tile, 0.003, 0.01), (DECODE, is_decode, 0.012, 0.03)],
     ids=["tiles", "decode"],
 )
-def test_choices_lose_little(model: Any, is_chosen: Callable[..., bool], mean: float, mean_of_a_format: float) -> None:
+def test_choices_lose_little(
+    model: Any, is_chosen: Callable[..., bool], mean: float, mean_of_a_format: float
+) -> None:
     results = json.loads(model.results.read_text())
     losses: dict[str, list[float]] = defaultdict(list)
     for values in results["rows"]:
         row = dict(zip(results["columns"], values, strict=True))
-        candidates = [dict(zip(results["candidate_columns"], c, strict=True)) for c in row["candidates"]]
+        candidates = [
+            dict(zip(results["candidate_columns"], c, strict=True)) for c in row["candidates"]
+        ]
         plan = planned(row, model is TILES)
         times = [
-            c["us"] for c in candidates if c["kernel"] == plan.kernel and c["block_m"] == plan.block_m and is_chosen(c, plan)
+            c["us"]
+            for c in candidates
+            if c["kernel"] == plan.kernel and c["block_m"] == plan.block_m and is_chosen(c, plan)
         ]
         # A portable kernel was not timed.
         if not times and plan.kernel.startswith("mma_gemm"):
             continue
-        assert len(times) == 1, (row["format"], row["n"], row["k"], row["m"], plan.kernel, plan.block_m)
-        losses[row["format"]].append(times[0] / min(c["us"] for c in candidates if c.get("applies", True)) - 1)
+        assert len(times) == 1, (
+            row["format"],
+            row["n"],
+            row["k"],
+            row["m"],
+            plan.kernel,
+            plan.block_m,
+        )
+        losses[row["format"]].append(
+            times[0] / min(c["us"] for c in candidates if c.get("applies", True)) - 1
+        )
     for name, of_format in losses.items():
         assert sum(of_format) / len(of_format) < mean_of_a_format, name
     every = [loss for of_format in losses.values() for loss in of_format]

@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cutlass_ops import _C, PackedWeight, QuantizedWeight, dequantize, mixed_gemm, quantize_activations, reference, reorder
+from cutlass_ops import (
+    _C,
+    PackedWeight,
+    QuantizedWeight,
+    dequantize,
+    mixed_gemm,
+    quantize_activations,
+    reference,
+    reorder,
+)
 from cutlass_ops.ops import products
 from cutlass_ops.weights import formats
 
@@ -26,13 +35,25 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def weight_of(
-    n: int, k: int, kind: str, bits: int, group_size: int, dtype: torch.dtype = torch.float16, **parts: Tensor
+    n: int,
+    k: int,
+    kind: str,
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype = torch.float16,
+    **parts: Tensor,
 ) -> QuantizedWeight:
     w = torch.randn(n, k, generator=torch.Generator().manual_seed(n + k))
     if kind in formats.BOOKS:
-        qw = reference.quantize_weight_book(w.to(dtype), 32 if kind == "mxfp4" else group_size, kind)
-        return QuantizedWeight(qw.codes, qw.scales, bits=qw.bits, group_size=qw.group_size, book=qw.book, **parts)
-    codes = torch.randint(0, 2**bits, (n, k), generator=torch.Generator().manual_seed(k)).to(torch.uint8)
+        qw = reference.quantize_weight_book(
+            w.to(dtype), 32 if kind == "mxfp4" else group_size, kind
+        )
+        return QuantizedWeight(
+            qw.codes, qw.scales, bits=qw.bits, group_size=qw.group_size, book=qw.book, **parts
+        )
+    codes = torch.randint(0, 2**bits, (n, k), generator=torch.Generator().manual_seed(k)).to(
+        torch.uint8
+    )
     groups = formats.group_count(k, group_size)
     scales = (torch.rand(n, groups) - 0.3).to(dtype)
     zeros = torch.randint(0, 2**bits, (n, groups)).to(torch.uint8) if kind == "zeros" else None
@@ -44,7 +65,11 @@ def same_bits(actual: Tensor, expected: Tensor) -> bool:
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
         return False
     integer = torch.int32 if actual.dtype == torch.float32 else torch.int16
-    return bool(((actual.view(integer) == expected.view(integer)) | (actual.isnan() & expected.isnan())).all())
+    return bool(
+        (
+            (actual.view(integer) == expected.view(integer)) | (actual.isnan() & expected.isnan())
+        ).all()
+    )
 
 
 def check(x: Tensor, qw: QuantizedWeight, **call: object) -> None:
@@ -61,27 +86,41 @@ def test_products_have_the_bits_of_the_reference(kind: str, bits: int, group_siz
         pytest.skip("a code book has its own number of bits")
     # N and K inside a tile, whole tiles, and odd.
     for dtype, (n, k), m in zip(
-        TYPES * 2, [(70, 203), (64, 384), (1, 33), (130, 576), (65, 1), (3, 300)], [2, 1, 7, 5, 2, 197], strict=True
+        TYPES * 2,
+        [(70, 203), (64, 384), (1, 33), (130, 576), (65, 1), (3, 300)],
+        [2, 1, 7, 5, 2, 197],
+        strict=True,
     ):
         qw = weight_of(n, k, kind, bits, group_size, dtype)
         x = torch.randn(m, k).to(dtype)
         check(x, qw, out_dtype=torch.float32)
         for act_quant in ("token", "block") if qw.book is None else ():
             for symmetric in (True, False):
-                check(x + 0.25, qw, act_quant=act_quant, act_symmetric=symmetric, out_dtype=torch.float32)
+                check(
+                    x + 0.25,
+                    qw,
+                    act_quant=act_quant,
+                    act_symmetric=symmetric,
+                    out_dtype=torch.float32,
+                )
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, 384, -1])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kind", KINDS)
-def test_dequantised_values_have_the_bits_of_the_reference(kind: str, bits: int, group_size: int) -> None:
+def test_dequantised_values_have_the_bits_of_the_reference(
+    kind: str, bits: int, group_size: int
+) -> None:
     if kind in formats.BOOKS and (bits == 8) != (kind == "e4m3"):
         pytest.skip("a code book has its own number of bits")
-    for (n, k), scale_type in zip([(70, 203), (64, 384), (1, 33), (130, 576), (65, 1)], [*TYPES, *TYPES[:2]], strict=True):
+    for (n, k), scale_type in zip(
+        [(70, 203), (64, 384), (1, 33), (130, 576), (65, 1)], [*TYPES, *TYPES[:2]], strict=True
+    ):
         order = torch.randperm(k, generator=torch.Generator().manual_seed(n)).to(torch.int32)
         for perm in (None, order):
             qw = weight_of(n, k, kind, bits, group_size, scale_type, perm=perm)
-            # Scales whose products are denormal and infinite, and values halfway between two of 16 bits.
+            # Scales whose products are denormal and infinite, and values halfway
+            # between two of 16 bits.
             range_of = torch.finfo(scale_type)
             for row, scale in enumerate((range_of.tiny / 16, range_of.max, 1 + 2**-9)[: min(n, 3)]):
                 qw.scales[row] = scale
@@ -96,7 +135,8 @@ def test_dequantised_values_have_the_bits_of_the_reference(kind: str, bits: int,
 
 def test_dequantised_values_of_scales_that_are_no_numbers() -> None:
     pw = reorder(weight_of(70, 203, "symmetric", 4, 64, torch.float32))
-    pw.scales.view(torch.int32).fill_(-1)  # as memory that nobody wrote: its bits, rounded, overflow
+    # as memory that nobody wrote: its bits, rounded, overflow
+    pw.scales.view(torch.int32).fill_(-1)
     for dtype in TYPES:
         assert dequantize(pw, dtype).isnan().all()
 
@@ -122,7 +162,9 @@ def test_rows_and_threads_change_no_bits(m: int) -> None:
         torch.set_num_threads(threads)
 
 
-def product_of_a_child(pw: PackedWeight, x: Tensor, queue: multiprocessing.SimpleQueue[Any]) -> None:
+def product_of_a_child(
+    pw: PackedWeight, x: Tensor, queue: multiprocessing.SimpleQueue[Any]
+) -> None:
     torch.set_num_threads(3)
     queue.put(mixed_gemm(x, pw).numpy())
 
@@ -147,7 +189,9 @@ def test_a_process_that_was_forked_has_threads() -> None:
 
 @pytest.mark.parametrize("x_type", TYPES)
 @pytest.mark.parametrize("out_dtype", TYPES)
-def test_epilogues_have_the_bits_of_the_reference(x_type: torch.dtype, out_dtype: torch.dtype) -> None:
+def test_epilogues_have_the_bits_of_the_reference(
+    x_type: torch.dtype, out_dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     m, n, k = 3, 77, 130
     x = torch.randn(m, k).to(x_type)
@@ -187,11 +231,15 @@ def test_rows_longer_than_32_bits_hold() -> None:
     k = 40000
     codes = torch.full((3, k), 255, dtype=torch.uint8)
     codes[1, ::2] = 3
-    qw = QuantizedWeight(codes, torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.uint8), bits=8, group_size=-1)
+    qw = QuantizedWeight(
+        codes, torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.uint8), bits=8, group_size=-1
+    )
     x = torch.full((2, k), 1.0)
     x[1] = torch.rand(k)
     check(x, qw, act_quant="token", act_symmetric=False)
-    four = QuantizedWeight(codes & 15, torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.uint8), bits=4, group_size=-1)
+    four = QuantizedWeight(
+        codes & 15, torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.uint8), bits=4, group_size=-1
+    )
     check(x, four, act_quant="token", act_symmetric=False)
 
 

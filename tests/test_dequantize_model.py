@@ -32,7 +32,14 @@ SIZES: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2": SIZES,
-    "GPT2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0},
+    "GPT2": {
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 96,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
     "Mixtral": {**SIZES, "num_local_experts": 4},
     "Jamba": {
         **SIZES,
@@ -86,15 +93,21 @@ def test_a_packed_model_becomes_float_again(family: str, fuse: bool, tmp_path: P
     assert model.state_dict().keys() == keys
     model.save_pretrained(tmp_path)
     assert "cutlass_ops" not in (tmp_path / "config.json").read_text()
-    assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+    assert torch.equal(
+        logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model)
+    )
     quantize(model)  # as any float model
     assert is_packed(model)
 
 
 def test_a_directory_that_was_loaded_becomes_float(tmp_path: Path) -> None:
     tiny("Qwen2").save_pretrained(tmp_path / "float")
-    reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(4, 32, False))
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)
+    reorder_model(
+        co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(4, 32, False)
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "packed", dtype=torch.bfloat16
+    )
     packed = copy.deepcopy(model)
     model.dequantize()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -110,16 +123,33 @@ def test_what_marks_a_packed_model_is_not_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "rows"), [({"new_num_tokens": 100}, 100), ({"new_num_tokens": 90}, 90), ({"pad_to_multiple_of": 64}, 128)]
+    ("change", "rows"),
+    [
+        ({"new_num_tokens": 100}, 100),
+        ({"new_num_tokens": 90}, 90),
+        ({"pad_to_multiple_of": 64}, 128),
+    ],
 )
 def test_a_packed_head_is_not_resized(change: dict[str, int], rows: int) -> None:
     model = quantize(tiny("Qwen2"), skip=())
-    with pytest.raises(ValueError, match=f"the output head is packed and has 96 rows; {rows} are requested"):
+    with pytest.raises(
+        ValueError, match=f"the output head is packed and has 96 rows; {rows} are requested"
+    ):
         model.resize_token_embeddings(**change)
-    assert len(model.get_input_embeddings().weight) == model.config.vocab_size == logits(model).shape[-1] == 96
+    assert (
+        len(model.get_input_embeddings().weight)
+        == model.config.vocab_size
+        == logits(model).shape[-1]
+        == 96
+    )
     model.dequantize()
     model.resize_token_embeddings(**change)
-    assert len(model.get_input_embeddings().weight) == model.config.vocab_size == logits(model).shape[-1] == rows
+    assert (
+        len(model.get_input_embeddings().weight)
+        == model.config.vocab_size
+        == logits(model).shape[-1]
+        == rows
+    )
 
 
 def test_a_size_that_a_packed_head_has_is_no_change() -> None:

@@ -79,12 +79,18 @@ def sd3() -> tuple[Any, Callable[[Any], Tensor]]:
         caption_projection_dim=64,
         pooled_projection_dim=32,
     )
-    x = {"hidden_states": randn(1, 4, 8, 8), "encoder_hidden_states": randn(1, 6, 32), "pooled_projections": randn(1, 32)}
+    x = {
+        "hidden_states": randn(1, 4, 8, 8),
+        "encoder_hidden_states": randn(1, 6, 32),
+        "pooled_projections": randn(1, 32),
+    }
     return model, lambda m: m(**x, timestep=torch.tensor([5.0])).sample
 
 
 def sdxl() -> tuple[Any, Callable[[Any], Tensor]]:
-    """A UNet whose projections around attention are linear, and whose embeddings have the size of the image."""
+    """A UNet whose projections around attention are linear, and whose embeddings have the
+    size of the image.
+    """
     model = diffusers.UNet2DConditionModel(
         sample_size=8,
         block_out_channels=(32, 64),
@@ -125,37 +131,59 @@ def convolved(model: nn.Module) -> None:
     convs = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Conv2d) and module.in_channels >= 32 and module.kernel_size == (3, 3)
+        if isinstance(module, nn.Conv2d)
+        and module.in_channels >= 32
+        and module.kernel_size == (3, 3)
     }
     assert convs
-    co.replace_convs(model, {name: co.reorder(co.quantize(conv.weight.detach(), 8, 32)) for name, conv in convs.items()})
+    co.replace_convs(
+        model,
+        {
+            name: co.reorder(co.quantize(conv.weight.detach(), 8, 32))
+            for name, conv in convs.items()
+        },
+    )
 
 
 def packed(model: nn.Module) -> dict[str, type]:
     kinds = (co.MixedLinear, co.nn.MixedConv)
-    return {name: type(module) for name, module in model.named_modules() if isinstance(module, kinds)}
+    return {
+        name: type(module) for name, module in model.named_modules() if isinstance(module, kinds)
+    }
 
 
-#: Ways to pack a model: its linear layers; these by quantize_model and convolutions by replace_convs; both by quantize_model.
+#: Ways to pack a model: its linear layers; these by quantize_model and convolutions by
+#: replace_convs; both by quantize_model.
 WAYS: dict[str, Callable[[Any], object]] = {
     "linear": lambda model: co.quantize_model(model, bits=4, group_size=32),
     "replaced": lambda model: convolved(co.quantize_model(model, bits=4, group_size=32)),
     "convs": lambda model: co.quantize_model(model, bits=4, group_size=32, convs=True),
-    "int8": lambda model: co.quantize_model(model, bits=8, group_size=32, act_quant="block", convs=True),
+    "int8": lambda model: co.quantize_model(
+        model, bits=8, group_size=32, act_quant="block", convs=True
+    ),
 }
 
 
 @pytest.mark.filterwarnings("ignore:these stay as they are:UserWarning")
 @pytest.mark.parametrize(
     ("name", "way"),
-    [("flux", "linear"), ("sd3", "linear"), ("sdxl", "int8"), *((name, way) for name in ("unet", "vae") for way in WAYS)],
+    [
+        ("flux", "linear"),
+        ("sd3", "linear"),
+        ("sdxl", "int8"),
+        *((name, way) for name in ("unet", "vae") for way in WAYS),
+    ],
 )
 def test_a_packed_model_is_saved_and_loaded(name: str, way: str, tmp_path: Path) -> None:
     model, run = made(name)
     plain = run(model)
     WAYS[way](model)
-    assert any(issubclass(kind, co.nn.MixedConv) for kind in packed(model).values()) == (way != "linear")
-    assert not any("conv_in" in layer or "conv_out" in layer for layer in packed(model) if way != "replaced")
+    assert any(issubclass(kind, co.nn.MixedConv) for kind in packed(model).values()) == (
+        way != "linear"
+    )
+    assert not any(
+        "conv_in" in layer or "conv_out" in layer for layer in packed(model) if way != "replaced"
+    )
     expected = run(model)
     assert 0 < (expected - plain).norm() < 0.5 * plain.norm()
     model.save_pretrained(tmp_path)
@@ -191,9 +219,18 @@ def test_a_pipeline_is_saved_and_loaded(tmp_path: Path) -> None:
     """Its models are of diffusers and of transformers."""
     transformers = import_or_skip("transformers")
     text = transformers.CLIPTextConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, eos_token_id=2
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=2,
     )
-    models = {"unet": made("unet")[0], "vae": made("vae")[0], "text_encoder": transformers.CLIPTextModel(text).eval()}
+    models = {
+        "unet": made("unet")[0],
+        "vae": made("vae")[0],
+        "text_encoder": transformers.CLIPTextModel(text).eval(),
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for model in models.values():
@@ -211,7 +248,9 @@ def test_a_pipeline_is_saved_and_loaded(tmp_path: Path) -> None:
         noise = {"latents": randn(1, 4, 8, 8), "num_inference_steps": 1, "guidance_scale": 1.0}
         images.append(one(prompt_embeds=words, **noise, output_type="pt").images)
     assert torch.equal(*images)
-    assert {name: packed(getattr(again, name)) for name in models} == {name: packed(model) for name, model in models.items()}
+    assert {name: packed(getattr(again, name)) for name in models} == {
+        name: packed(model) for name, model in models.items()
+    }
 
 
 def test_scales_keep_their_dtype(tmp_path: Path) -> None:
@@ -239,12 +278,18 @@ def test_a_packed_model_becomes_float_again(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     again = type(model).from_pretrained(tmp_path)
-    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items()
+    )
     assert (run(again) - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_an_embedding_is_saved_and_loaded(tmp_path: Path) -> None:
-    blocks = {"block_out_channels": (32, 32), "down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
+    blocks = {
+        "block_out_channels": (32, 32),
+        "down_block_types": ("DownBlock2D",) * 2,
+        "up_block_types": ("UpBlock2D",) * 2,
+    }
     model: Any = diffusers.UNet2DModel(
         sample_size=8, layers_per_block=1, norm_num_groups=8, num_class_embeds=10, **blocks
     ).eval()
@@ -257,9 +302,13 @@ def test_an_embedding_is_saved_and_loaded(tmp_path: Path) -> None:
         found, expected = (m(x, 3, class_labels=torch.tensor([7])).sample for m in (again, model))
     assert torch.equal(found, expected)
     again.dequantize()
-    assert torch.equal(again.class_embedding.weight, model.class_embedding.dequantize(torch.float32))
+    assert torch.equal(
+        again.class_embedding.weight, model.class_embedding.dequantize(torch.float32)
+    )
     model.class_embedding = co.nn.TiedEmbedding(model.time_embedding.linear_1)
-    with pytest.raises(ValueError, match="tied embeddings are not saved in models of diffusers: class_embedding"):
+    with pytest.raises(
+        ValueError, match="tied embeddings are not saved in models of diffusers: class_embedding"
+    ):
         co.quantize_model(model, 8, 32)
 
 
@@ -267,7 +316,9 @@ def test_layers_that_the_configuration_does_not_describe_are_not_saved(tmp_path:
     model, _ = made("unet")
     co.quantize_model(model, bits=8, group_size=32, skip=("mid_block",))
     co.quantize_model(model.mid_block, bits=8, group_size=32)  # a part, which has no configuration
-    with pytest.raises(ValueError, match=r"mid_block.*is packed, and the model's configuration does not say so"):
+    with pytest.raises(
+        ValueError, match=r"mid_block.*is packed, and the model's configuration does not say so"
+    ):
         model.save_pretrained(tmp_path)
     co.quantize_model(model, bits=8, group_size=32)  # what is packed already is passed over
     model.save_pretrained(tmp_path)
@@ -291,7 +342,10 @@ def test_the_files_say_sizes_and_kernels(tmp_path: Path) -> None:
     ("change", "match"),
     [
         (lambda t: t.pop("proj_out.codes"), "the model's files lack proj_out.codes"),
-        (lambda t: t.update({"proj_out.codes": torch.zeros(3, dtype=torch.uint8)}), r"'proj_out.codes' is \[3\]"),
+        (
+            lambda t: t.update({"proj_out.codes": torch.zeros(3, dtype=torch.uint8)}),
+            r"'proj_out.codes' is \[3\]",
+        ),
         (lambda t: t.update({"proj_out.scales": t["proj_out.scales"].double()}), "scales"),
     ],
 )
@@ -309,7 +363,9 @@ def test_damaged_files_are_refused(change: Any, match: str, tmp_path: Path) -> N
 
 def test_a_model_of_another_method_is_refused() -> None:
     model, _ = made("flux")
-    model.hf_quantizer = diffusers.quantizers.auto.TorchAoHfQuantizer.__new__(diffusers.quantizers.auto.TorchAoHfQuantizer)
+    model.hf_quantizer = diffusers.quantizers.auto.TorchAoHfQuantizer.__new__(
+        diffusers.quantizers.auto.TorchAoHfQuantizer
+    )
     model.hf_quantizer.quantization_config = diffusers.QuantoConfig(weights_dtype="int8")
     with pytest.raises(ValueError, match="the model is quantised by quanto already"):
         co.quantize_model(model)

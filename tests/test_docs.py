@@ -17,20 +17,28 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def blocks(name: str, language: str) -> list[str]:
-    found = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE)
+    found = re.findall(
+        rf"^```{language}\n(.*?)^```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE
+    )
     assert found
     return found
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/getting-started.md", "docs/convolution.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/index.md", "docs/getting-started.md", "docs/convolution.md"]
+)
 def test_python_runs_as_printed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks marked ``python``, one after another, as a reader would paste them; ``py`` needs a model or a GPU."""
+    """Blocks marked ``python``, one after another, as a reader would paste them; ``py`` needs
+    a model or a GPU.
+    """
     monkeypatch.chdir(tmp_path)
     exec(compile("\n".join(blocks(name, "python")), name, "exec"), {})
 
 
 @pytest.mark.filterwarnings("ignore")  # of tiny models
-def test_lines_for_users_of_other_libraries_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_for_users_of_other_libraries_run_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for package in ("transformers", "gguf"):
         import_or_skip(package)
     from gguf_model_files import write_model
@@ -45,7 +53,17 @@ def test_lines_for_users_of_other_libraries_run_as_printed(tmp_path: Path, monke
 
 
 def test_cpp_compiles_as_printed() -> None:
-    command = ["c++", "-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}/csrc/include", "-xc++", "-"]
+    command = [
+        "c++",
+        "-std=c++17",
+        "-fsyntax-only",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{ROOT}/csrc/include",
+        "-xc++",
+        "-",
+    ]
     source = "\n".join(blocks("docs/cpp-api.md", "cpp"))
     done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -59,7 +77,10 @@ def test_links_lead_to_files(page: Path) -> None:
 
 
 def test_tables_of_formats_and_hardware_are_the_same_in_the_readme() -> None:
-    tables = re.findall(r"(?m)^\| (?:activations x weights|hardware) (?:.*\n)(?:\|.*\n)+", (ROOT / "README.md").read_text())
+    tables = re.findall(
+        r"(?m)^\| (?:activations x weights|hardware) (?:.*\n)(?:\|.*\n)+",
+        (ROOT / "README.md").read_text(),
+    )
     assert len(tables) == 2
     assert all(table in (ROOT / "docs" / "kernels.md").read_text() for table in tables)
 
@@ -75,7 +96,11 @@ def test_examples_run(example: Path) -> None:
             import_or_skip(package)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, example], capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": path}
+        [sys.executable, example],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") >= 2

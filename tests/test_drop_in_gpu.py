@@ -1,4 +1,6 @@
-"""Kernels on other libraries' tensors against the specification, bit for bit, and against those libraries where they are."""
+"""Kernels on other libraries' tensors against the specification, bit for bit, and against those
+libraries where they are.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,17 @@ COUNTS = (1, 7, 64, 331, 4096, 100_003, 1_000_000, 5_000_001)
 
 
 def randn(*shape: int, dtype: torch.dtype = FLOAT) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(sum(shape)), device="cuda").to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator("cuda").manual_seed(sum(shape)), device="cuda"
+    ).to(dtype)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,9 +50,9 @@ def test_flat_codes_and_values(quant_type: str, blocksize: int, dtype: torch.dty
         assert same_bits(absmax, expected_absmax)
         for out in DTYPES:
             y = co.dequantize_4bit(packed, absmax, (count,), blocksize, quant_type, out)
-            assert same_bits(y, reference.dequantize_4bit(packed, absmax, (count,), blocksize, quant_type, out)), (
-                f"{count} {out}"
-            )
+            assert same_bits(
+                y, reference.dequantize_4bit(packed, absmax, (count,), blocksize, quant_type, out)
+            ), f"{count} {out}"
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
@@ -64,7 +72,10 @@ def test_limits_and_other_books() -> None:
         cuts, _ = reference.book_cuts(quant_type, device=torch.device("cuda"))
         near = torch.cat([torch.nextafter(cuts, cuts + step) for step in (-1, 0, 1)])
         x = torch.cat([near, -near, torch.ones(64 - 2 * len(near) % 64, device="cuda")])
-        assert same_bits(co.quantize_4bit(x, 4096, quant_type)[0], reference.quantize_4bit(x, 4096, quant_type)[0])
+        assert same_bits(
+            co.quantize_4bit(x, 4096, quant_type)[0],
+            reference.quantize_4bit(x, 4096, quant_type)[0],
+        )
     x = randn(10_007, dtype=HALF)
     even = torch.linspace(-1, 1, 16, device="cuda")[torch.randperm(16, device="cuda")].contiguous()
     crowded = torch.cat([even[:8], even[:8] / 100])  # several limits in one of the kernel's ranges
@@ -93,7 +104,9 @@ def test_double_quantisation_in_the_same_launch() -> None:
     nested = co.NestedAbsmax.quantize(absmax)
     y = co.dequantize_4bit(packed, nested, (len(x),))
     assert same_bits(y, co.dequantize_4bit(packed, nested.dequantize(), (len(x),)))
-    assert torch.equal(nested.dequantize().cpu(), co.NestedAbsmax(*(t.cpu() for t in nested)).dequantize())
+    assert torch.equal(
+        nested.dequantize().cpu(), co.NestedAbsmax(*(t.cpu() for t in nested)).dequantize()
+    )
 
 
 def test_views_streams_and_graphs() -> None:
@@ -109,7 +122,9 @@ def test_views_streams_and_graphs() -> None:
         values = co.dequantize_4bit(again, scale, (4097,))
     x.copy_(randn(4097) * 3)
     graph.replay()
-    assert same_bits(values, reference.dequantize_4bit(*reference.quantize_4bit(x, 64), (4097,), 64))
+    assert same_bits(
+        values, reference.dequantize_4bit(*reference.quantize_4bit(x, 64), (4097,), 64)
+    )
 
 
 @pytest.fixture
@@ -125,15 +140,20 @@ def bnb() -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_bitsandbytes_has_the_same_codes_and_values(bnb: Any, quant_type: str, dtype: torch.dtype) -> None:
+def test_bitsandbytes_has_the_same_codes_and_values(
+    bnb: Any, quant_type: str, dtype: torch.dtype
+) -> None:
     for count in (64, 4096 * 33, 1_000_003):
         x = randn(count, dtype=dtype)
         for blocksize in formats.FLAT_BLOCK_SIZES:
             packed, absmax = co.quantize_4bit(x, blocksize, quant_type)
             theirs, state = bnb.quantize_4bit(x, blocksize=blocksize, quant_type=quant_type)
             assert torch.equal(absmax, state.absmax)
-            # Its reciprocal of absmax is an approximation: a value at a limit, to the last place, may take the other code.
-            assert (packed != theirs).sum() <= 5e-4 * count + 1, f"{(packed != theirs).sum()} of {count // 2} bytes differ"
+            # Its reciprocal of absmax is an approximation: a value at a limit, to the last place,
+            # may take the other code.
+            assert (packed != theirs).sum() <= 5e-4 * count + 1, (
+                f"{(packed != theirs).sum()} of {count // 2} bytes differ"
+            )
             y = co.dequantize_4bit(theirs, state.absmax, (count,), blocksize, quant_type, dtype)
             assert torch.equal(y, bnb.dequantize_4bit(theirs, state))
 
@@ -143,12 +163,23 @@ def test_bitsandbytes_has_the_same_codes_and_values(bnb: Any, quant_type: str, d
 
 def awq_weight(k: int, n: int, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     rng = torch.Generator("cuda").manual_seed(k + n)
-    words = [torch.randint(-(2**31), 2**31, (r, n // 8), generator=rng, device="cuda").int() for r in (k, groups)]
+    words = [
+        torch.randint(-(2**31), 2**31, (r, n // 8), generator=rng, device="cuda").int()
+        for r in (k, groups)
+    ]
     scales = (torch.rand(groups, n, generator=rng, device="cuda") * 0.02 - 0.002).to(dtype)
     return words[0], scales, words[1]
 
 
-AWQ_SHAPES = [(4096, 4096, 32), (576, 1000, 9), (100, 8, 5), (7, 16, 7), (8192, 2048, 64), (127, 24, 1), (11008, 4096, 86)]
+AWQ_SHAPES = [
+    (4096, 4096, 32),
+    (576, 1000, 9),
+    (100, 8, 5),
+    (7, 16, 7),
+    (8192, 2048, 64),
+    (127, 24, 1),
+    (11008, 4096, 86),
+]
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
@@ -163,7 +194,9 @@ def test_awq_values(k: int, n: int, groups: int, dtype: torch.dtype) -> None:
 def test_awq_products(k: int, n: int, groups: int, dtype: torch.dtype) -> None:
     weight = awq_weight(k, n, groups, dtype)
     group = torch.arange(k, device="cuda") // (k // groups)
-    integers = reference.awq_unpack(weight[0]).double() - reference.awq_unpack(weight[2]).double()[group]
+    integers = (
+        reference.awq_unpack(weight[0]).double() - reference.awq_unpack(weight[2]).double()[group]
+    )
     values = integers * weight[1].double()[group]
     unit = {HALF: 2.0**-11, BFLOAT: 2.0**-8}[dtype]
     for m in (1, 2, 8, 16, 17, 33, 64, 65, 200):
@@ -172,16 +205,21 @@ def test_awq_products(k: int, n: int, groups: int, dtype: torch.dtype) -> None:
         exact = x.double() @ values
         # A value may be rounded before it is multiplied, the result once.
         allowed = (
-            unit * (exact.abs() + (x.double().square() @ values.square()).sqrt() * 4) + 1e-4 * exact.square().mean().sqrt()
+            unit * (exact.abs() + (x.double().square() @ values.square()).sqrt() * 4)
+            + 1e-4 * exact.square().mean().sqrt()
         )
-        assert ((y.double() - exact).abs() <= allowed).all(), f"m={m}: {((y.double() - exact).abs() / allowed).max()}"
+        assert ((y.double() - exact).abs() <= allowed).all(), (
+            f"m={m}: {((y.double() - exact).abs() / allowed).max()}"
+        )
         assert same_bits(y, co.awq_gemm(x, *weight))
         if m > 32 or k // groups % 32:  # torch's product has other bits where rows begin elsewhere
             continue
         wider = torch.full((m, k + 16), math.nan, dtype=dtype, device="cuda")
         for first in (0, 1, 8):  # rows apart, from any address
             wider[:, first : first + k] = x
-            assert same_bits(y, co.awq_gemm(wider[:, first : first + k], *weight)), f"m={m}, from column {first}"
+            assert same_bits(y, co.awq_gemm(wider[:, first : first + k], *weight)), (
+                f"m={m}, from column {first}"
+            )
 
 
 def test_vllm_has_the_same_awq_values() -> None:

@@ -1,4 +1,6 @@
-"""Packed embeddings: rows that are looked up are those of the dequantised weight, bit for bit; the modules are the operator."""
+"""Packed embeddings: rows that are looked up are those of the dequantised weight, bit for bit; the
+modules are the operator.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,18 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
 def packed(
-    bits: int = 8, group_size: int = 32, kind: str = "symmetric", k: int = K, scales: Any = torch.float16
+    bits: int = 8,
+    group_size: int = 32,
+    kind: str = "symmetric",
+    k: int = K,
+    scales: Any = torch.float16,
 ) -> co.PackedWeight:
     random = torch.Generator().manual_seed(bits + k)
     weight = torch.randn(N, k, generator=random).to(scales)
     if kind == "book":
-        return co.reorder(co.quantize(weight, bits, group_size, book="nf4" if bits == 4 else "e4m3"))
+        return co.reorder(
+            co.quantize(weight, bits, group_size, book="nf4" if bits == 4 else "e4m3")
+        )
     qw = co.quantize(weight, bits, group_size, symmetric=kind != "zeros")
     if kind == "offsets":
         qw = replace(qw, offsets=torch.randn(qw.scales.shape, generator=random))
@@ -37,7 +45,11 @@ def ids(*shape: int, device: Any = "cpu") -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    )
 
 
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "book", "act order"])
@@ -48,7 +60,9 @@ def test_rows_are_those_of_the_dequantised_weight(bits: int, group_size: int, ki
         weight = packed(bits, group_size, kind, k, scales)
         for dtype in DTYPES:
             # Every row, so that each place of a row panel is looked at.
-            assert same_bits(co.embedding(torch.arange(N), weight, dtype), co.dequantize(weight, dtype))
+            assert same_bits(
+                co.embedding(torch.arange(N), weight, dtype), co.dequantize(weight, dtype)
+            )
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (2, 0, 3)])
@@ -61,7 +75,9 @@ def test_any_shape_of_ids(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 def test_a_bias_has_no_part_in_rows() -> None:
     weight = packed()
-    assert same_bits(co.embedding(ids(3), replace(weight, bias=torch.ones(N))), co.embedding(ids(3), weight))
+    assert same_bits(
+        co.embedding(ids(3), replace(weight, bias=torch.ones(N))), co.embedding(ids(3), weight)
+    )
 
 
 @pytest.mark.parametrize("wrong", [-1, N, N + 1, 255, 1 << 40])
@@ -75,14 +91,28 @@ def test_ids_out_of_range_are_refused_on_a_cpu(wrong: int) -> None:
     [
         ({"ids": [1]}, TypeError, "ids is a list"),
         ({"ids": torch.ones(2)}, TypeError, "ids has dtype float32; supported are int64, int32"),
-        ({"ids": torch.ones(2, dtype=torch.int64, device="meta")}, ValueError, "ids is on meta; the weight is on cpu"),
+        (
+            {"ids": torch.ones(2, dtype=torch.int64, device="meta")},
+            ValueError,
+            "ids is on meta; the weight is on cpu",
+        ),
         ({"weight": torch.ones(2, 2)}, TypeError, "weight is a Tensor"),
-        ({"weight": co.reorder(co.quantize(torch.ones(8, 32, 3, 3), 8, 32))}, ValueError, "a convolution's"),
+        (
+            {"weight": co.reorder(co.quantize(torch.ones(8, 32, 3, 3), 8, 32))},
+            ValueError,
+            "a convolution's",
+        ),
         ({"dtype": torch.float64}, TypeError, "dtype is torch.float64"),
-        ({"weight": replace(packed(scales=torch.float32), bias=nn.Parameter(torch.ones(N)))}, RuntimeError, "frozen"),
+        (
+            {"weight": replace(packed(scales=torch.float32), bias=nn.Parameter(torch.ones(N)))},
+            RuntimeError,
+            "frozen",
+        ),
     ],
 )
-def test_wrong_arguments_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_arguments_are_refused(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         co.embedding(**{"ids": ids(3), "weight": packed(), **change})
 
@@ -94,11 +124,15 @@ def test_memory_is_that_of_the_rows() -> None:
     class Largest(TorchDispatchMode):
         bytes = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = func(*args, **kwargs or {})
             for tensor in [result] if isinstance(result, Tensor) else []:
                 if not any(
-                    isinstance(a, Tensor) and a.untyped_storage()._cdata == tensor.untyped_storage()._cdata for a in args
+                    isinstance(a, Tensor)
+                    and a.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+                    for a in args
                 ):
                     self.bytes = max(self.bytes, tensor.nbytes)
             return result
@@ -114,26 +148,36 @@ def test_memory_is_that_of_the_rows() -> None:
 
 def head_and_embedding(kind: str = "offsets") -> nn.ModuleDict:
     head = co.MixedLinear(packed(kind=kind))
-    return nn.ModuleDict({"embed": co.nn.TiedEmbedding(head, torch.float32, padding_idx=3), "head": head})
+    return nn.ModuleDict(
+        {"embed": co.nn.TiedEmbedding(head, torch.float32, padding_idx=3), "head": head}
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_module_is_the_operator(tied: bool) -> None:
     weight = packed(kind="zeros")
-    layer: Any = co.nn.TiedEmbedding(co.MixedLinear(weight)) if tied else co.nn.MixedEmbedding(weight, padding_idx=0)
+    layer: Any = (
+        co.nn.TiedEmbedding(co.MixedLinear(weight))
+        if tied
+        else co.nn.MixedEmbedding(weight, padding_idx=0)
+    )
     assert same_bits(layer(ids(2, 3)), co.embedding(ids(2, 3), weight))
     assert same_bits(layer.dequantize(torch.float32), co.dequantize(weight, torch.float32))
     assert (layer.num_embeddings, layer.embedding_dim) == (N, K)
     assert not list(layer.parameters())
     assert not layer(ids(2)).requires_grad
-    with pytest.raises(AttributeError, match=rf"{type(layer).__name__} has no 'weight'.*dequantize\(\)"):
+    with pytest.raises(
+        AttributeError, match=rf"{type(layer).__name__} has no 'weight'.*dequantize\(\)"
+    ):
         _ = layer.weight
     assert f"{N}, {K}, dtype=float16" in repr(layer)
 
 
 def test_the_padding_row_is_looked_up_as_others_are() -> None:
     weight = packed()
-    assert same_bits(co.nn.MixedEmbedding(weight, padding_idx=7)(torch.tensor([7])), co.dequantize(weight)[7:8])
+    assert same_bits(
+        co.nn.MixedEmbedding(weight, padding_idx=7)(torch.tensor([7])), co.dequantize(weight)[7:8]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -154,20 +198,32 @@ def test_the_scale_is_rounded_to_the_dtype(dtype: torch.dtype) -> None:
     ],
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_changes_of_dtype_change_the_result_alone(cast: Any, dtype: torch.dtype, tied: bool) -> None:
+def test_changes_of_dtype_change_the_result_alone(
+    cast: Any, dtype: torch.dtype, tied: bool
+) -> None:
     model: Any = (
-        head_and_embedding() if tied else nn.ModuleDict({"embed": co.nn.MixedEmbedding(packed(kind="offsets"), torch.float32)})
+        head_and_embedding()
+        if tied
+        else nn.ModuleDict({"embed": co.nn.MixedEmbedding(packed(kind="offsets"), torch.float32)})
     )
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     rows = cast(model)["embed"](ids(4))
     assert same_bits(rows, co.dequantize(packed(kind="offsets"), dtype)[ids(4)])
-    assert {name: buffer.dtype for name, buffer in model.named_buffers()} == {n: b.dtype for n, b in before.items()}
+    assert {name: buffer.dtype for name, buffer in model.named_buffers()} == {
+        n: b.dtype for n, b in before.items()
+    }
 
 
 def test_tied_tensors_are_there_once() -> None:
     model = head_and_embedding()
     state = model.state_dict()
-    assert sorted(state) == ["embed.weight", "head.codes", "head.offsets", "head.scales", "head.weight"]
+    assert sorted(state) == [
+        "embed.weight",
+        "head.codes",
+        "head.offsets",
+        "head.scales",
+        "head.weight",
+    ]
     assert model.half()["embed"].packed.codes is model["head"].codes  # after a move as well
     copied = copy.deepcopy(model)
     assert copied["embed"].layer is copied["head"]
@@ -198,7 +254,9 @@ def test_state_is_loaded_by_packed_layers_alone(tied: bool) -> None:
     floats = nn.ModuleDict({"embed": nn.Embedding(N, K)})
     with pytest.raises(RuntimeError, match=r"size mismatch for embed\.weight"):
         floats.load_state_dict(state, strict=False)
-    with pytest.raises(RuntimeError, match=r"embed\.weight is a plain weight, and the layer is packed"):
+    with pytest.raises(
+        RuntimeError, match=r"embed\.weight is a plain weight, and the layer is packed"
+    ):
         model.load_state_dict(floats.state_dict(), strict=False)
 
 
@@ -223,7 +281,9 @@ def test_other_weights_are_refused(weight: Any) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_compiled_whole(tied: bool) -> None:
     weight = packed(kind="offsets")
-    layer: Any = co.nn.TiedEmbedding(co.MixedLinear(weight)) if tied else co.nn.MixedEmbedding(weight)
+    layer: Any = (
+        co.nn.TiedEmbedding(co.MixedLinear(weight)) if tied else co.nn.MixedEmbedding(weight)
+    )
     compiled = torch.compile(lambda x: layer(x) * 2, fullgraph=True, backend="aot_eager")
     for looked_up in (ids(3), ids(2, 5)):
         assert same_bits(compiled(looked_up), layer(looked_up) * 2)

@@ -1,4 +1,6 @@
-"""Fused layers of a packed directory in different formats: a rank's product is that of its rows and columns."""
+"""Fused layers of a packed directory in different formats: a rank's product is that of its
+rows and columns.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ HEADS = {"q": 128, "k": 64, "v": 64}
 
 @pytest.fixture
 def engine() -> SimpleNamespace:
-    """What the engine says: ``rank``, and whether it is batch invariant and makes random weights."""
+    """What the engine says: ``rank``, and whether it is batch invariant and
+    makes random weights.
+    """
     return SimpleNamespace(rank=0, invariant=False, random=False)
 
 
@@ -57,11 +61,15 @@ def weights() -> dict[str, Any]:
 
 
 def form_of(packed: co.PackedWeight) -> WeightFormat:
-    dtypes = tuple((part, tensor.dtype) for part, tensor in packed.tensors().items() if part != "codes")
+    dtypes = tuple(
+        (part, tensor.dtype) for part, tensor in packed.tensors().items() if part != "codes"
+    )
     return WeightFormat(packed.bits, packed.group_size, dtypes)
 
 
-def made(engine: SimpleNamespace, sizes: list[int], k: int, ranks: int = 1) -> tuple[FusedLinear, Any]:
+def made(
+    engine: SimpleNamespace, sizes: list[int], k: int, ranks: int = 1
+) -> tuple[FusedLinear, Any]:
     stored = weights()
     method = method_of(engine, [form_of(stored["q"]), form_of(stored["k"]), None])
     layer = torch.nn.Module()
@@ -86,11 +94,22 @@ def test_a_rank_multiplies_its_rows_of_each_part(rank: int, engine: SimpleNamesp
     method.process_weights_after_loading(layer)
     method.process_weights_after_loading(layer)  # a second time changes nothing
     stored = weights()
-    rows = {"q": slice(32 * rank, 32 * (rank + 1)), **{name: slice(32 * (rank // 2), 32 * (rank // 2 + 1)) for name in "kv"}}
-    whole = {name: weight if name == "v" else co.dequantize(weight, torch.float32) for name, weight in stored.items()}
+    rows = {
+        "q": slice(32 * rank, 32 * (rank + 1)),
+        **{name: slice(32 * (rank // 2), 32 * (rank // 2 + 1)) for name in "kv"},
+    }
+    whole = {
+        name: weight if name == "v" else co.dequantize(weight, torch.float32)
+        for name, weight in stored.items()
+    }
     dense = torch.cat([whole[name][rows[name]] for name in "qkv"])
     x, bias = torch.randn(3, K), torch.randn(96)
-    torch.testing.assert_close(method.apply(layer, x, bias), torch.nn.functional.linear(x, dense, bias), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        method.apply(layer, x, bias),
+        torch.nn.functional.linear(x, dense, bias),
+        rtol=1e-5,
+        atol=1e-4,
+    )
     assert set(layer._parameters) == {"qweight"}
 
 
@@ -99,16 +118,26 @@ def test_columns_of_a_rank(engine: SimpleNamespace) -> None:
     method, layer = made(engine, list(HEADS.values()), K // 2)
     load(layer)
     method.process_weights_after_loading(layer)
-    dense = [weight if name == "v" else co.dequantize(weight, torch.float32) for name, weight in weights().items()]
+    dense = [
+        weight if name == "v" else co.dequantize(weight, torch.float32)
+        for name, weight in weights().items()
+    ]
     x = torch.randn(2, K // 2)
-    torch.testing.assert_close(method.apply(layer, x), x @ torch.cat(dense)[:, K // 2 :].t(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        method.apply(layer, x), x @ torch.cat(dense)[:, K // 2 :].t(), rtol=1e-5, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
     ("left_out", "line"),
-    [("k.scales", r"\[1\]: the files lack 'scales' of its part 0"), ("v.weight", ": the files lack 'weight' of its part 2")],
+    [
+        ("k.scales", r"\[1\]: the files lack 'scales' of its part 0"),
+        ("v.weight", ": the files lack 'weight' of its part 2"),
+    ],
 )
-def test_a_tensor_that_the_files_lack_is_named(left_out: str, line: str, engine: SimpleNamespace) -> None:
+def test_a_tensor_that_the_files_lack_is_named(
+    left_out: str, line: str, engine: SimpleNamespace
+) -> None:
     method, layer = made(engine, list(HEADS.values()), K)
     load(layer, left_out=left_out)
     with pytest.raises(ValueError, match=rf"m\.qkv_proj{line}"):
@@ -116,7 +145,9 @@ def test_a_tensor_that_the_files_lack_is_named(left_out: str, line: str, engine:
 
 
 @pytest.mark.parametrize("random", [True, False])
-def test_only_an_engine_that_makes_random_weights_loads_none(random: bool, engine: SimpleNamespace) -> None:
+def test_only_an_engine_that_makes_random_weights_loads_none(
+    random: bool, engine: SimpleNamespace
+) -> None:
     engine.random = random
     method, layer = made(engine, list(HEADS.values()), K)
     if random:
@@ -132,7 +163,10 @@ def test_only_an_engine_that_makes_random_weights_loads_none(random: bool, engin
 def test_tensors_of_another_format_or_size_are_refused(engine: SimpleNamespace) -> None:
     _, layer = made(engine, list(HEADS.values()), K)
     parameter = layer.get_parameter("zeros")
-    with pytest.raises(ValueError, match=r"m\.qkv_proj\.zeros is there for its part 1, whose format has no such tensor"):
+    with pytest.raises(
+        ValueError,
+        match=r"m\.qkv_proj\.zeros is there for its part 1, whose format has no such tensor",
+    ):
         parameter.weight_loader(parameter, torch.zeros(1), "k")
     with pytest.raises(ValueError, match=r"several of the fused layers in one tensor \(None\)"):
         parameter.weight_loader(parameter, torch.zeros(1))
@@ -148,5 +182,8 @@ def test_an_engine_with_other_parts_is_refused(engine: SimpleNamespace) -> None:
 
 def test_floats_are_refused_in_batch_invariant_mode(engine: SimpleNamespace) -> None:
     engine.invariant = True
-    with pytest.raises(ValueError, match=r"m\.qkv_proj is packed only in part, and products of floats are not batch invariant"):
+    with pytest.raises(
+        ValueError,
+        match=r"m\.qkv_proj is packed only in part, and products of floats are not batch invariant",
+    ):
         made(engine, list(HEADS.values()), K)

@@ -27,10 +27,15 @@ def test_rows_have_the_same_bits_in_any_batch_where_the_engine_is_batch_invarian
         ((256, 256, 128, False, torch.float32), "activations are torch.float32"),
         ((256, 256, 16, False, torch.float16), "group_size is 16"),
         ((192, 384, 128, False, torch.float16), "192 input features are not whole groups of 128"),
-        ((128, 256, 128, True, torch.float16), "act order and its input features are split over ranks"),
+        (
+            (128, 256, 128, True, torch.float16),
+            "act order and its input features are split over ranks",
+        ),
     ],
 )
-def test_why_a_layer_cannot_be_packed(arguments: tuple[int, int, int, bool, torch.dtype], reason: str | None) -> None:
+def test_why_a_layer_cannot_be_packed(
+    arguments: tuple[int, int, int, bool, torch.dtype], reason: str | None
+) -> None:
     found = reason_of_format(*arguments)
     assert found is None if reason is None else reason in str(found)
 
@@ -40,7 +45,10 @@ def test_why_a_layer_cannot_be_packed(arguments: tuple[int, int, int, bool, torc
     [
         ([], r"source has \[\] for cutlass_ops; an object is expected"),
         ({"speed": 1}, "source has 'speed' for cutlass_ops; known are act_quant"),
-        ({"act_quant": "row"}, "cutlass_ops' act_quant is 'row'; supported are 'none', 'token', 'block'"),
+        (
+            {"act_quant": "row"},
+            "cutlass_ops' act_quant is 'row'; supported are 'none', 'token', 'block'",
+        ),
     ],
 )
 def test_wrong_settings_are_errors(found: object, error: str) -> None:

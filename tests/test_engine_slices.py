@@ -33,7 +33,9 @@ def weight(n: int, k: int, bits: int, group_size: int, symmetric: bool) -> co.Qu
         (70, 384, -1, "rowwise", 3),
     ],
 )
-def test_a_cut_is_the_packed_slice(n: int, k: int, group_size: int, style: str, ranks: int, symmetric: bool, bits: int) -> None:
+def test_a_cut_is_the_packed_slice(
+    n: int, k: int, group_size: int, style: str, ranks: int, symmetric: bool, bits: int
+) -> None:
     whole = weight(n, k, bits, group_size, symmetric)
     packed = co.reorder(whole)
     own_n, own_k, own_group = sliced_format(n, k, group_size, style, ranks)
@@ -76,7 +78,10 @@ def test_ranks_share_keys_and_values(head: int, fused: bool) -> None:
                     shards.load(part, parameter, co.reorder(one).tensors()[part], name)
         tensors = {part: parameter.data for part, parameter in parameters.items()}
         parts = [rank, rank // 2, rank // 2]
-        expected = [slice_weight(one, "colwise", part, one.n // head) for part, one in zip(parts, stored, strict=True)]
+        expected = [
+            slice_weight(one, "colwise", part, one.n // head)
+            for part, one in zip(parts, stored, strict=True)
+        ]
         found = [packed.unpack() for packed in shards.weights(tensors)]
         assert len(found) == (1 if head == 64 else 3)
         for name in ("codes", "scales", "zeros"):
@@ -114,7 +119,10 @@ def test_a_weight_is_read_as_it_is_stored(bits: int, columns_first: bool, symmet
 def test_a_weight_of_awq() -> None:
     one = weight(64, 128, 4, 32, False)
     assert one.zeros is not None
-    turned = [words(part.t().unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2), 4) for part in (one.codes, one.zeros)]
+    turned = [
+        words(part.t().unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2), 4)
+        for part in (one.codes, one.zeros)
+    ]
     assert_same(stored_weight(turned[0], one.scales.t(), turned[1], 4, 32, True, True), one)
 
 

@@ -20,27 +20,39 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 #: Values of configurations by the names that models have for them.
 SIZES: dict[int, str] = {
-    64: "hidden_size d_model n_embd dim embed_dim word_embed_proj_dim embedding_size emb_dim lru_width "
+    64: "hidden_size d_model n_embd dim embed_dim word_embed_proj_dim embedding_size "
+    "emb_dim lru_width "
     "max_position_embeddings n_positions n_ctx",
-    128: "intermediate_size ffn_dim d_ff n_inner decoder_ffn_dim encoder_ffn_dim ffn_hidden_size expert_ffn_hidden_size "
-    "block_ff_dim dim_ff d_inner intermediate_size_mlp shared_intermediate_size attention_hidden_size mamba_d_ssm",
+    128: "intermediate_size ffn_dim d_ff n_inner decoder_ffn_dim encoder_ffn_dim ffn_hidden_size "
+    "expert_ffn_hidden_size "
+    "block_ff_dim dim_ff d_inner intermediate_size_mlp shared_intermediate_size "
+    "attention_hidden_size mamba_d_ssm",
     160: "vocab_size vocab_size_per_layer_input",
     32: "moe_intermediate_size kv_lora_rank q_lora_rank",
-    16: "head_dim v_head_dim qk_nope_head_dim global_head_dim swa_head_dim kv_channels d_kv mamba_d_head mamba_head_dim "
+    16: "head_dim v_head_dim qk_nope_head_dim global_head_dim swa_head_dim kv_channels d_kv "
+    "mamba_d_head mamba_head_dim "
     "index_head_dim linear_key_head_dim linear_value_head_dim hidden_size_per_layer_input",
-    8: "qk_rope_head_dim state_size mamba_d_state ssm_state_size time_step_rank mamba_dt_rank laurel_rank mamba_n_heads "
+    8: "qk_rope_head_dim state_size mamba_d_state ssm_state_size time_step_rank mamba_dt_rank "
+    "laurel_rank mamba_n_heads "
     "mamba_num_heads",
-    4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
-    "num_experts num_local_experts n_routed_experts moe_num_experts conv_kernel sliding_window attention_window_size "
+    4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
+    "encoder_attention_heads attention_heads "
+    "num_experts num_local_experts n_routed_experts moe_num_experts conv_kernel sliding_window "
+    "attention_window_size "
     "chunk_size mamba_chunk_size linear_num_value_heads index_n_heads index_topk",
-    2: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_blocks num_key_value_heads "
-    "num_experts_per_tok moe_topk moe_k top_k attn_layer_period expert_layer_period linear_num_key_heads expand "
+    2: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_blocks "
+    "num_key_value_heads "
+    "num_experts_per_tok moe_topk moe_k top_k attn_layer_period expert_layer_period "
+    "linear_num_key_heads expand "
     "mamba_expand eos_token_id",
-    1: "n_group topk_group n_shared_experts first_k_dense_replace moe_num_shared_experts attn_layer_offset "
+    1: "n_group topk_group n_shared_experts first_k_dense_replace moe_num_shared_experts "
+    "attn_layer_offset "
     "expert_layer_offset bos_token_id mamba_n_groups n_groups n_mamba_heads",
     0: "pad_token_id num_kv_shared_layers",
 }
-NAMES: dict[str, Any] = {name: value for value, names in SIZES.items() for name in names.split()} | {"is_decoder": True}
+NAMES: dict[str, Any] = {
+    name: value for value, names in SIZES.items() for name in names.split()
+} | {"is_decoder": True}
 #: Changes to what :func:`settings` makes, for models whose sizes depend on each other.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
@@ -54,7 +66,8 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"num_heads": 8, "head_dim": 16},
     {"attention_hidden_size": 64},
 )
-#: The share of the architectures that a tiny configuration is found for at least: 165 of 196 in transformers 5.24.
+#: The share of the architectures that a tiny configuration is found for at least: 165 of 196 in
+#: transformers 5.24.
 FEWEST = 0.8
 
 
@@ -87,7 +100,9 @@ def tiny(config_class: Any, model_class: Any) -> Any:
     for change in VARIANTS:
         try:
             given = {**settings(config_class), **change}
-            config = config_class(**{name: value for name, value in given.items() if value is not None})
+            config = config_class(
+                **{name: value for name, value in given.items() if value is not None}
+            )
             if model_class.config_class is config.sub_configs.get("text_config"):
                 config = config.get_text_config()
             with torch.device("meta"):

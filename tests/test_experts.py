@@ -35,7 +35,10 @@ def oracle(
             e = e if expert_map is None or e < 0 else int(expert_map[e])
             if e < 0:
                 continue
-            first, second = co.dequantize(gate_up[e], torch.float32).double(), co.dequantize(down[e], torch.float32).double()
+            first, second = (
+                co.dequantize(gate_up[e], torch.float32).double(),
+                co.dequantize(down[e], torch.float32).double(),
+            )
             gate, up = (x[t].double() @ first.t()).chunk(2)
             hidden = (activation(gate) * up).to(x.dtype).double()
             result[t] += float(topk_weights[t, j]) * (hidden @ second.t())
@@ -45,8 +48,16 @@ def oracle(
 def check(found: Tensor, expected: Tensor) -> None:
     rms = float(expected.square().mean().sqrt())
     # A rounding of act(gate) * up to 16 bits may fall to the other side in fp64.
-    relative, absolute = {torch.float32: (0, 1e-5), torch.bfloat16: (2**-8, 2e-3), torch.float16: (2**-10, 6e-4)}[found.dtype]
-    assert bool(((found.double() - expected).abs() <= relative * expected.abs() + absolute * rms + 1e-30).all())
+    relative, absolute = {
+        torch.float32: (0, 1e-5),
+        torch.bfloat16: (2**-8, 2e-3),
+        torch.float16: (2**-10, 6e-4),
+    }[found.dtype]
+    assert bool(
+        (
+            (found.double() - expected).abs() <= relative * expected.abs() + absolute * rms + 1e-30
+        ).all()
+    )
 
 
 # ---- routing
@@ -99,7 +110,9 @@ def test_ids_that_mean_nothing_are_refused() -> None:
         ([[0]], 0, None, "num_experts is 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            co.route(torch.tensor(ids), experts, None if expert_map is None else torch.tensor(expert_map))
+            co.route(
+                torch.tensor(ids), experts, None if expert_map is None else torch.tensor(expert_map)
+            )
     with pytest.raises(ValueError, match="expert_map has no elements"):
         co.route(torch.tensor([[-1]]), 4, torch.tensor([], dtype=torch.int32))
     with pytest.raises(TypeError, match="topk_ids has dtype float32"):
@@ -118,7 +131,9 @@ def test_ids_that_mean_nothing_are_refused() -> None:
 def test_a_layer_of_experts(kind: str, dtype: torch.dtype) -> None:
     gate_up, down, x, ids, w = problem(17, 3, dtype=dtype, **FORMATS[kind])
     if kind == "nf4":  # the values of a code book are rounded to x's dtype
-        gate_up, down = ([replace(q, book=q.book.to(dtype).float()) for q in qs] for qs in (gate_up, down))  # type: ignore[union-attr]
+        gate_up, down = (
+            [replace(q, book=q.book.to(dtype).float()) for q in qs] for qs in (gate_up, down)
+        )  # type: ignore[union-attr]
     found = co.mixed_moe(x, *both(gate_up, down), ids, w)
     assert found.dtype == dtype
     check(found, oracle(x, gate_up, down, ids, w))
@@ -136,7 +151,9 @@ def test_any_number_of_tokens(m: int, top: int) -> None:
 def test_activations_of_gate(activation: Any) -> None:
     gate_up, down, x, ids, w = problem(9, 2)
     found = co.mixed_moe(x, *both(gate_up, down), ids, w, activation)
-    check(found, oracle(x, gate_up, down, ids, w, partial(reference.activate, activation=activation)))
+    check(
+        found, oracle(x, gate_up, down, ids, w, partial(reference.activate, activation=activation))
+    )
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
@@ -158,7 +175,9 @@ def test_biases_and_the_clamped_activation_of_gate_and_up() -> None:
         total = torch.zeros(96, dtype=torch.float64)
         for j in range(3):
             if (e := int(ids[t, j])) >= 0:
-                first, second = (co.dequantize(qs[e], torch.float32).double() for qs in (gate_up, down))
+                first, second = (
+                    co.dequantize(qs[e], torch.float32).double() for qs in (gate_up, down)
+                )
                 gate, up = (exact[t] @ first.t() + gate_up[e].bias).chunk(2)
                 hidden = clamped_swiglu(gate, up, 1.702, 0.5)
                 total = total + w[t, j].double() * (hidden @ second.t() + down[e].bias)
@@ -172,8 +191,12 @@ def test_biases_and_the_clamped_activation_of_gate_and_up() -> None:
     torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("numbers", [(torch.nan, 7.0), (torch.inf, 7.0), (1.7, 0.0), (1.7, -1.0), (1.7, torch.nan)])
-def test_numbers_of_the_clamped_activation_that_mean_nothing_are_refused(numbers: tuple[float, float]) -> None:
+@pytest.mark.parametrize(
+    "numbers", [(torch.nan, 7.0), (torch.inf, 7.0), (1.7, 0.0), (1.7, -1.0), (1.7, torch.nan)]
+)
+def test_numbers_of_the_clamped_activation_that_mean_nothing_are_refused(
+    numbers: tuple[float, float],
+) -> None:
     gate_up, down, x, ids, w = problem(2, 1)
     with pytest.raises(ValueError, match="clamped_swiglu takes a finite alpha and a limit above 0"):
         co.mixed_moe(x, *both(gate_up, down), ids, w, ("clamped_swiglu", *numbers))
@@ -185,11 +208,15 @@ def test_the_clamped_activation_is_of_experts_alone() -> None:
     with pytest.raises(ValueError, match="activation is"):
         co.mixed_gemm(x, packed.expert(0), activation=activation)
     with pytest.raises(ValueError, match="activation is"):
-        co.grouped_gemm(x, packed, co.route(torch.zeros(3, 1, dtype=torch.int64), 2), activation=activation)
+        co.grouped_gemm(
+            x, packed, co.route(torch.zeros(3, 1, dtype=torch.int64), 2), activation=activation
+        )
 
 
 def test_integers_are_exact_and_experts_are_added_in_order() -> None:
-    """With activation None, powers of two as scales and small integers, every sum but the weighted one is exact."""
+    """With activation None, powers of two as scales and small integers, every sum but the
+    weighted one is exact.
+    """
     random = torch.Generator().manual_seed(0)
 
     def integers(n: int, k: int) -> co.QuantizedWeight:
@@ -221,11 +248,17 @@ def test_quantised_activations(act_quant: str, symmetric: bool) -> None:
         for j in range(2):
             if (e := int(ids[t, j])) >= 0:
                 first, second = co.reorder(gate_up[e]), co.reorder(down[e])
-                gate, up = co.mixed_gemm(x[t : t + 1], first, None, None, act_quant, symmetric).chunk(2, dim=-1)
-                expected[t] += w[t, j] * co.mixed_gemm(F.silu(gate) * up, second, None, None, act_quant, symmetric)[0]
+                gate, up = co.mixed_gemm(
+                    x[t : t + 1], first, None, None, act_quant, symmetric
+                ).chunk(2, dim=-1)
+                expected[t] += (
+                    w[t, j]
+                    * co.mixed_gemm(F.silu(gate) * up, second, None, None, act_quant, symmetric)[0]
+                )
     check(found, expected.double())
     exact = oracle(x, gate_up, down, ids, w)
-    assert 1e-4 < float((found - exact).norm() / exact.norm()) < 0.03  # that they are quantised, and well
+    # that they are quantised, and well
+    assert 1e-4 < float((found - exact).norm() / exact.norm()) < 0.03
 
 
 def test_an_expert_map_of_a_layer() -> None:
@@ -239,7 +272,12 @@ def test_an_expert_map_of_a_layer() -> None:
 def test_formats_may_differ_and_experts_may_have_act_orders() -> None:
     random = torch.Generator().manual_seed(3)
     gate_up, _, x, ids, w = problem(9, 3)
-    gate_up = [replace(q, perm=torch.randperm(96, generator=random), bias=torch.randn(80, generator=random)) for q in gate_up]
+    gate_up = [
+        replace(
+            q, perm=torch.randperm(96, generator=random), bias=torch.randn(80, generator=random)
+        )
+        for q in gate_up
+    ]
     down = weights(5, 96, 40, 2, bits=8, group_size=-1)
     found = co.mixed_moe(x, *both(gate_up, down), ids, w)
     expected = torch.zeros(9, 96)
@@ -272,7 +310,9 @@ def test_a_grouped_product(gathered: bool, gated: bool) -> None:
     x, bias = torch.randn(7, 96, generator=random), torch.randn(4, 70, generator=random)
     rows = x[routing.order.long() // 3] if gathered else x
     packed = co.reorder_experts(given, gated)
-    found = co.grouped_gemm(rows, packed, routing, bias, "relu", out_dtype=torch.float16, gathered=gathered)
+    found = co.grouped_gemm(
+        rows, packed, routing, bias, "relu", out_dtype=torch.float16, gathered=gathered
+    )
     assert found.shape == (21, 70)
     assert found.dtype == torch.float16
     for i, p in enumerate(routing.order.tolist()):
@@ -335,7 +375,9 @@ def test_gradients_of_x_and_of_the_weights_of_experts() -> None:
         for j in range(2):
             if (e := int(ids[t, j])) >= 0:
                 gate, up = (x2[t] @ co.dequantize(gate_up[e], torch.float32).t()).chunk(2)
-                total = total + w2[t, j] * ((F.silu(gate) * up) @ co.dequantize(down[e], torch.float32).t())
+                total = total + w2[t, j] * (
+                    (F.silu(gate) * up) @ co.dequantize(down[e], torch.float32).t()
+                )
         rows.append(total)
     torch.stack(rows).square().sum().backward()
     assert x.grad is not None
@@ -362,7 +404,9 @@ def test_the_operators_are_traced_whole() -> None:
 
     def layer(x: Tensor, ids: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         routing = co.route(ids, 5)
-        return co.mixed_moe(x, gate_up, down, ids, w, "gelu"), co.grouped_gemm(x, gate_up, routing, activation=("clamp", 0, 1))
+        return co.mixed_moe(x, gate_up, down, ids, w, "gelu"), co.grouped_gemm(
+            x, gate_up, routing, activation=("clamp", 0, 1)
+        )
 
     def clamped(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
         return co.mixed_moe(x, gate_up, down, ids, w, ("clamped_swiglu", 1.7, 0.5))
@@ -374,9 +418,13 @@ def test_the_operators_are_traced_whole() -> None:
         assert torch.equal(found, expected)
     fields = experts_module._fields
     options = (ids, w, None, "silu", 0.0, 0.0, "none", True)
-    torch.library.opcheck(torch.ops.cutlass_ops.mixed_moe, (x, *fields(gate_up), *fields(down), *options))
+    torch.library.opcheck(
+        torch.ops.cutlass_ops.mixed_moe, (x, *fields(gate_up), *fields(down), *options)
+    )
     routing = co.route(ids, 5)
     options_of_grouped = (*routing, False, None, None, 0.0, 0.0, torch.float32, "none", True)
-    torch.library.opcheck(torch.ops.cutlass_ops.grouped_gemm, (x, *fields(gate_up), *options_of_grouped))
+    torch.library.opcheck(
+        torch.ops.cutlass_ops.grouped_gemm, (x, *fields(gate_up), *options_of_grouped)
+    )
     with pytest.raises(Exception, match="gradient in eager calls only"):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(x.requires_grad_(), ids, w)

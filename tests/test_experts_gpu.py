@@ -29,7 +29,8 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-#: Experts, hidden and intermediate size; the last one has a size that no kernel for whole layers takes.
+#: Experts, hidden and intermediate size; the last one has a size that no kernel for
+#: whole layers takes.
 SIZES = {
     "small": (6, 192, 64),
     "cut": (6, 520, 704),
@@ -49,7 +50,9 @@ def experts_of(size: str, kind: str) -> tuple[co.PackedExperts, co.PackedExperts
 
     def packed(n: int, k: int, gated: bool) -> co.PackedExperts:
         weights = [torch.randn(n, k, generator=random) / k**0.5 for _ in range(experts)]
-        return co.reorder_experts([co.quantize(weight, **FORMATS[kind]) for weight in weights], gated)
+        return co.reorder_experts(
+            [co.quantize(weight, **FORMATS[kind]) for weight in weights], gated
+        )
 
     return packed(2 * intermediate, hidden, True), packed(hidden, intermediate, False)
 
@@ -68,7 +71,8 @@ def check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """act(gate) * up may be rounded to the other side, and weights are rounded to x's dtype."""
     limit = 2**-7 if dtype is torch.bfloat16 else 2**-9
     error, reference = (found.float().cpu() - expected.float()).abs(), expected.float()
-    rms = reference.square().mean(1, keepdim=True).sqrt()  # of a row: some have several experts, and some none
+    # of a row: some have several experts, and some none
+    rms = reference.square().mean(1, keepdim=True).sqrt()
     assert found.dtype == dtype
     excess = error - 4 * limit * rms - limit * reference.abs()
     assert bool((excess <= 0).all()), float((error / rms).nan_to_num().max())
@@ -89,12 +93,21 @@ def test_a_layer_is_the_cpus(kind: str, dtype: torch.dtype, size: str) -> None:
 
 
 def integers(
-    experts: int, n: int, k: int, bits: int, group_size: int, terms: str, scales: torch.dtype, random: torch.Generator
+    experts: int,
+    n: int,
+    k: int,
+    bits: int,
+    group_size: int,
+    terms: str,
+    scales: torch.dtype,
+    random: torch.Generator,
 ) -> list[co.QuantizedWeight]:
     """Weights of small integers, most of them 0, in groups of 1 or 2 of a step."""
     groups, weights = -(-k // (k if group_size == -1 else group_size)), []
     for _ in range(experts):
-        values = torch.randint(-1, 2, (n, k), generator=random) * (torch.rand(n, k, generator=random) < 0.2)
+        values = torch.randint(-1, 2, (n, k), generator=random) * (
+            torch.rand(n, k, generator=random) < 0.2
+        )
         middle, per_group = 1 << (bits - 1), torch.randint(-1, 2, (n, groups), generator=random)
         zeros = middle + (per_group if terms == "zeros" else torch.zeros_like(per_group))
         columns = torch.arange(k) // (k if group_size == -1 else group_size)
@@ -115,7 +128,9 @@ def integers(
 @pytest.mark.parametrize("terms", ["symmetric", "zeros", "offsets"])
 @pytest.mark.parametrize("group_size", [-1, 128, 64])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_small_integers_are_exact(bits: int, group_size: int, terms: str, scales: torch.dtype) -> None:
+def test_small_integers_are_exact(
+    bits: int, group_size: int, terms: str, scales: torch.dtype
+) -> None:
     random = torch.Generator().manual_seed(bits)
     experts, hidden, intermediate = 6, 264, 136
     form = (bits, group_size, terms, scales, random)
@@ -124,7 +139,11 @@ def test_small_integers_are_exact(bits: int, group_size: int, terms: str, scales
     for dtype in (torch.float16, torch.bfloat16):
         for m in ROWS:
             # Three columns of a row are not 0, so that gate and up are small; gate becomes 0 or 1.
-            x = torch.zeros(m, hidden).scatter_(1, torch.randint(0, hidden, (m, 3), generator=random), 1.0).to(dtype)
+            x = (
+                torch.zeros(m, hidden)
+                .scatter_(1, torch.randint(0, hidden, (m, 3), generator=random), 1.0)
+                .to(dtype)
+            )
             ids = torch.randint(-1, experts, (m, 3), generator=random)
             ids[ids == 2] = 4  # an expert without rows
             w = torch.randint(1, 3, (m, 3), generator=random).float()
@@ -160,8 +179,12 @@ def test_rows_of_x_are_read_wherever_they_lie(m: int, kind: str, act_quant: str)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("act_quant", ["token", "block"])
 @pytest.mark.parametrize("size", ["cut", "odd", "long"])
-@pytest.mark.parametrize("kind", ["int4", "int4 with zero points", "int4 in short groups", "int8", "int8 of 128"])
-def test_a_layer_of_quantised_activations_is_the_cpus(kind: str, size: str, act_quant: str, symmetric: bool) -> None:
+@pytest.mark.parametrize(
+    "kind", ["int4", "int4 with zero points", "int4 in short groups", "int8", "int8 of 128"]
+)
+def test_a_layer_of_quantised_activations_is_the_cpus(
+    kind: str, size: str, act_quant: str, symmetric: bool
+) -> None:
     for m in (1, 33, 100, 150, 300, 777):
         gate_up, down, x, ids, w = layer(m, torch.float16, kind, size)
         options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric}
@@ -170,7 +193,10 @@ def test_a_layer_of_quantised_activations_is_the_cpus(kind: str, size: str, act_
         found = co.mixed_moe(*on_gpu, **options)  # type: ignore[arg-type]
         assert torch.equal(found, co.mixed_moe(*on_gpu, **options))  # type: ignore[arg-type]
         # A code of act(gate) * up may be the next one, where it was rounded to the other side.
-        error, reference = (found.cpu().float() - expected.float()).norm(dim=1), expected.float().norm(dim=1)
+        error, reference = (
+            (found.cpu().float() - expected.float()).norm(dim=1),
+            expected.float().norm(dim=1),
+        )
         assert float(error.norm() / reference.norm()) < 1e-2
         assert bool((error <= 2e-2 * reference).all())
 
@@ -196,7 +222,11 @@ def test_biases_of_experts(size: str, kind: str, activation: Any) -> None:
         gate_up, down, x, ids, w = layer(m, torch.bfloat16, kind, size)
         biased = [
             co.reorder_experts(
-                [replace(weight, bias=torch.randn(weight.n, generator=random)) for weight in packed.unpack()], packed.gated
+                [
+                    replace(weight, bias=torch.randn(weight.n, generator=random))
+                    for weight in packed.unpack()
+                ],
+                packed.gated,
             )
             for packed in (gate_up, down)
         ]
@@ -210,7 +240,11 @@ def test_biases_of_experts(size: str, kind: str, activation: Any) -> None:
 def test_one_expert_with_all_rows_and_many_with_one(m: int, kind: str) -> None:
     gate_up, down, x, ids, w = layer(m, torch.bfloat16, kind, "long")
     experts = gate_up.experts
-    for routing in (torch.full_like(ids, 7), torch.full_like(ids, -1), torch.arange(ids.numel()).view(ids.shape) % experts):
+    for routing in (
+        torch.full_like(ids, 7),
+        torch.full_like(ids, -1),
+        torch.arange(ids.numel()).view(ids.shape) % experts,
+    ):
         expected = co.mixed_moe(x, gate_up, down, routing, w)
         on_gpu = [value.to("cuda") for value in (x, gate_up, down, routing, w)]
         check(co.mixed_moe(*on_gpu), expected, torch.bfloat16)  # type: ignore[arg-type]
@@ -223,7 +257,9 @@ def test_ids_of_other_ranks_and_dtypes() -> None:
     expected = co.mixed_moe(x, gate_up, down, ids, w, expert_map=expert_map)
     for dtype in (torch.int32, torch.int64, torch.int16):
         for weights in (torch.float32, torch.float64, torch.float16):
-            on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids.to(dtype), w.to(weights))]
+            on_gpu = [
+                value.to("cuda") for value in (x, gate_up, down, ids.to(dtype), w.to(weights))
+            ]
             found = co.mixed_moe(*on_gpu, expert_map=expert_map.to("cuda", dtype))  # type: ignore[arg-type]
             check(found, expected, torch.float16)
 
@@ -233,27 +269,43 @@ def test_an_act_order_of_each_expert(group_size: int) -> None:
     random = torch.Generator().manual_seed(0)
 
     def packed(n: int, k: int, perms: list[Tensor], gated: bool) -> co.PackedExperts:
-        weights = [co.quantize(torch.randn(n, k, generator=random) / k**0.5, 4, group_size) for _ in perms]
-        return co.reorder_experts([replace(weight, perm=perm) for weight, perm in zip(weights, perms, strict=True)], gated)
+        weights = [
+            co.quantize(torch.randn(n, k, generator=random) / k**0.5, 4, group_size) for _ in perms
+        ]
+        return co.reorder_experts(
+            [replace(weight, perm=perm) for weight, perm in zip(weights, perms, strict=True)], gated
+        )
 
     def orders(k: int) -> list[Tensor]:
         return [torch.randperm(k, generator=random).to(torch.int32) for _ in range(4)]
 
     gate_up, down = packed(256, 192, orders(192), True), packed(192, 128, orders(128), False)
-    for m, act_quant in ((5, "none"), (60, "none"), (200, "none"), (5, "block"), (60, "token"), (200, "block")):
+    for m, act_quant in (
+        (5, "none"),
+        (60, "none"),
+        (200, "none"),
+        (5, "block"),
+        (60, "token"),
+        (200, "block"),
+    ):
         x, w = torch.randn(m, 192, generator=random).half(), torch.rand(m, 2, generator=random)
         ids = torch.randint(0, 4, (m, 2), generator=random)
         expected = co.mixed_moe(x, gate_up, down, ids, w, act_quant=act_quant)
         on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, w)]
         found = co.mixed_moe(*on_gpu, act_quant=act_quant)  # type: ignore[arg-type]
-        limit = 5e-3 if act_quant == "none" else 1e-2  # a code of act(gate) * up may be the next one
-        assert float((found.cpu().float() - expected.float()).norm() / expected.float().norm()) < limit
+        # a code of act(gate) * up may be the next one
+        limit = 5e-3 if act_quant == "none" else 1e-2
+        assert (
+            float((found.cpu().float() - expected.float()).norm() / expected.float().norm()) < limit
+        )
 
 
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
 @pytest.mark.parametrize("m", [1, 24, 300])
 def test_a_layer_is_captured_and_replayed_with_other_routings(m: int, act_quant: str) -> None:
-    gate_up, down, x, ids, w = (value.to("cuda") for value in layer(m, torch.float16, "int4", "cut"))
+    gate_up, down, x, ids, w = (
+        value.to("cuda") for value in layer(m, torch.float16, "int4", "cut")
+    )
 
     def run() -> Tensor:
         return co.mixed_moe(x, gate_up, down, ids, w, act_quant=act_quant)  # type: ignore[arg-type]
@@ -291,7 +343,10 @@ def test_plain_rows_are_captured_once_an_eager_call_has_converted_them() -> None
     def run() -> Tensor:
         return co.mixed_moe(x, plain, down, ids, w)  # type: ignore[arg-type]
 
-    with pytest.raises(RuntimeError, match="not while a CUDA graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(RuntimeError, match="not while a CUDA graph is captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         run()
     with pytest.warns(UserWarning, match="takes as much memory again"):
         expected = run()
@@ -320,7 +375,9 @@ def test_row_panels_that_are_dealt_to_all_ctas(kind: str) -> None:
 
     def packed(n: int, k: int, gated: bool) -> co.PackedExperts:
         weights = [(torch.randn(n, k, generator=random) / k**0.5).half() for _ in range(4)]
-        return co.reorder_experts([co.quantize(weight, **FORMATS[kind]) for weight in weights] * 24, gated)
+        return co.reorder_experts(
+            [co.quantize(weight, **FORMATS[kind]) for weight in weights] * 24, gated
+        )
 
     gate_up, down = packed(512, 512, True), packed(512, 256, False)  # 96 experts
     weights = gate_up.to("cuda"), down.to("cuda")
@@ -333,9 +390,17 @@ def test_row_panels_that_are_dealt_to_all_ctas(kind: str) -> None:
         with torch.cuda.graph(graph):
             captured = co.mixed_moe(*on_gpu)
         of_one = torch.randint(7, 8, ids.shape)
-        for routing in (torch.randint(-1, 96, ids.shape, generator=random), of_one, -of_one, of_one.cumsum(1) + 30):
+        for routing in (
+            torch.randint(-1, 96, ids.shape, generator=random),
+            of_one,
+            -of_one,
+            of_one.cumsum(1) + 30,
+        ):
             ids.copy_(routing)
-            expected, found = co.mixed_moe(x, gate_up, down, routing.clamp(min=-1), w), co.mixed_moe(*on_gpu)
+            expected, found = (
+                co.mixed_moe(x, gate_up, down, routing.clamp(min=-1), w),
+                co.mixed_moe(*on_gpu),
+            )
             check(found, expected, torch.float16)
             graph.replay()
             assert torch.equal(captured, found)
@@ -343,10 +408,19 @@ def test_row_panels_that_are_dealt_to_all_ctas(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "act_quant"),
-    [("int4", "none"), ("nf4", "none"), ("int8 with zero points", "token"), ("int4 in short groups", "block")],
+    [
+        ("int4", "none"),
+        ("nf4", "none"),
+        ("int8 with zero points", "token"),
+        ("int4 in short groups", "block"),
+    ],
 )
-def test_rows_that_ctas_find_in_256_ids_have_the_bits_of_sorted_ones(kind: str, act_quant: str) -> None:
-    some_experts = torch.randint(-1, 20, (20,), generator=torch.Generator().manual_seed(0)).int().cuda()
+def test_rows_that_ctas_find_in_256_ids_have_the_bits_of_sorted_ones(
+    kind: str, act_quant: str
+) -> None:
+    some_experts = (
+        torch.randint(-1, 20, (20,), generator=torch.Generator().manual_seed(0)).int().cuda()
+    )
     for top, expert_map in ((8, None), (4, some_experts), (1, None)):
         on_cpu = layer(256 // top + 1, torch.bfloat16, kind, "long", top)
         gate_up, down, x, ids, w = (value.to("cuda") for value in on_cpu)
@@ -392,7 +466,12 @@ def test_a_routing_is_the_cpus_and_is_captured() -> None:
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_capture_of_a_product_for_each_expert_is_refused() -> None:
-    gate_up, down, x, ids, w = (value.to("cuda") for value in layer(4, torch.float16, "int4", "uneven"))
+    gate_up, down, x, ids, w = (
+        value.to("cuda") for value in layer(4, torch.float16, "int4", "uneven")
+    )
     co.mixed_moe(x, gate_up, down, ids, w)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         co.mixed_moe(x, gate_up, down, ids, w)  # type: ignore[arg-type]

@@ -24,22 +24,33 @@ def test_explain_on_the_cpu() -> None:
     assert str(explanation) == f"cpu: {_C.cpu_kernel()} (the bits are the reference's)"
 
 
-@pytest.mark.parametrize("device", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"])
+@pytest.mark.parametrize(
+    "device", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"]
+)
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_explain_a_gpu_that_is_not_there(bits: int, act_quant: str, device: str) -> None:
     packed = co.reorder(weight(bits))
     for m in (0, 1, 17, 64, 65, 4097):
-        explanation = co.explain(m, packed, act_quant=act_quant, dtype=torch.bfloat16, device=device)
+        explanation = co.explain(
+            m, packed, act_quant=act_quant, dtype=torch.bfloat16, device=device
+        )
         assert explanation.device == device.rstrip("a")
         decodes = explanation.kernel in ("decode_gemm", "wgmma_decode_fold16")
         assert decodes == (explanation.device == "sm_90" and m <= 16)
-        # Weights in groups of 64 are rounded to x's dtype on Hopper from 17 rows on, and of fewer by one of the kernels.
+        # Weights in groups of 64 are rounded to x's dtype on Hopper from 17 rows on, and of fewer
+        # by one of the kernels.
         rounds = explanation.kernel in ("wgmma_fold16", "wgmma_decode_fold16")
         assert rounds or explanation.device != "sm_90" or m <= 16
         assert explanation.exact != rounds
-        assert decodes or rounds or explanation.kernel.endswith("_a16" if act_quant == "none" else "_a8")
-        assert co.explain(m, packed, act_quant=act_quant, dtype=torch.bfloat16, device=device, exact=True).exact
+        assert (
+            decodes
+            or rounds
+            or explanation.kernel.endswith("_a16" if act_quant == "none" else "_a8")
+        )
+        assert co.explain(
+            m, packed, act_quant=act_quant, dtype=torch.bfloat16, device=device, exact=True
+        ).exact
         itself = explanation.kernel == "decode_gemm" or (decodes and act_quant == "block")
         quantizes = act_quant != "none" and not itself
         launches = ["quantize_activations"] * quantizes + [explanation.kernel]
@@ -65,7 +76,11 @@ def test_explain_a_gpu_that_is_not_there(bits: int, act_quant: str, device: str)
         ({"device": "sm_75"}, ValueError, ["'sm_75'", "sm_80", "sm_120"]),
         ({"device": "sm_x"}, ValueError, ["'sm_x'", "sm_80"]),
         ({"device": "meta"}, ValueError, ["meta", "cpu and cuda"]),
-        ({"x": activations(3, K), "dtype": torch.bfloat16}, ValueError, ["torch.bfloat16", "x has dtype torch.float32"]),
+        (
+            {"x": activations(3, K), "dtype": torch.bfloat16},
+            ValueError,
+            ["torch.bfloat16", "x has dtype torch.float32"],
+        ),
         ({"x": activations(3, 8)}, ValueError, ["x has shape (3, 8)", str(K)]),
         ({"out_dtype": torch.int8}, TypeError, ["out_dtype", "int8", "float16"]),
         ({"activation": "tanh"}, ValueError, ["tanh"]),
@@ -85,7 +100,9 @@ def test_explain_refuses(change: Change, error: type[Exception], words: list[str
 def aligned(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
     """A tensor whose memory starts on 16 bytes."""
     memory = torch.zeros(math.prod(shape) + 8, dtype=dtype)
-    return memory[-memory.data_ptr() % 16 // memory.element_size() :][: math.prod(shape)].view(shape)
+    return memory[-memory.data_ptr() % 16 // memory.element_size() :][: math.prod(shape)].view(
+        shape
+    )
 
 
 def test_explain_takes_what_the_product_takes() -> None:
@@ -93,18 +110,31 @@ def test_explain_takes_what_the_product_takes() -> None:
     x = aligned(2, 3, K)
     of_rows = co.explain(6, packed, device="sm_90")
     assert co.explain(x, packed, device="sm_90") == of_rows
-    end: Change = {"bias": torch.zeros(N), "activation": "gelu", "residual": torch.zeros(2, 3, N), "saturate": True}
+    end: Change = {
+        "bias": torch.zeros(N),
+        "activation": "gelu",
+        "residual": torch.zeros(2, 3, N),
+        "saturate": True,
+    }
     assert co.explain(x, packed, device="sm_90", **end) == of_rows
-    assert co.explain(x.bfloat16(), packed, device="sm_90") == co.explain(6, packed, dtype=torch.bfloat16, device="sm_90")
+    assert co.explain(x.bfloat16(), packed, device="sm_90") == co.explain(
+        6, packed, dtype=torch.bfloat16, device="sm_90"
+    )
     assert co.explain(x, packed).kernel == _C.cpu_kernel()
     # Quantised before, they are not quantised again.
     many = aligned(300, K)
     for block in (64, -1):
         quantized = co.quantize_activations(many, block=block)
         before = co.explain(quantized, packed, device="sm_90", exact=True)
-        after = co.explain(many, packed, "token" if block == -1 else "block", device="sm_90", exact=True)
+        after = co.explain(
+            many, packed, "token" if block == -1 else "block", device="sm_90", exact=True
+        )
         assert after.launches == ("quantize_activations", *before.launches)
-        assert (before.kernel, before.grid, before.shared_memory) == (after.kernel, after.grid, after.shared_memory)
+        assert (before.kernel, before.grid, before.shared_memory) == (
+            after.kernel,
+            after.grid,
+            after.shared_memory,
+        )
     rounded = co.explain(quantized, packed, device="sm_90")
     assert rounded.launches[:2] == ("upcast_activations", "wgmma_fold16")
     assert not rounded.exact
@@ -125,7 +155,8 @@ def test_explain_sees_how_x_lies_in_memory() -> None:
     assert upcasts(wide[:, 4:516])  # rows do not start on 16 bytes
     assert upcasts(aligned(64, 516)[:, :512])
     assert not upcasts(aligned(512, 64).t())  # is copied
-    assert not upcasts(aligned(64, 1, 1024)[:, :, 4:516].transpose(0, 1).expand(2, 64, 512))  # so is what is no matrix
+    # so is what is no matrix
+    assert not upcasts(aligned(64, 1, 1024)[:, :, 4:516].transpose(0, 1).expand(2, 64, 512))
     assert not upcasts(wide[:, 4:516], batch_invariant=True)
     assert upcasts(wide.view(4, 16, 1024)[..., 4:516])
     assert not upcasts(wide[:1, 4:516].expand(64, 512))  # rows that overlap are copied, too
@@ -133,14 +164,18 @@ def test_explain_sees_how_x_lies_in_memory() -> None:
     # One row of three dimensions keeps its stride without other options, and has none as a matrix.
     row, large = aligned(1, 1, 28673)[..., :28672], sized(8192, 28672, 4)
     assert co.explain(row, large, device="sm_90").kernel == "decode_gemm"
-    assert co.explain(row, large, device="sm_90", exact=True) == co.explain(1, large, device="sm_90")
+    assert co.explain(row, large, device="sm_90", exact=True) == co.explain(
+        1, large, device="sm_90"
+    )
 
 
 def test_explain_casts_as_autocast_does() -> None:
     packed = co.reorder(weight())
     x = aligned(40, K, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        assert co.explain(x, packed, device="sm_90") == co.explain(40, packed, dtype=torch.bfloat16, device="sm_90")
+        assert co.explain(x, packed, device="sm_90") == co.explain(
+            40, packed, dtype=torch.bfloat16, device="sm_90"
+        )
     assert co.explain(x, packed, device="sm_90").kernel == "torch.matmul"
 
 
@@ -153,18 +188,24 @@ def test_explain_says_that_fp32_is_multiplied_by_torch() -> None:
     assert co.explain(0, packed, dtype=torch.float32, device="sm_90").launches == ()
     for act_quant in ("token", "block"):
         assert co.explain(5, packed, act_quant, torch.float32, "sm_90").launches[-1] != "dequantize"
-    with pytest.raises(ValueError, match="batch_invariant is True and x is float32 with act_quant='none'"):
+    with pytest.raises(
+        ValueError, match="batch_invariant is True and x is float32 with act_quant='none'"
+    ):
         co.explain(5, packed, dtype=torch.float32, device="sm_90", batch_invariant=True)
     quantized = co.quantize_activations(torch.zeros(5, 4096))
     assert co.explain(quantized, packed, device="sm_90").kernel != "torch.matmul"
-    assert co.explain(quantized, packed, device="sm_90", batch_invariant=True).kernel != "torch.matmul"
+    assert (
+        co.explain(quantized, packed, device="sm_90", batch_invariant=True).kernel != "torch.matmul"
+    )
 
 
 # What a GPU does with an fp32 x that is not quantised, on the CPU.
 @pytest.mark.parametrize("values", [70 * K, 1 << 26])
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "perm"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_panels_of_the_weight_give_the_product(bits: int, kind: str, values: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panels_of_the_weight_give_the_product(
+    bits: int, kind: str, values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     qw = weight(bits, "zeros" if kind == "perm" else kind, 64, n=200, perm=kind == "perm")
     packed, x = co.reorder(qw), activations(6, K)
     monkeypatch.setattr(products, "_PANEL_VALUES", values)
@@ -199,23 +240,39 @@ def test_panels_of_rows_that_are_not_finite_or_not_there() -> None:
 # What a CPU does with many rows of an x that is not quantised.
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "perm"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_many_rows_on_a_cpu_are_multiplied_by_torch(bits: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_on_a_cpu_are_multiplied_by_torch(
+    bits: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     qw = weight(bits, "zeros" if kind == "perm" else kind, 64, n=200, perm=kind == "perm")
     packed, bias = co.reorder(qw), activations(200)
     monkeypatch.setattr(products, "_CPU_PANEL_VALUES", 70 * K)  # four panels
     relative = {torch.float32: 0, torch.float16: 2**-10, torch.bfloat16: 2**-8}
-    for dtype, rows in ((torch.float32, 128), (torch.float16, 128), (torch.bfloat16, 128), (torch.bfloat16, 32)):
+    for dtype, rows in (
+        (torch.float32, 128),
+        (torch.float16, 128),
+        (torch.bfloat16, 128),
+        (torch.bfloat16, 32),
+    ):
         x = torch.randn(rows, K, generator=torch.Generator().manual_seed(rows)).to(dtype)
         for given in (None, bias.to(dtype), bias):
-            for more in ({}, {"out_dtype": torch.float32}, {"activation": "relu"}, {"residual": torch.zeros(rows, 200)}):
+            for more in (
+                {},
+                {"out_dtype": torch.float32},
+                {"activation": "relu"},
+                {"residual": torch.zeros(rows, 200)},
+            ):
                 y = co.mixed_gemm(x, packed, given, **more)
                 exact = co.explain(x, packed, bias=given, **more).exact
-                values = reference.dequantize_weight(qw, torch.float64 if exact else torch.bfloat16).double()
+                values = reference.dequantize_weight(
+                    qw, torch.float64 if exact else torch.bfloat16
+                ).double()
                 expected = x.double() @ values.t() + (0 if given is None else given.double())
                 absolute = 1e-5 * expected.square().mean().sqrt()
                 expected = expected.relu() if "activation" in more else expected
                 assert y.dtype == more.get("out_dtype", dtype)
-                assert ((y.double() - expected).abs() <= relative[y.dtype] * expected.abs() + absolute).all()
+                assert (
+                    (y.double() - expected).abs() <= relative[y.dtype] * expected.abs() + absolute
+                ).all()
         for keeps in ("exact", "batch_invariant"):
             y = co.mixed_gemm(x, packed, **{keeps: True})
             assert torch.equal(y, reference.mixed_gemm(x, qw))
@@ -255,7 +312,12 @@ def test_explain_says_what_a_cpu_does_with_many_rows() -> None:
         (128, torch.bfloat16, {"activation": "relu"}, False),
     ):
         found = co.explain(m, packed, dtype=dtype, **options)
-        assert (found.device, found.kernel, found.launches, found.exact) == ("cpu", "torch.matmul", (), not rounds)
+        assert (found.device, found.kernel, found.launches, found.exact) == (
+            "cpu",
+            "torch.matmul",
+            (),
+            not rounds,
+        )
         assert found.workspace == (2 if rounds else 4) * 2**20 * min(torch.get_num_threads(), 16)
     for m, dtype, options in (
         (127, torch.float32, {}),

@@ -1,4 +1,6 @@
-"""``explain`` against what a profiler saw: kernels, grids, threads, clusters and shared memory of products over all kernels."""
+"""``explain`` against what a profiler saw: kernels, grids, threads, clusters and shared memory of
+products over all kernels.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ GPU, HALF = torch.device("cuda"), torch.float16
 _STATIC_BYTES = 4096
 #: Names of kernels in a file that is not called after them.
 _KERNELS = {
-    "quantize_activations": ("quantize_blocks", "quantize_rows", "quantize_row_parts", "quantize_any_rows"),
+    "quantize_activations": (
+        "quantize_blocks",
+        "quantize_rows",
+        "quantize_row_parts",
+        "quantize_any_rows",
+    ),
     "upcast_activations": ("upcast_activations", "gather_activations"),
 }
 
@@ -30,26 +37,50 @@ _KERNELS = {
 def book(n: int, k: int, group_size: int = 64) -> co.QuantizedWeight:
     plain = make_weight(Format(4, "symmetric", group_size), n, k, exact=False)
     codebook = torch.linspace(-1, 1, 16, device=GPU)
-    return co.QuantizedWeight(plain.codes, plain.scales, bits=4, group_size=group_size, book=codebook)
+    return co.QuantizedWeight(
+        plain.codes, plain.scales, bits=4, group_size=group_size, book=codebook
+    )
 
 
-def plain(bits: int = 4, kind: str = "symmetric", group_size: int = 128) -> Callable[[int, int], co.QuantizedWeight]:
+def plain(
+    bits: int = 4, kind: str = "symmetric", group_size: int = 128
+) -> Callable[[int, int], co.QuantizedWeight]:
     return lambda n, k: make_weight(Format(bits, kind, group_size), n, k, exact=False)
 
 
 #: Weight, m, n, k, options; the kernels are those of a GPU of sm_90 and 132 SMs.
-PROBLEMS: dict[str, tuple[Callable[[int, int], co.QuantizedWeight], int, int, int, dict[str, Any]]] = {
+PROBLEMS: dict[
+    str, tuple[Callable[[int, int], co.QuantizedWeight], int, int, int, dict[str, Any]]
+] = {
     "decode_gemm": (plain(), 1, 4096, 4096, {}),
     "decode_gemm, int8": (plain(8), 1, 4096, 4096, {}),
     "decode_gemm quantises": (plain(), 1, 4096, 4096, {"act_quant": "block"}),
     "decode_gemm, offsets": (plain(4, "offsets", 32), 7, 1000, 4096, {"exact": True}),
     "wgmma_decode_fold16, offsets": (plain(4, "offsets", 32), 7, 1000, 4096, {}),
-    "wgmma_decode_fold16 quantises": (plain(4, "symmetric", 32), 16, 4096, 4096, {"act_quant": "block"}),
-    "wgmma_decode_fold16, one CTA per SM": (plain(8, "symmetric", 64), 16, 14336, 4096, {"act_quant": "block"}),
+    "wgmma_decode_fold16 quantises": (
+        plain(4, "symmetric", 32),
+        16,
+        4096,
+        4096,
+        {"act_quant": "block"},
+    ),
+    "wgmma_decode_fold16, one CTA per SM": (
+        plain(8, "symmetric", 64),
+        16,
+        14336,
+        4096,
+        {"act_quant": "block"},
+    ),
     "decode_gemm, code book": (book, 1, 4096, 4096, {}),
     "wgmma_decode": (plain(), 16, 4096, 4096, {}),
     "wgmma_decode, code book": (book, 16, 4096, 4096, {}),
-    "wgmma_decode quantises": (plain(4, "zeros"), 16, 4096, 4096, {"act_quant": "block", "act_symmetric": False}),
+    "wgmma_decode quantises": (
+        plain(4, "zeros"),
+        16,
+        4096,
+        4096,
+        {"act_quant": "block", "act_symmetric": False},
+    ),
     "wgmma_decode, one CTA per SM": (plain(8), 16, 14336, 4096, {}),
     "wgmma_decode after the quantiser": (plain(), 8, 4096, 4096, {"act_quant": "token"}),
     "wgmma_gemm_a16": (plain(), 64, 4096, 4096, {}),
@@ -58,10 +89,34 @@ PROBLEMS: dict[str, tuple[Callable[[int, int], co.QuantizedWeight], int, int, in
     "wgmma_gemm_a16, large": (plain(), 4096, 4096, 4096, {"out_dtype": torch.float32}),
     "wgmma_gemm_a8, blocks": (plain(), 300, 4096, 4096, {"act_quant": "block"}),
     "wgmma_gemm_a8, rows": (plain(8), 129, 4096, 4096, {"act_quant": "token"}),
-    "wgmma_gemm_a8, zero points": (plain(4, "zeros"), 512, 4096, 4096, {"act_quant": "block", "act_symmetric": False}),
-    "wgmma_gemm_a8, column sums": (plain(8), 1000, 4096, 4096, {"act_quant": "token", "act_symmetric": False}),
-    "wgmma_gemm_a8, zero points of weights": (plain(8, "zeros"), 300, 4096, 4096, {"act_quant": "block"}),
-    "wgmma_gemm_a8, all of K": (plain(8, "symmetric", -1), 1024, 4096, 4096, {"act_quant": "token"}),
+    "wgmma_gemm_a8, zero points": (
+        plain(4, "zeros"),
+        512,
+        4096,
+        4096,
+        {"act_quant": "block", "act_symmetric": False},
+    ),
+    "wgmma_gemm_a8, column sums": (
+        plain(8),
+        1000,
+        4096,
+        4096,
+        {"act_quant": "token", "act_symmetric": False},
+    ),
+    "wgmma_gemm_a8, zero points of weights": (
+        plain(8, "zeros"),
+        300,
+        4096,
+        4096,
+        {"act_quant": "block"},
+    ),
+    "wgmma_gemm_a8, all of K": (
+        plain(8, "symmetric", -1),
+        1024,
+        4096,
+        4096,
+        {"act_quant": "token"},
+    ),
     "wgmma_fold16": (plain(4, "offsets", 32), 777, 4096, 4096, {}),
     "wgmma_fold16, int8": (plain(8, "symmetric", 32), 100, 4096, 4096, {}),
     "wgmma_fold16, int8 x": (plain(4, "symmetric", 64), 300, 4096, 4096, {"act_quant": "block"}),
@@ -70,7 +125,13 @@ PROBLEMS: dict[str, tuple[Callable[[int, int], co.QuantizedWeight], int, int, in
     "mma_gemm_a16, int8": (plain(8), 300, 4096, 4096, {"architecture": 80}),
     "mma_gemm_a16, exact": (plain(4, "offsets", 32), 20, 4096, 4096, {"exact": True}),
     "mma_gemm_a8": (plain(), 16, 4096, 4096, {"architecture": 80, "act_quant": "block"}),
-    "mma_gemm_a8, exact": (plain(8, "zeros"), 100, 4096, 4096, {"exact": True, "act_quant": "token", "act_symmetric": False}),
+    "mma_gemm_a8, exact": (
+        plain(8, "zeros"),
+        100,
+        4096,
+        4096,
+        {"exact": True, "act_quant": "token", "act_symmetric": False},
+    ),
     "book_gemm_a16": (book, 4, 4096, 4096, {"architecture": 80}),
     "batch-invariant": (plain(), 5, 4096, 4096, {"batch_invariant": True}),
 }
@@ -84,24 +145,44 @@ def launches(run: Callable[[], object], trace: Path) -> list[dict[str, Any]]:
         run()
         torch.cuda.synchronize()
     profiler.export_chrome_trace(str(trace))
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "kernel"]
+    events = [
+        event
+        for event in json.loads(trace.read_text())["traceEvents"]
+        if event.get("cat") == "kernel"
+    ]
     return sorted(events, key=lambda event: event["ts"])
 
 
-def check(x: Tensor | co.QuantizedActivations, packed: co.PackedWeight, trace: Path, **options: Any) -> co.Explanation:
+def check(
+    x: Tensor | co.QuantizedActivations, packed: co.PackedWeight, trace: Path, **options: Any
+) -> co.Explanation:
     explanation = co.explain(x, packed, **options)
     ran = launches(lambda: co.mixed_gemm(x, packed, **options), trace)
     if not ran:
         pytest.skip("the profiler sees nothing: another tool (compute-sanitizer) keeps it out")
     # torch's own copies of x stand before.
     ran = [event for event in ran if "cutlass_ops" in event["name"]]
-    assert len(ran) == len(explanation.launches), ([event["name"] for event in ran], explanation.launches)
+    assert len(ran) == len(explanation.launches), (
+        [event["name"] for event in ran],
+        explanation.launches,
+    )
     for event, name in zip(ran, explanation.launches, strict=True):
-        assert any(kernel in event["name"] for kernel in _KERNELS.get(name, (name,))), (event["name"], name)
-    seen = next(event["args"] for event, name in zip(ran, explanation.launches, strict=True) if name == explanation.kernel)
+        assert any(kernel in event["name"] for kernel in _KERNELS.get(name, (name,))), (
+            event["name"],
+            name,
+        )
+    seen = next(
+        event["args"]
+        for event, name in zip(ran, explanation.launches, strict=True)
+        if name == explanation.kernel
+    )
     assert list(seen["grid"]) == [*explanation.grid, 1]
     assert list(seen["block"]) == [explanation.threads, 1, 1]
-    assert explanation.shared_memory <= seen["shared memory"] <= explanation.shared_memory + _STATIC_BYTES
+    assert (
+        explanation.shared_memory
+        <= seen["shared memory"]
+        <= explanation.shared_memory + _STATIC_BYTES
+    )
     if "cluster" in seen:
         assert list(seen["cluster"]) == [explanation.cluster, 1, 1]
     return explanation
@@ -113,7 +194,10 @@ def test_explain_says_what_the_profiler_sees(name: str, tmp_path: Path) -> None:
     packed = co.reorder(make(n, k))
     x = torch.randn(m, k, dtype=HALF, device=GPU)
     explanation = check(x, packed, tmp_path / "trace.json", **options)
-    hopper = torch.cuda.get_device_capability() == (9, 0) and torch.cuda.get_device_properties(0).multi_processor_count == 132
+    hopper = (
+        torch.cuda.get_device_capability() == (9, 0)
+        and torch.cuda.get_device_properties(0).multi_processor_count == 132
+    )
     if hopper and name != "batch-invariant":
         assert name.startswith(explanation.kernel)
 
@@ -130,6 +214,8 @@ def test_explain_says_what_the_profiler_sees_of_any_x(tmp_path: Path) -> None:
         check(x, packed, tmp_path / "trace.json")
     for symmetric in (True, False):
         for block in (128, -1):
-            quantized = co.quantize_activations(torch.randn(300, 4096, dtype=HALF, device=GPU), block, symmetric)
+            quantized = co.quantize_activations(
+                torch.randn(300, 4096, dtype=HALF, device=GPU), block, symmetric
+            )
             check(quantized, zeros, tmp_path / "trace.json")
             check(quantized, co.reorder(plain(4, "offsets")(4096, 4096)), tmp_path / "trace.json")

@@ -1,4 +1,6 @@
-"""FP8 weights (e4m3): every float, quantised weights against torch's own type, and the files that hold them."""
+"""FP8 weights (e4m3): every float, quantised weights against torch's own type, and the
+files that hold them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def random_codes(*shape: int, seed: int = 0) -> Tensor:
-    return NUMBERS[torch.randint(0, len(NUMBERS), shape, generator=torch.Generator().manual_seed(seed))]
+    return NUMBERS[
+        torch.randint(0, len(NUMBERS), shape, generator=torch.Generator().manual_seed(seed))
+    ]
 
 
 def test_all_codes() -> None:
@@ -47,7 +51,9 @@ def test_all_codes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, FLOAT])
-@pytest.mark.parametrize(("n", "k", "group_size"), [(3, 128, 128), (5, 100, 32), (2, 576, 128), (33, 300, -1)])
+@pytest.mark.parametrize(
+    ("n", "k", "group_size"), [(3, 128, 128), (5, 100, 32), (2, 576, 128), (33, 300, -1)]
+)
 def test_quantise(n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
     weight = (randn(n, k) * torch.logspace(-3, 2, n)[:, None]).to(dtype)
     weight[-1] = 0
@@ -66,7 +72,9 @@ def test_quantise(n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
         codes = qw.codes[row, size * group : size * group + size]
         floats = NUMBERS.view(E4M3).double()
         error = ((block / scale)[:, None] - floats).abs().amin(1)
-        assert torch.allclose((block / scale - codes.view(E4M3).double()).abs(), error, rtol=0, atol=1e-4)
+        assert torch.allclose(
+            (block / scale - codes.view(E4M3).double()).abs(), error, rtol=0, atol=1e-4
+        )
     assert not qw.codes[-1].any()
 
 
@@ -144,7 +152,10 @@ def test_plans() -> None:
         (300, HALF, "sm_80", "mma_gemm_a16"),
     ):
         assert co.explain(m, packed, dtype=dtype, device=device).kernel == kernel
-    assert co.explain(300, packed, dtype=HALF, out_dtype=FLOAT, device="sm_90").kernel == "mma_gemm_a16"
+    assert (
+        co.explain(300, packed, dtype=HALF, out_dtype=FLOAT, device="sm_90").kernel
+        == "mma_gemm_a16"
+    )
     with pytest.raises(ValueError, match="multiplied by floats"):
         co.explain(1, packed, act_quant="token", device="sm_90")
 
@@ -154,7 +165,9 @@ def test_plans() -> None:
 
 def write(folder: Path, tensors: dict[str, Tensor], quantization: dict[str, Any]) -> Path:
     folder.mkdir(exist_ok=True)
-    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors"
+    )
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     return folder
 
@@ -169,9 +182,16 @@ def check(path: Path, dialect: str, want: Tensor, tmp_path: Path) -> co.Quantize
     assert entry.quantized is not None
     assert (entry.quantized.bits, entry.quantized.group_size) == (weight.bits, weight.group_size)
     parts = ("scales", "zeros", "bias", "perm", "book")
-    assert dict(entry.quantized.dtypes) == {p: getattr(weight, p).dtype for p in parts if getattr(weight, p) is not None}
+    assert dict(entry.quantized.dtypes) == {
+        p: getattr(weight, p).dtype for p in parts if getattr(weight, p) is not None
+    }
     out = tmp_path / "packed.safetensors"
-    for arguments in (["reorder", path, "-o", out], ["verify", out], ["verify", out, "--against", path], ["inspect", out]):
+    for arguments in (
+        ["reorder", path, "-o", out],
+        ["verify", out],
+        ["verify", out, "--against", path],
+        ["inspect", out],
+    ):
         done = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
         assert done.exit_code == 0, done.output
     assert "e4m3 floats" in done.output
@@ -182,14 +202,23 @@ def expected(codes: Tensor, scales: Tensor, rows: int, columns: int) -> Tensor:
     """Value by value, each with the scale of its block."""
     n, k = codes.shape
     floats = codes.view(E4M3).float()
-    return torch.stack([floats[i] * scales.float()[i // rows, torch.arange(k) // columns] for i in range(n)])
+    return torch.stack(
+        [floats[i] * scales.float()[i // rows, torch.arange(k) // columns] for i in range(n)]
+    )
 
 
-DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+DEEPSEEK = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, torch.float8_e8m0fnu])
-@pytest.mark.parametrize(("n", "k", "block"), [(256, 384, 128), (200, 300, 128), (40, 64, 128), (96, 160, 32)])
+@pytest.mark.parametrize(
+    ("n", "k", "block"), [(256, 384, 128), (200, 300, 128), (40, 64, 128), (96, 160, 32)]
+)
 def test_deepseek(tmp_path: Path, n: int, k: int, block: int, dtype: torch.dtype) -> None:
     codes, scales = random_codes(n, k), 2.0 ** randn(-(-n // block), -(-k // block)).round()
     if dtype != torch.float8_e8m0fnu:
@@ -220,15 +249,27 @@ def test_blocks_beyond_the_matrix_end_with_it(tmp_path: Path, block: list[int]) 
 @pytest.mark.parametrize("shape", [(), (1,), (24,), (24, 1)])
 def test_one_scale_for_all_or_for_a_row(tmp_path: Path, shape: tuple[int, ...]) -> None:
     codes, scales = random_codes(24, 100), randn(24, 1).abs() if 24 in shape else randn(1, 1).abs()
-    tensors = {"m.weight": codes.view(E4M3), "m.weight_scale": scales.reshape(shape), "m.input_scale": torch.ones(1)}
-    path = write(tmp_path / "source", tensors, {"quant_method": "fp8", "activation_scheme": "static"})
+    tensors = {
+        "m.weight": codes.view(E4M3),
+        "m.weight_scale": scales.reshape(shape),
+        "m.input_scale": torch.ones(1),
+    }
+    path = write(
+        tmp_path / "source", tensors, {"quant_method": "fp8", "activation_scheme": "static"}
+    )
     weight = check(path, "fp8", expected(codes, scales, 1 if 24 in shape else 24, 100), tmp_path)
     assert weight.group_size == -1
-    assert co.load_checkpoint(path).metadata["static activations"] == "input_scale of 1 modules is not used"
+    assert (
+        co.load_checkpoint(path).metadata["static activations"]
+        == "input_scale of 1 modules is not used"
+    )
 
 
 def fp8(**extra: Tensor | None) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor | None] = {"weight": random_codes(8, 256).view(E4M3), "weight_scale_inv": torch.ones(1, 2)}
+    tensors: dict[str, Tensor | None] = {
+        "weight": random_codes(8, 256).view(E4M3),
+        "weight_scale_inv": torch.ones(1, 2),
+    }
     return {f"m.{name}": value for name, value in {**tensors, **extra}.items() if value is not None}
 
 
@@ -241,30 +282,54 @@ def fp8(**extra: Tensor | None) -> dict[str, Tensor]:
         (fp8(weight_scale_inv=torch.ones(1, 2, dtype=torch.int32)), {}, "is expected"),
         (fp8(weight_scale_inv=torch.tensor([[1.0, math.nan]])), {}, r"scales\[0, 1\] is nan"),
         (fp8(weight_scale_inv=None, weight_scale=torch.ones(7)), {}, r"is \[7\]; one scale, or 8"),
-        (fp8(weight=torch.full((8, 256), 0x7F, dtype=torch.uint8).view(E4M3)), {}, r"codes\[0, 0\] is 0x7f, the NaN"),
+        (
+            fp8(weight=torch.full((8, 256), 0x7F, dtype=torch.uint8).view(E4M3)),
+            {},
+            r"codes\[0, 0\] is 0x7f, the NaN",
+        ),
         (fp8(weight=random_codes(2, 8, 256).view(E4M3)), {}, r"is \[2, 8, 256\]"),
         (fp8(weight=torch.ones(8, 256)), {}, "weight_scale_inv.*belongs to no quantised weight"),
-        (fp8(gate_up_proj=random_codes(2, 8, 256).view(E4M3)), {}, "stacked experts are not supported"),
+        (
+            fp8(gate_up_proj=random_codes(2, 8, 256).view(E4M3)),
+            {},
+            "stacked experts are not supported",
+        ),
         (fp8(), {"weight_block_size": None}, "weight_block_size is None"),
         (fp8(), {"weight_block_size": [128, 0]}, r"weight_block_size is \[128, 0\]"),
-        (fp8(weight_scale_inv=torch.ones(1, 6)), {"weight_block_size": [128, 48]}, "has groups of 48"),
+        (
+            fp8(weight_scale_inv=torch.ones(1, 6)),
+            {"weight_block_size": [128, 48]},
+            "has groups of 48",
+        ),
         (fp8(), {"fmt": "e5m2"}, "fmt is 'e5m2'"),
     ],
 )
-def test_fp8_files_that_are_refused(tmp_path: Path, tensors: dict[str, Tensor], config: dict[str, Any], match: str) -> None:
+def test_fp8_files_that_are_refused(
+    tmp_path: Path, tensors: dict[str, Tensor], config: dict[str, Any], match: str
+) -> None:
     path = write(tmp_path, tensors, DEEPSEEK | config)
     with pytest.raises(CheckpointError, match=match):
         co.load_checkpoint(path)["m"]
 
 
 def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
-    described = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False} | weights
+    described = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": strategy,
+        "symmetric": True,
+        "dynamic": False,
+    } | weights
     group = {
         "targets": ["Linear"],
         "weights": described,
         "input_activations": {**described, "strategy": "token", "dynamic": True},
     }
-    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+    }
 
 
 @pytest.mark.parametrize(
@@ -278,7 +343,13 @@ def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("dtype", [BFLOAT, FLOAT])
 def test_compressed_tensors(
-    tmp_path: Path, strategy: str, shape: tuple[int, ...], rows: int, columns: int, extra: dict[str, Any], dtype: torch.dtype
+    tmp_path: Path,
+    strategy: str,
+    shape: tuple[int, ...],
+    rows: int,
+    columns: int,
+    extra: dict[str, Any],
+    dtype: torch.dtype,
 ) -> None:
     codes, scales = random_codes(200, 320), randn(*shape).abs().to(dtype)
     tensors = {"m.weight": codes.view(E4M3), "m.weight_scale": scales}
@@ -295,11 +366,19 @@ def test_compressed_tensors(
         ({"m.weight_zero_point": torch.zeros(8, 1, dtype=torch.int8)}, "which have none"),
         ({"m.weight_scale": torch.ones(7, 1)}, r"\[N, G\] or \[1\] is expected"),
         ({"m.weight_scale": None}, "is missing"),
-        ({"m.weight": torch.full((8, 64), 0xFF, dtype=torch.uint8).view(E4M3)}, r"codes\[0, 0\] is 0xff, the NaN"),
+        (
+            {"m.weight": torch.full((8, 64), 0xFF, dtype=torch.uint8).view(E4M3)},
+            r"codes\[0, 0\] is 0xff, the NaN",
+        ),
     ],
 )
-def test_compressed_tensors_that_are_refused(tmp_path: Path, extra: dict[str, Tensor | None], match: str) -> None:
-    held: dict[str, Tensor | None] = {"m.weight": random_codes(8, 64).view(E4M3), "m.weight_scale": torch.ones(8, 1)}
+def test_compressed_tensors_that_are_refused(
+    tmp_path: Path, extra: dict[str, Tensor | None], match: str
+) -> None:
+    held: dict[str, Tensor | None] = {
+        "m.weight": random_codes(8, 64).view(E4M3),
+        "m.weight_scale": torch.ones(8, 1),
+    }
     tensors = {name: value for name, value in {**held, **extra}.items() if value is not None}
     with pytest.raises(CheckpointError, match=match):
         co.load_checkpoint(write(tmp_path, tensors, compressed("channel")))["m"]

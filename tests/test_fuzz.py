@@ -41,7 +41,9 @@ def test_a_case_is_the_same_again(fuzz: ModuleType) -> None:
     assert first.files != model.files
 
 
-def test_it_sees_a_verify_that_is_blind(fuzz: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_sees_a_verify_that_is_blind(
+    fuzz: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = fuzz.packed()["packed 2"]
     content = bytearray(model.files["model.safetensors"])
     content[-1] ^= 1

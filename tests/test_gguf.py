@@ -41,7 +41,9 @@ def blocks(kind: Type, n: int, k: int) -> npt.NDArray[np.uint8]:
     size, nbytes = gguf.GGML_QUANT_SIZES[kind]
     raw = RANDOM.integers(0, 256, (n, k // size, nbytes), dtype=np.uint8)
     for start in NUMBERS[kind]:
-        raw[..., start : start + 2] = RANDOM.standard_normal((n, k // size, 1)).astype(np.float16).view(np.uint8)
+        raw[..., start : start + 2] = (
+            RANDOM.standard_normal((n, k // size, 1)).astype(np.float16).view(np.uint8)
+        )
     return raw.reshape(n, -1)
 
 
@@ -53,7 +55,9 @@ def test_values_are_those_of_the_format(tmp_path: Path, kind: Type) -> None:
     values = torch.from_numpy(gguf.dequantize(raw, kind))
     assert torch.equal(checkpoint.entries["w"].values(), values)
     weight = checkpoint["w"]
-    assert {"scales": weight.scales.dtype} | ({} if weight.offsets is None else {"offsets": weight.offsets.dtype}) == (
+    assert {"scales": weight.scales.dtype} | (
+        {} if weight.offsets is None else {"offsets": weight.offsets.dtype}
+    ) == (
         checkpoint.entries["w"].quantized.dtypes  # type: ignore[union-attr]
     )
     ours = reference.dequantize_weight(weight, torch.float32)
@@ -65,15 +69,29 @@ def test_values_are_those_of_the_format(tmp_path: Path, kind: Type) -> None:
     elif kind == Type.Q6_K:
         limit = weight.scales.abs().repeat_interleave(32, 1) * (0.5 + 2.0**-15)
         assert bool(((ours - values).abs() <= limit).all())
-        step = np.abs(raw.reshape(48, 3, 210)[..., 192:208].view(np.int8).astype(np.float32)).reshape(48, 24, 2).max(-1)
-        step *= np.abs(np.repeat(raw.reshape(48, 3, 210)[..., 208:].copy().view(np.float16)[..., 0], 8, 1).astype(np.float32))
-        assert bool(((ours - values).abs() <= torch.from_numpy(step).repeat_interleave(32, 1) * 0.1261).all())
+        step = (
+            np.abs(raw.reshape(48, 3, 210)[..., 192:208].view(np.int8).astype(np.float32))
+            .reshape(48, 24, 2)
+            .max(-1)
+        )
+        step *= np.abs(
+            np.repeat(
+                raw.reshape(48, 3, 210)[..., 208:].copy().view(np.float16)[..., 0], 8, 1
+            ).astype(np.float32)
+        )
+        assert bool(
+            (
+                (ours - values).abs() <= torch.from_numpy(step).repeat_interleave(32, 1) * 0.1261
+            ).all()
+        )
     else:
         assert torch.equal(ours, values)
 
 
 @pytest.mark.parametrize("kind", list(NUMBERS))
-def test_a_weight_is_converted_piece_by_piece(tmp_path: Path, kind: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_is_converted_piece_by_piece(
+    tmp_path: Path, kind: Type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_gguf(tmp_path / "m.gguf", {"w": (blocks(kind, 7, 512), kind)}, "other")
     whole = load_checkpoint(path)["w"]
     monkeypatch.setattr("cutlass_ops.checkpoints.gguf_blocks._BYTES_AT_A_TIME", 1200)
@@ -112,14 +130,23 @@ def converted(weights: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
 @pytest.mark.parametrize("kind", [*NUMBERS, Type.F32, Type.F16])
 def test_the_rows_of_q_and_k_are_put_back(tmp_path: Path, kind: Type) -> None:
     if kind in (Type.F32, Type.F16):
-        q, k = (RANDOM.standard_normal((n, 64)).astype(np.float32 if kind == Type.F32 else np.float16) for n in (64, 32))
+        q, k = (
+            RANDOM.standard_normal((n, 64)).astype(np.float32 if kind == Type.F32 else np.float16)
+            for n in (64, 32)
+        )
     else:
         q, k = blocks(kind, 64, 256), blocks(kind, 32, 256)
     kept = {"blk.3.attn_v.weight": (k, kind)}
-    as_it_was = load_checkpoint(write_gguf(tmp_path / "a.gguf", {"q.weight": (q, kind), "k.weight": (k, kind)}, "other"))
+    as_it_was = load_checkpoint(
+        write_gguf(tmp_path / "a.gguf", {"q.weight": (q, kind), "k.weight": (k, kind)}, "other")
+    )
     path = write_gguf(
         tmp_path / "b.gguf",
-        {"blk.3.attn_q.weight": (converted(q, 4), kind), "blk.3.attn_k.weight": (converted(k, 2), kind), **kept},
+        {
+            "blk.3.attn_q.weight": (converted(q, 4), kind),
+            "blk.3.attn_k.weight": (converted(k, 2), kind),
+            **kept,
+        },
         head_count=4,
         head_count_kv=2,
     )
@@ -127,7 +154,10 @@ def test_the_rows_of_q_and_k_are_put_back(tmp_path: Path, kind: Type) -> None:
     prefix = "model.layers.3.self_attn."
     for ours, name in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "k")):
         if kind in (Type.F32, Type.F16):
-            assert torch.equal(dict(read.plain())[f"{prefix}{ours}.weight"], dict(as_it_was.plain())[f"{name}.weight"])
+            assert torch.equal(
+                dict(read.plain())[f"{prefix}{ours}.weight"],
+                dict(as_it_was.plain())[f"{name}.weight"],
+            )
             continue
         a, b = read[prefix + ours], as_it_was[name]
         assert torch.equal(a.codes, b.codes)
@@ -139,7 +169,10 @@ def test_the_rows_of_q_and_k_are_put_back(tmp_path: Path, kind: Type) -> None:
 def test_the_rows_agree_with_transformers(tmp_path: Path) -> None:
     loader = import_or_skip("transformers.modeling_gguf_pytorch_utils")
     processor = loader.LlamaTensorProcessor({"num_attention_heads": 6, "num_key_value_heads": 3})
-    raw = {name: RANDOM.standard_normal((96, 8)).astype(np.float32) for name in ("attn_q", "attn_k", "attn_v")}
+    raw = {
+        name: RANDOM.standard_normal((96, 8)).astype(np.float32)
+        for name in ("attn_q", "attn_k", "attn_v")
+    }
     path = write_gguf(
         tmp_path / "m.gguf",
         {f"blk.0.{name}.weight": (value, Type.F32) for name, value in raw.items()},
@@ -149,19 +182,28 @@ def test_the_rows_agree_with_transformers(tmp_path: Path) -> None:
     plain = dict(load_checkpoint(path).plain())
     for name, value in raw.items():
         expected = processor.process(value, f"blk.0.{name}.weight").weights
-        assert torch.equal(plain[f"model.layers.0.self_attn.{name[-1]}_proj.weight"], torch.from_numpy(np.array(expected)))
+        assert torch.equal(
+            plain[f"model.layers.0.self_attn.{name[-1]}_proj.weight"],
+            torch.from_numpy(np.array(expected)),
+        )
 
 
 def test_without_a_count_of_key_heads_there_are_as_many(tmp_path: Path) -> None:
     k = np.arange(32, dtype=np.float32)[:, None]
-    path = write_gguf(tmp_path / "m.gguf", {"blk.0.attn_k.weight": (converted(k, 4), Type.F32)}, head_count=4)
+    path = write_gguf(
+        tmp_path / "m.gguf", {"blk.0.attn_k.weight": (converted(k, 4), Type.F32)}, head_count=4
+    )
     ((_, values),) = load_checkpoint(path).plain()
     assert values[:, 0].tolist() == list(range(32))
 
 
 @pytest.mark.parametrize("keys", [{}, {"head_count": 0}, {"head_count": 5}])
 def test_rows_that_cannot_be_put_back(tmp_path: Path, keys: dict[str, int]) -> None:
-    path = write_gguf(tmp_path / "m.gguf", {"blk.0.attn_q.weight": (np.zeros((64, 4), np.float32), Type.F32)}, **keys)
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        {"blk.0.attn_q.weight": (np.zeros((64, 4), np.float32), Type.F32)},
+        **keys,
+    )
     with pytest.raises(CheckpointError, match="heads of attention") as raised:
         load_checkpoint(path)
     assert raised.value.tensor == "blk.0.attn_q.weight"
@@ -170,9 +212,13 @@ def test_rows_that_cannot_be_put_back(tmp_path: Path, keys: dict[str, int]) -> N
 def test_other_architectures_keep_their_rows_and_names(tmp_path: Path) -> None:
     q = RANDOM.standard_normal((64, 4)).astype(np.float32)
     tensors = {"blk.0.attn_q.weight": (q, Type.F32), "output_norm.weight": (q[0], Type.F32)}
-    qwen = dict(load_checkpoint(write_gguf(tmp_path / "a.gguf", tensors, "qwen2", head_count=4)).plain())
+    qwen = dict(
+        load_checkpoint(write_gguf(tmp_path / "a.gguf", tensors, "qwen2", head_count=4)).plain()
+    )
     assert torch.equal(qwen["model.layers.0.self_attn.q_proj.weight"], torch.from_numpy(q))
-    other = dict(load_checkpoint(write_gguf(tmp_path / "b.gguf", tensors, "other", head_count=4)).plain())
+    other = dict(
+        load_checkpoint(write_gguf(tmp_path / "b.gguf", tensors, "other", head_count=4)).plain()
+    )
     assert torch.equal(other["blk.0.attn_q.weight"], torch.from_numpy(q))
     assert "output_norm.weight" in other
 
@@ -180,7 +226,12 @@ def test_other_architectures_keep_their_rows_and_names(tmp_path: Path) -> None:
 def test_names_are_those_of_transformers(tmp_path: Path) -> None:
     transformers = import_or_skip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, attention_bias=True
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        attention_bias=True,
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
@@ -188,7 +239,10 @@ def test_names_are_those_of_transformers(tmp_path: Path) -> None:
     tensors = {}
     for name, value in model.state_dict().items():
         module, _, suffix = name.rpartition(".")
-        tensors[f"{names.get_name(module)}.{suffix}"] = (np.zeros(tuple(value.shape), np.float32), Type.F32)
+        tensors[f"{names.get_name(module)}.{suffix}"] = (
+            np.zeros(tuple(value.shape), np.float32),
+            Type.F32,
+        )
     path = write_gguf(tmp_path / "m.gguf", tensors, head_count=2, head_count_kv=2)
     assert {name for name, _ in load_checkpoint(path).plain()} == set(model.state_dict())
 
@@ -220,7 +274,13 @@ def test_plain_tensors_keep_their_type(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tensors, "other")
     plain = dict(load_checkpoint(path).plain())
     x = torch.from_numpy(values)
-    expected = {"a": x, "b": x.half(), "c": x.bfloat16(), "d": x.double(), "e": torch.arange(4, dtype=torch.int32)}
+    expected = {
+        "a": x,
+        "b": x.half(),
+        "c": x.bfloat16(),
+        "d": x.double(),
+        "e": torch.arange(4, dtype=torch.int32),
+    }
     for name, value in expected.items():
         assert plain[name].dtype == value.dtype
         assert torch.equal(plain[name], value)
@@ -251,7 +311,9 @@ def test_an_embedding_beside_a_head_stays_itself(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(write_gguf(tmp_path / "m.gguf", tensors))
     assert sorted(checkpoint) == ["lm_head", "model.embed_tokens"]
     plain = {"token_embd.weight": (np.zeros((4, 4), np.float32), Type.F32)}
-    assert list(load_checkpoint(write_gguf(tmp_path / "f.gguf", plain)).entries) == ["model.embed_tokens.weight"]
+    assert list(load_checkpoint(write_gguf(tmp_path / "f.gguf", plain)).entries) == [
+        "model.embed_tokens.weight"
+    ]
 
 
 def test_a_bias_goes_with_its_weight(tmp_path: Path) -> None:
@@ -292,7 +354,11 @@ def test_a_bias_of_another_size_is_refused(tmp_path: Path) -> None:
 def test_types_that_cannot_be_packed_are_named(tmp_path: Path) -> None:
     raw = blocks(Type.Q4_0, 4, 64)
     k_quant = np.zeros((4, gguf.GGML_QUANT_SIZES[Type.Q3_K][1]), np.uint8)
-    tensors = {"a.weight": (raw, Type.Q4_0), "b.weight": (k_quant, Type.Q3_K), "c": (raw.reshape(2, 2, -1), Type.Q4_0)}
+    tensors = {
+        "a.weight": (raw, Type.Q4_0),
+        "b.weight": (k_quant, Type.Q3_K),
+        "c": (raw.reshape(2, 2, -1), Type.Q4_0),
+    }
     checkpoint = load_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, "other"))
     assert list(checkpoint) == ["a"]
     assert list(checkpoint.plain()) == []
@@ -335,7 +401,9 @@ def test_the_search_for_a_range_is_remembered(tmp_path: Path) -> None:
         reorder_checkpoint(source, path, bits=4, group_size=64, clip=clip)
         packed = load_packed(path)["a"]
         assert isinstance(packed, PackedWeight)
-        errors.append(float((reference.dequantize_weight(packed.unpack(), torch.float32) - w).square().sum()))
+        errors.append(
+            float((reference.dequantize_weight(packed.unpack(), torch.float32) - w).square().sum())
+        )
         assert verify_packed(path, source).problems == []
         assert packed_info(path).options["clip"] == clip
     assert errors[1] < 0.98 * errors[0]
@@ -351,7 +419,11 @@ def test_the_header_is_read_as_gguf_reads_it(tmp_path: Path) -> None:
     }
     path = write_gguf(tmp_path / "m.gguf", tensors)
     theirs = {
-        tensor.name: (tensor.tensor_type.name, tuple(map(int, reversed(tensor.shape))), tensor.n_bytes)
+        tensor.name: (
+            tensor.tensor_type.name,
+            tuple(map(int, reversed(tensor.shape))),
+            tensor.n_bytes,
+        )
         for tensor in gguf.GGUFReader(path).tensors
     }
     checkpoint = load_checkpoint(path)

@@ -20,14 +20,17 @@ def half(value: float) -> bytes:
 
 
 def one_block(tmp_path: Path, kind: Type, raw: bytes) -> torch.Tensor:
-    path = write_gguf(tmp_path / "m.gguf", {"w": (np.frombuffer(raw, np.uint8)[None], kind)}, "other")
+    path = write_gguf(
+        tmp_path / "m.gguf", {"w": (np.frombuffer(raw, np.uint8)[None], kind)}, "other"
+    )
     weight = load_checkpoint(path)["w"]
     assert weight.shape == (1, gguf.GGML_QUANT_SIZES[kind][0])
     assert weight.group_size == 32
     return weight  # type: ignore[return-value]
 
 
-NIBBLES = bytes(i | (15 - i) << 4 for i in range(16))  # elements 0..15 are 0..15, elements 16..31 are 15..0
+# elements 0..15 are 0..15, elements 16..31 are 15..0
+NIBBLES = bytes(i | (15 - i) << 4 for i in range(16))
 
 NIBBLE_CODES = [*range(16), *range(15, -1, -1)]
 
@@ -37,7 +40,9 @@ def test_a_q4_0_block_by_hand(tmp_path: Path) -> None:
     assert weight.codes[0].tolist() == NIBBLE_CODES
     assert weight.scales.tolist() == [[-0.5]]
     assert weight.symmetric
-    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == [-0.5 * (q - 8) for q in NIBBLE_CODES]
+    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == [
+        -0.5 * (q - 8) for q in NIBBLE_CODES
+    ]
 
 
 def test_a_q4_1_block_by_hand(tmp_path: Path) -> None:
@@ -46,7 +51,9 @@ def test_a_q4_1_block_by_hand(tmp_path: Path) -> None:
     assert weight.scales.tolist() == [[0.25]]
     assert weight.offsets.dtype == torch.float32
     assert weight.offsets.tolist() == [[-3.5 + 8 * 0.25]]
-    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == [0.25 * q - 3.5 for q in NIBBLE_CODES]
+    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == [
+        0.25 * q - 3.5 for q in NIBBLE_CODES
+    ]
 
 
 def test_a_q8_0_block_by_hand(tmp_path: Path) -> None:
@@ -54,7 +61,9 @@ def test_a_q8_0_block_by_hand(tmp_path: Path) -> None:
     weight: Any = one_block(tmp_path, Type.Q8_0, half(0.125) + struct.pack("32b", *values))
     assert weight.bits == 8
     assert weight.codes[0].tolist() == [value + 128 for value in values]
-    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == [0.125 * value for value in values]
+    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == [
+        0.125 * value for value in values
+    ]
 
 
 FIFTH = struct.pack("<I", 0x8000_0001)  # of elements 0 and 31
@@ -66,7 +75,9 @@ def test_a_q5_0_block_by_hand(tmp_path: Path) -> None:
     weight: Any = one_block(tmp_path, Type.Q5_0, half(-0.5) + FIFTH + NIBBLES)
     assert weight.bits == 8
     assert weight.codes[0].tolist() == [q - 16 + 128 for q in FIFTH_CODES]
-    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == [-0.5 * (q - 16) for q in FIFTH_CODES]
+    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == [
+        -0.5 * (q - 16) for q in FIFTH_CODES
+    ]
 
 
 def test_a_q5_1_block_by_hand(tmp_path: Path) -> None:
@@ -75,12 +86,28 @@ def test_a_q5_1_block_by_hand(tmp_path: Path) -> None:
     assert weight.codes[0].tolist() == [q + 128 for q in FIFTH_CODES]
     assert weight.offsets.dtype == torch.float16
     assert weight.offsets.tolist() == [[-3.5]]
-    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == [0.25 * q - 3.5 for q in FIFTH_CODES]
+    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == [
+        0.25 * q - 3.5 for q in FIFTH_CODES
+    ]
 
 
-# Groups 0 .. 7 have sc 1, 2, 3, 63, 4, 16, 32, 63 and mn 10, 0, 1, 5, 6, 63, 48, 17, of 6 bits each.
+# Groups 0 .. 7 have sc 1, 2, 3, 63, 4, 16, 32, 63 and mn 10, 0, 1, 5, 6, 63, 48, 17, of 6 bits
+# each.
 SCALES_OF_A_K_BLOCK = bytes(
-    [1, 2 | 1 << 6, 3 | 2 << 6, 63 | 3 << 6, 10, 0 | 3 << 6, 1 | 3 << 6, 5 | 1 << 6, 4 | 6 << 4, 15 << 4, 0, 15 | 1 << 4]
+    [
+        1,
+        2 | 1 << 6,
+        3 | 2 << 6,
+        63 | 3 << 6,
+        10,
+        0 | 3 << 6,
+        1 | 3 << 6,
+        5 | 1 << 6,
+        4 | 6 << 4,
+        15 << 4,
+        0,
+        15 | 1 << 4,
+    ]
 )
 
 SC, MN = [1, 2, 3, 63, 4, 16, 32, 63], [10, 0, 1, 5, 6, 63, 48, 17]
@@ -88,19 +115,28 @@ SC, MN = [1, 2, 3, 63, 4, 16, 32, 63], [10, 0, 1, 5, 6, 63, 48, 17]
 
 def test_a_q4_k_block_by_hand(tmp_path: Path) -> None:
     halves = bytes(i % 16 | (15 - i % 16) << 4 for i in range(32))  # of each two groups
-    weight: Any = one_block(tmp_path, Type.Q4_K, half(-0.5) + half(0.25) + SCALES_OF_A_K_BLOCK + halves * 4)
+    weight: Any = one_block(
+        tmp_path, Type.Q4_K, half(-0.5) + half(0.25) + SCALES_OF_A_K_BLOCK + halves * 4
+    )
     codes = [[i % 16 for i in range(32)], [15 - i % 16 for i in range(32)]] * 4
     assert weight.bits == 4
     assert weight.codes.view(8, 32).tolist() == codes
     assert weight.scales.tolist() == [[-0.5 * sc for sc in SC]]
-    assert weight.offsets.tolist() == [[8 * -0.5 * sc - 0.25 * mn for sc, mn in zip(SC, MN, strict=True)]]
+    assert weight.offsets.tolist() == [
+        [8 * -0.5 * sc - 0.25 * mn for sc, mn in zip(SC, MN, strict=True)]
+    ]
     values = [-0.5 * SC[g] * q - 0.25 * MN[g] for g in range(8) for q in codes[g]]
     assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == values
 
 
 def test_a_q5_k_block_by_hand(tmp_path: Path) -> None:
-    fifth = bytes([0b1010_0001] + [0] * 30 + [0b1000_0000])  # element 0 of groups 0, 5, 7; element 31 of group 7
-    weight: Any = one_block(tmp_path, Type.Q5_K, half(-0.5) + half(0.25) + SCALES_OF_A_K_BLOCK + fifth + bytes(range(128)))
+    # element 0 of groups 0, 5, 7; element 31 of group 7
+    fifth = bytes([0b1010_0001] + [0] * 30 + [0b1000_0000])
+    weight: Any = one_block(
+        tmp_path,
+        Type.Q5_K,
+        half(-0.5) + half(0.25) + SCALES_OF_A_K_BLOCK + fifth + bytes(range(128)),
+    )
     codes = [[(32 * (g // 2) + i) >> 4 * (g % 2) & 15 for i in range(32)] for g in range(8)]
     for group, element in ((0, 0), (5, 0), (7, 0), (7, 31)):
         codes[group][element] += 16
@@ -110,15 +146,22 @@ def test_a_q5_k_block_by_hand(tmp_path: Path) -> None:
 
 
 def q6_k_block(scales: list[int]) -> bytes:
-    """Every q of 6 bits four times, elements in order: 32 low halves and 32 high ones share bytes."""
+    """Every q of 6 bits four times, elements in order: 32 low halves and 32 high
+    ones share bytes.
+    """
     q = [element % 64 for element in range(256)]
     low = [q[128 * h + i] & 15 | (q[128 * h + 64 + i] & 15) << 4 for h in (0, 1) for i in range(64)]
-    high = [sum((q[128 * h + 32 * j + i] >> 4) << 2 * j for j in range(4)) for h in (0, 1) for i in range(32)]
+    high = [
+        sum((q[128 * h + 32 * j + i] >> 4) << 2 * j for j in range(4))
+        for h in (0, 1)
+        for i in range(32)
+    ]
     return bytes(low) + bytes(high) + struct.pack("16b", *scales) + half(-0.5)
 
 
 def test_a_q6_k_block_by_hand(tmp_path: Path) -> None:
-    # What 8 bits can hold: ratios of up to 4 to 1, but not -4, for -4 * -32 is 128; and nothing at all.
+    # What 8 bits can hold: ratios of up to 4 to 1, but not -4, for -4 * -32 is 128;
+    # and nothing at all.
     pairs = [7, 7, -7, 7, 2, 8, -3, 1, -128, 64, 0, 0, 9, 12, 0, 5]
     weight: Any = one_block(tmp_path, Type.Q6_K, q6_k_block(pairs))
     values = [-0.5 * pairs[i // 16] * (i % 64 - 32) for i in range(256)]
@@ -127,10 +170,14 @@ def test_a_q6_k_block_by_hand(tmp_path: Path) -> None:
     # The others are rounded to 32/127 of the larger scale.
     pairs = [-4, 1, 127, 126, -128, 127, 1, 5, *[1] * 8]
     weight = one_block(tmp_path, Type.Q6_K, q6_k_block(pairs))
-    assert weight.scales[0, :5].tolist() == [np.float32(32 / 127) * m * -0.5 for m in (4, 127, 128, 5)] + [-0.5]
+    assert weight.scales[0, :5].tolist() == [
+        np.float32(32 / 127) * m * -0.5 for m in (4, 127, 128, 5)
+    ] + [-0.5]
     assert weight.codes[0, 0:16].tolist() == [round(-(i - 32) * 127 / 32) + 128 for i in range(16)]
     assert weight.codes[0, 64:80].tolist() == weight.codes[0, 0:16].tolist()
-    assert weight.codes[0, 96:112].tolist() == [round((i + 32 - 32) * 127 / 32 / 5) + 128 for i in range(16)]
+    assert weight.codes[0, 96:112].tolist() == [
+        round((i + 32 - 32) * 127 / 32 / 5) + 128 for i in range(16)
+    ]
     assert weight.codes[0, 32:34].tolist() == [128, 132]  # q = 32, 33 of sc = 127
 
 

@@ -1,4 +1,6 @@
-"""GGUF files of several architectures: to a packed directory or file, and from there to a model of transformers."""
+"""GGUF files of several architectures: to a packed directory or file, and from there to a model
+of transformers.
+"""
 
 import copy
 import json
@@ -98,7 +100,9 @@ def test_every_architecture(case: str, tmp_path: Path) -> None:
     assert_same_logits(co.load_model(tmp_path / "packed", dtype=torch.float32), expected)
     assert_same_logits(co.load_model(source, dtype=torch.float32), expected)
     reorder_checkpoint(checkpoint, tmp_path / "packed.safetensors")
-    assert_same_logits(co.load_model(tmp_path / "packed.safetensors", dtype=torch.float32), expected)
+    assert_same_logits(
+        co.load_model(tmp_path / "packed.safetensors", dtype=torch.float32), expected
+    )
     assert verify_packed(tmp_path / "packed", checkpoint).problems == []
 
 
@@ -113,12 +117,16 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.parametrize("case", [case for case in MODELS if case != "gemma"])  # which transformers does not read
+# which transformers does not read
+@pytest.mark.parametrize("case", [case for case in MODELS if case != "gemma"])
 def test_transformers_reads_the_same(case: str, tmp_path: Path) -> None:
     import_or_skip("accelerate")
     expected = write_model(tmp_path / "model.gguf", case, add_sentencepiece)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file="model.gguf", dtype=torch.float32, config=expected.config if case in LEFT_OUT else None
+        tmp_path,
+        gguf_file="model.gguf",
+        dtype=torch.float32,
+        config=expected.config if case in LEFT_OUT else None,
     )
     assert_same_logits(theirs, expected, 1e-4)
 
@@ -126,9 +134,12 @@ def test_transformers_reads_the_same(case: str, tmp_path: Path) -> None:
 def test_a_model_that_transformers_read_is_quantised_and_saved(tmp_path: Path) -> None:
     import_or_skip("accelerate")
     write_model(tmp_path / "model.gguf", "llama", add_sentencepiece)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", dtype=torch.float32
+    )
     weight = model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
-    weight.data, values = weight.to(torch.uint8), weight.data  # as where transformers keeps the file's blocks
+    # as where transformers keeps the file's blocks
+    weight.data, values = weight.to(torch.uint8), weight.data
     with pytest.raises(ValueError, match="the model is quantised by gguf already"):
         co.quantize_model(model, 8, 32)
     weight.data = values
@@ -148,12 +159,25 @@ def test_a_sentencepiece_tokenizer_and_ids(tmp_path: Path) -> None:
     assert {"generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= set(done.copied)
     assert all((tmp_path / "packed" / name).is_file() for name in done.copied)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "packed")
-    assert tokenizer("ab c").input_ids == [1, WORDS.index("▁ab"), WORDS.index("▁"), WORDS.index("c")]
+    assert tokenizer("ab c").input_ids == [
+        1,
+        WORDS.index("▁ab"),
+        WORDS.index("▁"),
+        WORDS.index("c"),
+    ]
     assert tokenizer.decode(tokenizer("ab c").input_ids, skip_special_tokens=True) == "ab c"
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "<|user|>ab"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
+        == "<|user|>ab"
+    )
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
-    expected = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "float16", "eos_token_id": 2}
+    expected = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "dtype": "float16",
+        "eos_token_id": 2,
+    }
     assert expected.items() <= config.items()
     assert config["tie_word_embeddings"] is False
     model = co.load_model(tmp_path / "packed")
@@ -163,7 +187,10 @@ def test_a_sentencepiece_tokenizer_and_ids(tmp_path: Path) -> None:
 
 def test_a_byte_level_tokenizer(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", "qwen2", add_byte_level)
-    assert reorder_model(co.load_checkpoint(tmp_path / "model.gguf"), tmp_path / "packed").warnings == ()
+    assert (
+        reorder_model(co.load_checkpoint(tmp_path / "model.gguf"), tmp_path / "packed").warnings
+        == ()
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "packed")
     assert tokenizer("ab ab<|end|>").input_ids == [256, 257, 258]
     assert tokenizer.decode(tokenizer("ab\n 你").input_ids) == "ab\n 你"
@@ -171,13 +198,17 @@ def test_a_byte_level_tokenizer(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_autotokenizer_would_change_is_reported(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", "qwen2", add_sentencepiece)
-    (warning,) = reorder_model(co.load_checkpoint(tmp_path / "model.gguf"), tmp_path / "packed").warnings
+    (warning,) = reorder_model(
+        co.load_checkpoint(tmp_path / "model.gguf"), tmp_path / "packed"
+    ).warnings
     assert "Qwen2Tokenizer" in warning
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "packed")
     assert tokenizer("ab").input_ids == [1, WORDS.index("▁ab")]
 
 
-def test_without_transformers_there_is_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_there_is_no_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = write_model(tmp_path / "model.gguf", "llama", add_sentencepiece)
     with monkeypatch.context() as context:
         context.setitem(sys.modules, "transformers", None)
@@ -201,7 +232,8 @@ def test_the_command_line_tells_of_a_missing_tokenizer(tmp_path: Path) -> None:
 def test_divisors_of_rotary_frequencies(tmp_path: Path) -> None:
     """llama 3.1's files store the divisors as a tensor, which transformers' reader ignores."""
     rope = {
-        "rope_type": "longrope", "rope_theta": 20000.0, "short_factor": FACTORS, "long_factor": FACTORS,
+        "rope_type": "longrope", "rope_theta": 20000.0, "short_factor": FACTORS,
+        "long_factor": FACTORS,
         "attention_factor": 1.0, "original_max_position_embeddings": 128, "factor": 1.0,
     }  # fmt: skip
     expected = write_model(tmp_path / "model.gguf", "llama", extra={"rope_freqs.weight": FACTORS})
@@ -210,11 +242,15 @@ def test_divisors_of_rotary_frequencies(tmp_path: Path) -> None:
     config.rope_parameters = rope
     scaled = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     scaled.load_state_dict(expected.state_dict())
-    assert torch.allclose(scaled.model.rotary_emb.inv_freq * torch.tensor(FACTORS), expected.model.rotary_emb.inv_freq)
+    assert torch.allclose(
+        scaled.model.rotary_emb.inv_freq * torch.tensor(FACTORS), expected.model.rotary_emb.inv_freq
+    )
     assert (logits(scaled) - plain).abs().max() > 0.1
     checkpoint = exact(tmp_path / "model.gguf")
     reorder_model(checkpoint, tmp_path / "packed")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "packed", dtype=torch.float32
+    )
     assert_same_logits(model, scaled)
     assert_same_logits(co.load_model(tmp_path / "model.gguf", dtype=torch.float32), scaled)
     assert verify_packed(tmp_path / "packed", checkpoint).problems == []
@@ -227,26 +263,46 @@ def test_long_and_short_divisors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     extra = {"rope_factors_short.weight": FACTORS, "rope_factors_long.weight": long}
     write_model(tmp_path / "model.gguf", "phi3", extra=extra)
     config = co.load_checkpoint(tmp_path / "model.gguf").config
-    rope = {"rope_type": "longrope", "short_factor": FACTORS, "long_factor": long, "attention_factor": 1.25}
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": FACTORS,
+        "long_factor": long,
+        "attention_factor": 1.25,
+    }
     assert rope.items() <= config["rope_parameters"].items()
     assert config["rope_parameters"]["original_max_position_embeddings"] == 64
     reorder_model(co.load_checkpoint(tmp_path / "model.gguf"), tmp_path / "packed")
     rotary = co.load_model(tmp_path / "packed", dtype=torch.float32).model.rotary_emb
     assert rotary.attention_scaling == 1.25
-    assert torch.allclose(rotary.inv_freq, 10000.0 ** -(torch.arange(8) / 8) / torch.tensor(FACTORS))
+    assert torch.allclose(
+        rotary.inv_freq, 10000.0 ** -(torch.arange(8) / 8) / torch.tensor(FACTORS)
+    )
 
 
-def write_small(path: Path, architecture: str, tensors: dict[str, tuple[int, ...]], **keys: int) -> Path:
+def write_small(
+    path: Path, architecture: str, tensors: dict[str, tuple[int, ...]], **keys: int
+) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
-    common = {"block_count": 1, "context_length": 8, "embedding_length": 32, "feed_forward_length": 32}
+    common = {
+        "block_count": 1,
+        "context_length": 8,
+        "embedding_length": 32,
+        "feed_forward_length": 32,
+    }
     for key, value in {**common, "attention.head_count": 2, **keys}.items():
         writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
-    for name, shape in {"token_embd.weight": (64, 32), "blk.0.attn_v.weight": (32, 32), **tensors}.items():
+    for name, shape in {
+        "token_embd.weight": (64, 32),
+        "blk.0.attn_v.weight": (32, 32),
+        **tensors,
+    }.items():
         data = np.ones(shape, np.float32)
         quantised = len(shape) > 1
         kind = Type.Q8_0 if quantised else Type.F32
-        writer.add_tensor(name, gguf.quants.quantize(data, kind) if quantised else data, raw_dtype=kind)
+        writer.add_tensor(
+            name, gguf.quants.quantize(data, kind) if quantised else data, raw_dtype=kind
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -255,11 +311,16 @@ def write_small(path: Path, architecture: str, tensors: dict[str, tuple[int, ...
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "mamba", "t5", "qwen3moe", "other"])
-def test_an_architecture_that_is_not_supported_is_refused_when_it_is_reordered(architecture: str, tmp_path: Path) -> None:
+def test_an_architecture_that_is_not_supported_is_refused_when_it_is_reordered(
+    architecture: str, tmp_path: Path
+) -> None:
     checkpoint = co.load_checkpoint(write_small(tmp_path / "m.gguf", architecture, {}))
     assert "blk.0.attn_v" in checkpoint
     assert checkpoint.metadata["general.architecture"] == architecture
-    match = f"cannot become a model directory: architecture '{architecture}' is not supported; supported are llama, "
+    match = (
+        f"cannot become a model directory: architecture '{architecture}' is not supported; "
+        "supported are llama, "
+    )
     with pytest.raises(co.CheckpointError, match=match):
         reorder_model(checkpoint, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
@@ -267,18 +328,29 @@ def test_an_architecture_that_is_not_supported_is_refused_when_it_is_reordered(a
     reorder_checkpoint(checkpoint, tmp_path / "packed.safetensors")
     with pytest.raises(co.CheckpointError, match="there is no config"):
         co.load_model(tmp_path / "packed.safetensors")
-    with pytest.raises(co.CheckpointError, match=f"architecture '{architecture}' is not supported.*config can be given"):
+    with pytest.raises(
+        co.CheckpointError,
+        match=f"architecture '{architecture}' is not supported.*config can be given",
+    ):
         co.load_model(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(
     ("tensors", "keys", "problem"),
     [
-        ({"blk.0.ffn_gate_exps.weight": (2, 32, 32)}, {}, "'blk.0.ffn_gate_exps.weight' belongs to a mixture of experts"),
+        (
+            {"blk.0.ffn_gate_exps.weight": (2, 32, 32)},
+            {},
+            "'blk.0.ffn_gate_exps.weight' belongs to a mixture of experts",
+        ),
         ({"blk.0.what.weight": (32,)}, {}, "'blk.0.what.weight' has no place"),
         ({"rope_freqs.weight": (7,)}, {}, r"rope_freqs.weight: \[7\] values; 8 are expected"),
         ({}, {"block_count": 0}, "llama.block_count is 0; a count of at least 1"),
-        ({}, {"block_count": 2**31 - 1}, "llama.block_count is 2147483647; the file has tensors of 1 layers"),
+        (
+            {},
+            {"block_count": 2**31 - 1},
+            "llama.block_count is 2147483647; the file has tensors of 1 layers",
+        ),
         ({}, {"rope.dimension_count": 8}, "llama.rope.dimension_count is 8; 16"),
     ],
 )
@@ -298,7 +370,9 @@ def test_a_table_beside_a_packed_head_is_compared_and_counted_once(tmp_path: Pat
     checkpoint = replace(checkpoint, config={**checkpoint.config, "model_type": "another"})
     seen: list[tuple[str, int]] = []
     reorder_model(checkpoint, out, progress=lambda *args: seen.append(args))
-    assert sum(nbytes for _, nbytes in seen[1:]) == sum(entry.nbytes for entry in checkpoint.entries.values())
+    assert sum(nbytes for _, nbytes in seen[1:]) == sum(
+        entry.nbytes for entry in checkpoint.entries.values()
+    )
     assert dict(seen)["lm_head"] == checkpoint.entries["lm_head"].nbytes
     assert dict(seen)["model.embed_tokens.weight"] == 0
     assert verify_packed(out, checkpoint).problems == []
@@ -343,7 +417,12 @@ def test_a_config_beside_a_packed_file_goes_first(tmp_path: Path) -> None:
 
 def test_importing_the_package_imports_no_gguf() -> None:
     code = "import sys, cutlass_ops; print('gguf' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        ).stdout
+        == "False\n"
+    )
 
 
 def write_gemma(path: Path, half: bool) -> Path:
@@ -358,15 +437,25 @@ def write_gemma(path: Path, half: bool) -> Path:
     writer.add_key_length(32)
     writer.add_layer_norm_rms_eps(1e-6)
     random = np.random.default_rng(0)
-    writer.add_tensor("token_embd.weight", random.standard_normal((96, 64)).astype(np.float16 if half else np.float32))
-    norms = dict.fromkeys(("attn_norm", "post_attention_norm", "ffn_norm", "attn_q_norm", "attn_k_norm"), 1.0)
+    writer.add_tensor(
+        "token_embd.weight",
+        random.standard_normal((96, 64)).astype(np.float16 if half else np.float32),
+    )
+    norms = dict.fromkeys(
+        ("attn_norm", "post_attention_norm", "ffn_norm", "attn_q_norm", "attn_k_norm"), 1.0
+    )
     for name, value in (norms | {"post_ffw_norm": 3e4}).items():
-        writer.add_tensor(f"blk.0.{name}.weight", np.full(32 if name.endswith(("q_norm", "k_norm")) else 64, value, np.float32))
+        writer.add_tensor(
+            f"blk.0.{name}.weight",
+            np.full(32 if name.endswith(("q_norm", "k_norm")) else 64, value, np.float32),
+        )
     writer.add_tensor("output_norm.weight", np.ones(64, np.float32))
     rows = {"attn_k": 32, "attn_v": 32}
     for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
         values = random.standard_normal((rows.get(name, 64), 64)).astype(np.float32)
-        writer.add_tensor(f"blk.0.{name}.weight", gguf.quants.quantize(values, Type.Q8_0), raw_dtype=Type.Q8_0)
+        writer.add_tensor(
+            f"blk.0.{name}.weight", gguf.quants.quantize(values, Type.Q8_0), raw_dtype=Type.Q8_0
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -375,7 +464,9 @@ def write_gemma(path: Path, half: bool) -> Path:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_a_model_that_exceeds_fp16_is_bf16_whatever_its_embedding_is(half: bool, tmp_path: Path) -> None:
+def test_a_model_that_exceeds_fp16_is_bf16_whatever_its_embedding_is(
+    half: bool, tmp_path: Path
+) -> None:
     path = write_gemma(tmp_path / "model.gguf", half)
     assert co.load_checkpoint(path).config["dtype"] == "bfloat16"
     model = co.load_model(path)

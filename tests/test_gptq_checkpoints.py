@@ -30,7 +30,9 @@ from cutlass_ops.reference import dequantize_weight
 
 def test_gptq_golden_words(tmp_path: Path) -> None:
     tensors = {
-        "m.qweight": torch.tensor([[0x76543210]] * 4, dtype=torch.int64).to(torch.int32).expand(4, 8),
+        "m.qweight": torch.tensor([[0x76543210]] * 4, dtype=torch.int64)
+        .to(torch.int32)
+        .expand(4, 8),
         "m.qzeros": torch.tensor([[0x77777777]], dtype=torch.int32),
         "m.scales": torch.ones(1, 8, dtype=torch.float16),
     }
@@ -75,8 +77,12 @@ def test_zero_points_that_autogptq_destroyed_are_refused(tmp_path: Path, word: i
 
 @pytest.mark.parametrize("place", range(32))
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_a_zero_point_that_autogptq_wrote_over_others(tmp_path: Path, bits: int, place: int) -> None:
-    """As AutoGPTQ packs: one less, as uint32, shifted and joined; codes that straddle words are masked."""
+def test_a_zero_point_that_autogptq_wrote_over_others(
+    tmp_path: Path, bits: int, place: int
+) -> None:
+    """As AutoGPTQ packs: one less, as uint32, shifted and joined; codes that straddle
+    words are masked.
+    """
     z = [2] * 32
     z[place] = 0
     packed = [0] * bits
@@ -105,8 +111,12 @@ def test_a_zero_point_that_autogptq_wrote_over_others(tmp_path: Path, bits: int,
 @pytest.mark.parametrize("stored", [7, 8])
 @pytest.mark.parametrize("stated", ["gptq", "gptq_v2", None])
 @pytest.mark.parametrize("sym", [True, None, False])
-def test_gptq_metadata_that_lies(tmp_path: Path, stored: int, stated: str | None, sym: bool | None) -> None:
-    """Stored zero points that are all 7 or all 8 are believed before the metadata, unless it says asymmetric."""
+def test_gptq_metadata_that_lies(
+    tmp_path: Path, stored: int, stated: str | None, sym: bool | None
+) -> None:
+    """Stored zero points that are all 7 or all 8 are believed before the metadata, unless it
+    says asymmetric.
+    """
     tensors = gptq(randint(16, 8, 64), torch.full((8, 2), stored), randn(8, 2).half(), 4, 2)
     path = save(tmp_path, tensors, gptq_config(checkpoint_format=stated, sym=sym))
     by_metadata = stored + (stated != "gptq_v2")
@@ -130,22 +140,35 @@ def test_gptq_asymmetric(tmp_path: Path, bits: int, version: int, size: int) -> 
     n, k = 32, 192
     groups = -(-k // size) if size > 0 else 1
     codes, zeros = randint(1 << bits, n, k), randint(1 << bits, n, groups, seed=3)
-    for row in (9, 10, 15, 20, 21, 30, 31):  # among the last of the words: a 0 there would be ambiguous
+    # among the last of the words: a 0 there would be ambiguous
+    for row in (9, 10, 15, 20, 21, 30, 31):
         zeros[row] = 2
     scales = randn(n, groups).half()
-    config = gptq_config(bits=bits, sym=False, group_size=size, checkpoint_format=("gptq", "gptq_v2")[version - 1])
+    config = gptq_config(
+        bits=bits, sym=False, group_size=size, checkpoint_format=("gptq", "gptq_v2")[version - 1]
+    )
     for name in ("config.json", "quantize_config.json"):
         tensors = gptq(codes, zeros, scales, bits, version)
-        held = config if name == "config.json" else {k: v for k, v in config.items() if k != "quant_method"}
+        held = (
+            config
+            if name == "config.json"
+            else {k: v for k, v in config.items() if k != "quant_method"}
+        )
         checkpoint = load_checkpoint(save(tmp_path / name, tensors, held, name))
         assert checkpoint.dialect == "gptq"
         weight = check(checkpoint, "m", expected(codes, scales, zeros, size if size > 0 else k))
         assert weight.bits == (8 if bits == 8 else 4)
 
 
-def act_order(tmp_path: Path, index: Tensor, size: int, sym: bool = False) -> tuple[Checkpoint, Tensor]:
+def act_order(
+    tmp_path: Path, index: Tensor, size: int, sym: bool = False
+) -> tuple[Checkpoint, Tensor]:
     k, groups = len(index), int(index.max()) + 1
-    codes, zeros, scales = randint(16, 16, k), randint(16, 16, groups, seed=3), randn(16, groups).half()
+    codes, zeros, scales = (
+        randint(16, 16, k),
+        randint(16, 16, groups, seed=3),
+        randn(16, groups).half(),
+    )
     if sym:
         zeros = torch.full((16, groups), 8)
     tensors = gptq(codes, zeros, scales, 4, 2) | {"m.g_idx": index.int()}
@@ -179,7 +202,12 @@ def test_gptq_needs_an_index_of_more_than_one_group_only(tmp_path: Path, size: i
     codes, scales = randint(16, 16, 64), randn(16, 1).half()
     config = gptq_config(sym=True, desc_act=True, group_size=size, checkpoint_format="gptq_v2")
     tensors = gptq(codes, torch.full((16, 1), 8), scales, 4, 2)
-    assert check(load_checkpoint(save(tmp_path, tensors, config)), "m", expected(codes, scales, 8, 64)).perm is None
+    assert (
+        check(
+            load_checkpoint(save(tmp_path, tensors, config)), "m", expected(codes, scales, 8, 64)
+        ).perm
+        is None
+    )
     two = gptq(codes, torch.full((16, 2), 8), randn(16, 2).half(), 4, 2)
     with pytest.raises(CheckpointError, match=r"m\.g_idx': is missing; the config says desc_act"):
         load_checkpoint(save(tmp_path, two, {**config, "group_size": 32}))
@@ -187,7 +215,9 @@ def test_gptq_needs_an_index_of_more_than_one_group_only(tmp_path: Path, size: i
 
 def test_gptq_groups_of_other_lengths(tmp_path: Path) -> None:
     # 64, 32 and 96 inputs: groups of 32 say it.
-    index = torch.tensor([0] * 64 + [1] * 32 + [2] * 96)[torch.randperm(192, generator=torch.Generator().manual_seed(4))]
+    index = torch.tensor([0] * 64 + [1] * 32 + [2] * 96)[
+        torch.randperm(192, generator=torch.Generator().manual_seed(4))
+    ]
     checkpoint, values = act_order(tmp_path, index, 64)
     assert check(checkpoint, "m", values).group_size == 32
     # 64 and 192 inputs: the size that is stated, if it serves.
@@ -217,29 +247,50 @@ def test_gptq_dynamic_overrides(tmp_path: Path) -> None:
 
 def test_auto_round(tmp_path: Path) -> None:
     """AutoRound's names for the formats of others."""
-    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "autoround_version": "0.9"}
+    config = {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 32,
+        "sym": True,
+        "autoround_version": "0.9",
+    }
     codes, scales = randint(16, 8, 64), randn(8, 2).half()
-    extra = {"extra_config": {"lm_head": {"bits": 16, "data_type": "float"}}, "packing_format": "auto_round:auto_gptq"}
+    extra = {
+        "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}},
+        "packing_format": "auto_round:auto_gptq",
+    }
     tensors = gptq(codes, torch.full((8, 2), 8), scales, 4, 1)
     checkpoint = load_checkpoint(save(tmp_path / "gptq", tensors, config | extra))
     assert check(checkpoint, "m", expected(codes, scales, 8, 32)).symmetric
     zeros = randint(16, 8, 2)
-    for packing, offset in {"auto_round:auto_gptq": 1, "auto_round": 0, "auto_round:gptqmodel": 0}.items():
+    for packing, offset in {
+        "auto_round:auto_gptq": 1,
+        "auto_round": 0,
+        "auto_round:gptqmodel": 0,
+    }.items():
         tensors = gptq(codes, zeros, scales, 4, offset)
-        checkpoint = load_checkpoint(save(tmp_path / "gptq", tensors, config | {"packing_format": packing, "sym": False}))
+        checkpoint = load_checkpoint(
+            save(tmp_path / "gptq", tensors, config | {"packing_format": packing, "sym": False})
+        )
         check(checkpoint, "m", expected(codes, scales, zeros, 32))
     config["packing_format"] = "auto_round:auto_awq"
     checkpoint = load_checkpoint(save(tmp_path / "awq", awq(codes, zeros, scales), config))
     check(checkpoint, "m", expected(codes, scales, zeros, 32))
     config["packing_format"] = "auto_round:llm_compressor"
-    with pytest.raises(CheckpointError, match="is quantised by 'auto-round' in the packing_format 'auto_round:llm_compressor'"):
+    with pytest.raises(
+        CheckpointError,
+        match="is quantised by 'auto-round' in the packing_format 'auto_round:llm_compressor'",
+    ):
         load_checkpoint(save(tmp_path / "other", awq(codes, zeros, scales), config))
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; known are 'gptq', 'gptq_v2'"),
+        (
+            {"checkpoint_format": "marlin"},
+            "checkpoint_format is 'marlin'; known are 'gptq', 'gptq_v2'",
+        ),
         ({"checkpoint_format": ["gptq"]}, "checkpoint_format is"),
         ({"sym": 1}, "sym is 1"),
         ({"bits": 4.0}, "bits is 4.0"),
@@ -268,14 +319,18 @@ def test_gptq_settings_that_are_refused(tmp_path: Path, change: dict[str, Any], 
         ({"n.qzeros": torch.zeros(8, 8, dtype=torch.int32)}, r"'n.qweight': is missing"),
     ],
 )
-def test_gptq_tensors_that_are_refused(tmp_path: Path, tensors: dict[str, Tensor], match: str) -> None:
+def test_gptq_tensors_that_are_refused(
+    tmp_path: Path, tensors: dict[str, Tensor], match: str
+) -> None:
     honest = gptq(randint(16, 8, 64), torch.full((8, 2), 8), randn(8, 2).half(), 4, 1)
     with pytest.raises(CheckpointError, match=match):
         load_checkpoint(save(tmp_path, honest | tensors, gptq_config()))
 
 
 def test_an_option_of_another_dialect(tmp_path: Path) -> None:
-    path = save(tmp_path, awq(randint(16, 8, 64), randint(16, 8, 2), randn(8, 2).half()), AWQ_CONFIG)
+    path = save(
+        tmp_path, awq(randint(16, 8, 64), randint(16, 8, 2), randn(8, 2).half()), AWQ_CONFIG
+    )
     with pytest.raises(ValueError, match="the dialect 'awq' has no such option"):
         load_checkpoint(path, zero_offset=1)
     with pytest.raises(ValueError, match="zero_offset is 2; 'auto', 0 and 1 are accepted"):

@@ -1,4 +1,6 @@
-"""Gradients: those of the dequantised weight, in bounded memory; and an error wherever there are none."""
+"""Gradients: those of the dequantised weight, in bounded memory; and an error
+wherever there are none.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ ACTIVATIONS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
 }
 
 
-def weight(kind: str = "zeros", n: int = N, k: int = K, group_size: int = 32, device: str = "cpu") -> co.PackedWeight:
+def weight(
+    kind: str = "zeros", n: int = N, k: int = K, group_size: int = 32, device: str = "cpu"
+) -> co.PackedWeight:
     """A weight of each format there is."""
     random = torch.Generator().manual_seed(0)
     bits = 8 if kind == "int8" else 4
@@ -44,7 +48,9 @@ def weight(kind: str = "zeros", n: int = N, k: int = K, group_size: int = 32, de
             codes=codes(n, k),
             scales=(torch.rand(n, groups, generator=random) * 2**-bits + 0.01).half(),
             zeros=codes(n, groups) if kind in ("zeros", "perm") else None,
-            offsets=torch.randn(n, groups, generator=random).bfloat16() if kind == "offsets" else None,
+            offsets=torch.randn(n, groups, generator=random).bfloat16()
+            if kind == "offsets"
+            else None,
             bits=bits,
             group_size=group_size,
             perm=torch.randperm(k, generator=random) if kind == "perm" else None,
@@ -54,17 +60,24 @@ def weight(kind: str = "zeros", n: int = N, k: int = K, group_size: int = 32, de
     return packed.to(device)
 
 
-def values(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+def values(
+    *shape: int, seed: int = 1, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def assert_product(found: Tensor, grad: Tensor, packed: co.PackedWeight, dtype: torch.dtype) -> None:
-    """Each element is that of ``grad @ W``, up to roundings of the factors and of the result to ``dtype``."""
+def assert_product(
+    found: Tensor, grad: Tensor, packed: co.PackedWeight, dtype: torch.dtype
+) -> None:
+    """Each element is that of ``grad @ W``, up to roundings of the factors and of the
+    result to ``dtype``.
+    """
     w = co.dequantize(packed, torch.float32).double()
     grad = grad.double()
     assert found.dtype == dtype
     error = (found.double() - grad @ w).abs()
-    # Of fp32 the sums themselves, whose order depends on the number of threads, and z's, add to the one rounding.
+    # Of fp32 the sums themselves, whose order depends on the number of threads, and z's, add to
+    # the one rounding.
     units = 8 if dtype == torch.float32 else 2
     assert (error <= units * torch.finfo(dtype).eps * (grad.abs() @ w.abs())).all()
 
@@ -75,7 +88,9 @@ def assert_product(found: Tensor, grad: Tensor, packed: co.PackedWeight, dtype: 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["zeros", "symmetric", "offsets", "int8", "book", "perm"])
-def test_the_gradient_of_x_is_a_product_with_the_dequantised_weight(kind: str, dtype: torch.dtype, device: str) -> None:
+def test_the_gradient_of_x_is_a_product_with_the_dequantised_weight(
+    kind: str, dtype: torch.dtype, device: str
+) -> None:
     packed = weight(kind, device=device)
     x = values(2, M, K, dtype=dtype, device=device).requires_grad_()
     y = co.mixed_gemm(x, packed)
@@ -87,9 +102,14 @@ def test_the_gradient_of_x_is_a_product_with_the_dequantised_weight(kind: str, d
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("act_quant", "symmetric"), [("none", True), ("block", True), ("block", False), ("token", False)])
+@pytest.mark.parametrize(
+    ("act_quant", "symmetric"),
+    [("none", True), ("block", True), ("block", False), ("token", False)],
+)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradients_through_the_epilogue(activation: str, act_quant: str, symmetric: bool, device: str) -> None:
+def test_gradients_through_the_epilogue(
+    activation: str, act_quant: str, symmetric: bool, device: str
+) -> None:
     """Straight through the quantisation of x, at the z that the product has with it."""
     name, function = ACTIVATIONS[activation]
     dtype = torch.float32
@@ -98,7 +118,9 @@ def test_gradients_through_the_epilogue(activation: str, act_quant: str, symmetr
     bias = values(N, seed=3, device=device).requires_grad_()
     residual = values(M, N, seed=4, dtype=torch.bfloat16, device=device).requires_grad_()
     options = {"act_quant": act_quant, "act_symmetric": symmetric}
-    z = co.mixed_gemm(x.detach(), packed, bias.detach(), out_dtype=torch.float32, **options).requires_grad_()
+    z = co.mixed_gemm(
+        x.detach(), packed, bias.detach(), out_dtype=torch.float32, **options
+    ).requires_grad_()
     grad = values(M, N, seed=2, dtype=dtype, device=device)
     (of_z,) = torch.autograd.grad(function(z), z, grad.float())
 
@@ -119,7 +141,9 @@ def test_only_what_is_wanted_gets_a_gradient(device: str) -> None:
         given[wanted].requires_grad_()
         y = co.mixed_gemm(x, packed, activation="silu", **given)
         y.sum().backward()
-        assert {name: t.grad is not None for name, t in given.items()} == {name: name == wanted for name in given}
+        assert {name: t.grad is not None for name, t in given.items()} == {
+            name: name == wanted for name in given
+        }
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -197,9 +221,15 @@ def test_at_a_bound_the_gradient_is_that_of_torch(activation: Any, bounds: list[
     function = (lambda v: v.clamp(*limits)) if name == "clamp" else ACTIVATIONS[name][1]
     grad = values(len(z))
     (expected,) = torch.autograd.grad(function(z), z, grad)
-    assert torch.equal(gradients.through_activation(grad, z.detach(), Call(None, name, *limits)), expected)
+    assert torch.equal(
+        gradients.through_activation(grad, z.detach(), Call(None, name, *limits)), expected
+    )
     # The same by way of a product: an identity in fp32 whose z are these values.
-    eye = co.reorder(co.QuantizedWeight(8 + torch.eye(len(z), dtype=torch.uint8), torch.ones(len(z), 1), group_size=-1))
+    eye = co.reorder(
+        co.QuantizedWeight(
+            8 + torch.eye(len(z), dtype=torch.uint8), torch.ones(len(z), 1), group_size=-1
+        )
+    )
     x = z.detach()[None].clone().requires_grad_()
     co.mixed_gemm(x, eye, activation=activation).backward(grad[None])
     assert torch.equal(x.grad, expected[None])
@@ -230,7 +260,9 @@ def test_a_result_of_the_largest_number_has_its_gradient(dtype: torch.dtype, dev
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", ["zeros", "offsets", "int8", "book", "perm"])
-def test_panels_of_rows_add_up(kind: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panels_of_rows_add_up(
+    kind: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     packed = weight(kind, device=device)
     panels: list[tuple[int, int]] = []
 
@@ -254,8 +286,12 @@ def test_panels_of_rows_add_up(kind: str, dtype: torch.dtype, device: str, monke
 
 @pytest.mark.parametrize("fp32_results", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_panels_of_16_bits_add_up_in_fp32(dtype: torch.dtype, fp32_results: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where ``torch.mm`` has fp32 results; with a torch that lacks them the panels are fp32."""
+def test_panels_of_16_bits_add_up_in_fp32(
+    dtype: torch.dtype, fp32_results: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where ``torch.mm`` has fp32 results; with a torch that lacks them the
+    panels are fp32.
+    """
     panels: list[int] = []
 
     def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
@@ -270,7 +306,8 @@ def test_panels_of_16_bits_add_up_in_fp32(dtype: torch.dtype, fp32_results: bool
     packed = co.reorder(co.QuantizedWeight(codes, torch.ones(N, 1), group_size=-1))
     grad = (values(M, N) * 60).round().to(dtype)
     exact = grad.double() @ (codes.double() - 8)
-    assert (exact != exact.to(dtype)).any()  # so are the sums of a panel: rounded to 16 bits they would show
+    # so are the sums of a panel: rounded to 16 bits they would show
+    assert (exact != exact.to(dtype)).any()
     assert torch.equal(gradients._times_weight(grad, packed, dtype), exact.to(dtype))
     assert torch.equal(gradients._times_weight(grad, packed, torch.float32), exact.float())
     assert panels == ([64, 64, 64, 8] * 2 if fp32_results else [])
@@ -313,7 +350,10 @@ def test_packed_weights_are_frozen(part: str) -> None:
     )
     packed = co.reorder(qw)
     getattr(packed, part).requires_grad_()
-    with pytest.raises(RuntimeError, match=f"{part} of the packed weight requires a gradient; packed weights are frozen"):
+    with pytest.raises(
+        RuntimeError,
+        match=f"{part} of the packed weight requires a gradient; packed weights are frozen",
+    ):
         co.mixed_gemm(values(2, k), packed)
     with pytest.raises(RuntimeError, match="packed weights are frozen"):
         co.dequantize(packed)
@@ -325,7 +365,10 @@ def calls() -> dict[str, Callable[[Tensor], Any]]:
     """Every operator without a gradient, of a float matrix."""
     packed = weight(group_size=128, k=256)
     n, k, blocks = 16, 64, 2
-    words, zeros = torch.zeros(k, n // 8, dtype=torch.int32), torch.zeros(blocks, n // 8, dtype=torch.int32)
+    words, zeros = (
+        torch.zeros(k, n // 8, dtype=torch.int32),
+        torch.zeros(blocks, n // 8, dtype=torch.int32),
+    )
     half = torch.ones(blocks, n).half()
     byte = torch.zeros(32, dtype=torch.uint8)
     quantized = co.quantize_activations(values(M, 256))
@@ -334,16 +377,26 @@ def calls() -> dict[str, Callable[[Tensor], Any]]:
         "quantize_activations": lambda t: co.quantize_activations(t),
         "rms_norm_quantize": lambda t: co.rms_norm_quantize(t, torch.ones(256)),
         "rms_norm_quantize's weight": lambda t: co.rms_norm_quantize(t.detach(), t[0]),
-        "rms_norm_quantize's residual": lambda t: co.rms_norm_quantize(t.detach(), torch.ones(256), 1e-6, t),
+        "rms_norm_quantize's residual": lambda t: co.rms_norm_quantize(
+            t.detach(), torch.ones(256), 1e-6, t
+        ),
         "silu_mul_quantize": lambda t: co.silu_mul_quantize(t, t.detach()),
         "silu_mul_quantize's up": lambda t: co.silu_mul_quantize(t.detach(), t),
-        "mixed_gemm of quantised activations": lambda t: co.mixed_gemm(quantized, packed, bias=t[0, :N]),
-        "mixed_gemm of quantised activations, residual": lambda t: co.mixed_gemm(quantized, packed, residual=t[:, :N]),
+        "mixed_gemm of quantised activations": lambda t: co.mixed_gemm(
+            quantized, packed, bias=t[0, :N]
+        ),
+        "mixed_gemm of quantised activations, residual": lambda t: co.mixed_gemm(
+            quantized, packed, residual=t[:, :N]
+        ),
         "quantize_4bit": lambda t: co.quantize_4bit(t),
         "dequantize_4bit": lambda t: co.dequantize_4bit(byte, t[0, :1], (64,)),
-        "dequantize_4bit's nested": lambda t: co.dequantize_4bit(byte, nested._replace(absmax=t[0, :1]), (64,)),
+        "dequantize_4bit's nested": lambda t: co.dequantize_4bit(
+            byte, nested._replace(absmax=t[0, :1]), (64,)
+        ),
         "awq_gemm": lambda t: co.awq_gemm(t[:, :k].half(), words, half, zeros),
-        "awq_gemm's scales": lambda t: co.awq_gemm(t[:, :k].detach().half(), words, half * t[0, 0].half(), zeros),
+        "awq_gemm's scales": lambda t: co.awq_gemm(
+            t[:, :k].detach().half(), words, half * t[0, 0].half(), zeros
+        ),
         "awq_dequantize": lambda t: co.awq_dequantize(words, half * t[0, 0].half(), zeros),
     }
 
@@ -352,18 +405,26 @@ def calls() -> dict[str, Callable[[Tensor], Any]]:
 def test_operators_without_a_gradient_say_so(name: str) -> None:
     call = calls()[name]
     t = values(M, 256).requires_grad_()
-    with pytest.raises(RuntimeError, match=r"has no gradient, and an input requires one; .* torch.no_grad\(\).*detach\(\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"has no gradient, and an input requires one; .* torch.no_grad\(\).*detach\(\)",
+    ):
         call(t)
     with torch.no_grad():
         call(t)
     call(t.detach())
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="neither forward-mode derivatives"):
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(RuntimeError, match="neither forward-mode derivatives"),
+    ):
         call(forward_ad.make_dual(t.detach(), torch.ones_like(t)))
 
 
 def test_no_gradient_of_the_gradient() -> None:
     x = values(M, K).requires_grad_()
-    (dx,) = torch.autograd.grad(co.mixed_gemm(x, weight(), activation="silu").sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(
+        co.mixed_gemm(x, weight(), activation="silu").sum(), x, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="mixed_gemm has no gradient of its gradient"):
         dx.sum().backward()
 
@@ -414,17 +475,25 @@ def test_compiles_into_one_graph(activation: str | None, device: str) -> None:
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
     for m in (3, 5):
         shapes = ((m, K), (N,), (m, N))
-        inputs = [values(*shape, dtype=torch.float16, device=device).requires_grad_() for shape in shapes]
+        inputs = [
+            values(*shape, dtype=torch.float16, device=device).requires_grad_() for shape in shapes
+        ]
         y, expected = compiled(*inputs), run(*inputs)
         assert torch.equal(y, expected)
         grad = values(m, N, seed=2, dtype=torch.float16, device=device)
-        for a, b in zip(torch.autograd.grad(y, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
+        for a, b in zip(
+            torch.autograd.grad(y, inputs, grad),
+            torch.autograd.grad(expected, inputs, grad),
+            strict=True,
+        ):
             torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("saturate", [False, True])
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_the_operator_has_the_gradients_of_the_function(activation: str | None, saturate: bool) -> None:
+def test_the_operator_has_the_gradients_of_the_function(
+    activation: str | None, saturate: bool
+) -> None:
     packed = weight()
     grad = values(M, N, seed=2)
     found = []
@@ -433,10 +502,31 @@ def test_the_operator_has_the_gradients_of_the_function(activation: str | None, 
         residual[::2, ::3] = torch.finfo(torch.float16).max * 2
         given = [tensor.requires_grad_() for tensor in (x, bias, residual)]
         if registered:
-            end = (bias, activation, 0.0, 0.0, residual, torch.float16, saturate, "none", True, False, 0, False)
+            end = (
+                bias,
+                activation,
+                0.0,
+                0.0,
+                residual,
+                torch.float16,
+                saturate,
+                "none",
+                True,
+                False,
+                0,
+                False,
+            )
             y = torch.ops.cutlass_ops.mixed_gemm(x, *library.weight_fields(packed), *end)
         else:
-            y = co.mixed_gemm(x, packed, bias, activation, residual=residual, out_dtype=torch.float16, saturate=saturate)
+            y = co.mixed_gemm(
+                x,
+                packed,
+                bias,
+                activation,
+                residual=residual,
+                out_dtype=torch.float16,
+                saturate=saturate,
+            )
         found.append([y, *torch.autograd.grad(y, given, grad.half())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert bool((found[0][3][::2, ::3] == 0).all()) == saturate
@@ -446,7 +536,10 @@ def test_the_operator_has_the_gradients_of_the_function(activation: str | None, 
 def test_the_operators_registration(device: str) -> None:
     fields = library.weight_fields(weight("perm", device=device))
     x = values(M, K, dtype=torch.float16, device=device).requires_grad_()
-    bias, residual = values(N, device=device).requires_grad_(), values(M, N, device=device).requires_grad_()
+    bias, residual = (
+        values(N, device=device).requires_grad_(),
+        values(M, N, device=device).requires_grad_(),
+    )
     end = (bias, "silu", 0.0, 0.0, residual, torch.float16, True, "block", True, False, 0, False)
     torch.library.opcheck(torch.ops.cutlass_ops.mixed_gemm, (x, *fields, *end))
 

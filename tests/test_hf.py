@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import FAMILIES, TOKENS, assert_same_logits, imported, linears, logits, mixed, rewrite, tiny, write_act_order
+from hf_models import (
+    FAMILIES,
+    TOKENS,
+    assert_same_logits,
+    imported,
+    linears,
+    logits,
+    mixed,
+    rewrite,
+    tiny,
+    write_act_order,
+)
 from imports import import_or_skip
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -48,20 +59,34 @@ def assert_same_text(found: Any, expected: Any) -> None:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
-    """A model with its dequantised weights, its float directory, and its packed one in two shards."""
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Path, Path]:
+    """A model with its dequantised weights, its float directory, and its packed
+    one in two shards.
+    """
     model = tiny(request.param)
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder / "float")
-    reorder_model(co.load_checkpoint(folder / "float"), folder / "packed", Options(4, 32, False), shard_bytes=60_000)
-    weights = {name: co.quantize(linear.weight.detach(), 4, 32, False) for name, linear in linears(model).items()}
+    reorder_model(
+        co.load_checkpoint(folder / "float"),
+        folder / "packed",
+        Options(4, 32, False),
+        shard_bytes=60_000,
+    )
+    weights = {
+        name: co.quantize(linear.weight.detach(), 4, 32, False)
+        for name, linear in linears(model).items()
+    }
     return dequantised(model, weights), folder / "float", folder / "packed"
 
 
 def test_a_packed_directory_through_from_pretrained(family: tuple[Any, Path, Path]) -> None:
     expected, _, packed = family
     assert len(list(packed.glob("*.safetensors"))) > 1
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(packed, output_loading_info=True)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        packed, output_loading_info=True
+    )
     assert not any(info.values())
     assert mixed(model).keys() == linears(expected).keys()
     assert not model.training
@@ -69,11 +94,15 @@ def test_a_packed_directory_through_from_pretrained(family: tuple[Any, Path, Pat
     assert_same_text(model, expected)
 
 
-def test_an_index_without_metadata_is_refused(family: tuple[Any, Path, Path], tmp_path: Path) -> None:
+def test_an_index_without_metadata_is_refused(
+    family: tuple[Any, Path, Path], tmp_path: Path
+) -> None:
     shutil.copytree(family[2], tmp_path / "packed")
     index = tmp_path / "packed" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
-    with pytest.raises(co.CheckpointError, match='has no object "metadata", which transformers expects'):
+    with pytest.raises(
+        co.CheckpointError, match='has no object "metadata", which transformers expects'
+    ):
         co.load_model(tmp_path / "packed")
 
 
@@ -95,7 +124,9 @@ def test_load_model_fuses_what_shares_x(family: tuple[Any, Path, Path]) -> None:
     assert_same_text(model, expected)
     plain = co.load_model(packed, fuse=False, act_quant="block", act_symmetric=False)
     assert mixed(plain).keys() == linears(expected).keys()
-    assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(plain).values()} == {("block", False)}
+    assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(plain).values()} == {
+        ("block", False)
+    }
     assert 1e-4 < (logits(plain) - logits(expected)).norm() / logits(expected).norm() < 0.1
 
 
@@ -107,9 +138,16 @@ def test_load_model_quantises_floats_on_the_way(family: tuple[Any, Path, Path]) 
 def test_what_the_directory_says_of_activations_is_the_default(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "float")
     checkpoint = co.load_checkpoint(tmp_path / "float")
-    reorder_model(checkpoint, tmp_path / "packed", Options(8, 32), act_quant="token", act_symmetric=False)
-    for model in (co.load_model(tmp_path / "packed"), transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")):
-        assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(model).values()} == {("token", False)}
+    reorder_model(
+        checkpoint, tmp_path / "packed", Options(8, 32), act_quant="token", act_symmetric=False
+    )
+    for model in (
+        co.load_model(tmp_path / "packed"),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed"),
+    ):
+        assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(model).values()} == {
+            ("token", False)
+        }
     model = co.load_model(tmp_path / "packed", act_quant="none")
     assert {layer.act_quant for layer in mixed(model).values()} == {"none"}
 
@@ -133,7 +171,10 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     model = tiny("qwen2", tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "float")
     reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
-    for loaded in (co.load_model(tmp_path / "packed"), transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")):
+    for loaded in (
+        co.load_model(tmp_path / "packed"),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed"),
+    ):
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
         assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
@@ -150,8 +191,13 @@ def test_a_packed_head_is_not_the_embedding(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
     assert config["tie_word_embeddings"] is False
     # As earlier versions left it.
-    (tmp_path / "packed" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    for loaded in (co.load_model(tmp_path / "packed"), transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")):
+    (tmp_path / "packed" / "config.json").write_text(
+        json.dumps({**config, "tie_word_embeddings": True})
+    )
+    for loaded in (
+        co.load_model(tmp_path / "packed"),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed"),
+    ):
         assert "lm_head" in mixed(loaded)
         assert torch.equal(loaded.model.embed_tokens.weight, model.lm_head.weight)
         assert (logits(loaded) - logits(model)).norm() < 0.03 * logits(model).norm()
@@ -165,15 +211,21 @@ def test_a_packed_head_is_not_the_embedding(tmp_path: Path) -> None:
 def test_a_model_without_its_head(family: tuple[Any, Path, Path], tmp_path: Path) -> None:
     expected, floats, _ = family
     # Exceptions are listed under the names of the model with the head.
-    reorder_model(co.load_checkpoint(floats), tmp_path / "packed", Options(4, 32, False, exclude="down_proj"))
+    reorder_model(
+        co.load_checkpoint(floats), tmp_path / "packed", Options(4, 32, False, exclude="down_proj")
+    )
     model = transformers.AutoModel.from_pretrained(tmp_path / "packed")
-    assert mixed(model).keys() == {n.removeprefix("model.") for n in linears(expected) if "down_proj" not in n}
+    assert mixed(model).keys() == {
+        n.removeprefix("model.") for n in linears(expected) if "down_proj" not in n
+    }
     assert isinstance(model.layers[0].mlp.down_proj, nn.Linear)
 
 
 def test_a_model_with_a_new_head(family: tuple[Any, Path, Path]) -> None:
     expected, _, packed = family
-    model, info = transformers.AutoModelForSequenceClassification.from_pretrained(packed, output_loading_info=True)
+    model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+        packed, output_loading_info=True
+    )
     # transformers reports these itself.
     assert (info["missing_keys"], info["unexpected_keys"]) == ({"score.weight"}, {"lm_head.weight"})
     assert mixed(model).keys() == linears(expected).keys()
@@ -187,7 +239,10 @@ def test_directories_written_before_the_guard_still_load(act_order: Path, tmp_pa
     config = json.loads((tmp_path / "config.json").read_text())
     del config["transformers_weights"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for model in (co.load_model(tmp_path), transformers.AutoModelForCausalLM.from_pretrained(tmp_path)):
+    for model in (
+        co.load_model(tmp_path),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path),
+    ):
         assert_same_logits(model, co.load_model(act_order))
 
 
@@ -221,17 +276,24 @@ def test_saved_and_loaded_again(family: tuple[Any, Path, Path], tmp_path: Path) 
     assert all(torch.equal(first[name], second[name]) for name in first)
     with safe_open(again_file, "pt") as one, safe_open(fused_file, "pt") as other:
         assert one.metadata() == other.metadata()
-    assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "fused" / "config.json").read_text()
+    assert (tmp_path / "again" / "config.json").read_text() == (
+        tmp_path / "fused" / "config.json"
+    ).read_text()
     assert "model.layers.0.self_attn.qkv_proj" in mixed(model)
 
 
 @pytest.mark.parametrize("shared", ["perm", "book"])
 def test_fused_layers_that_share_an_order_or_a_book_are_saved(shared: str, tmp_path: Path) -> None:
-    model = tiny(num_hidden_layers=1, num_key_value_heads=4, intermediate_size=128)  # whole row panels
+    # whole row panels
+    model = tiny(num_hidden_layers=1, num_key_value_heads=4, intermediate_size=128)
     packed = {}
     for name, linear in linears(model).items():
-        weight = co.quantize(linear.weight.detach(), 4, 32, book="nf4" if shared == "book" else None)
-        packed[name] = co.reorder(weight if shared == "book" else replace(weight, perm=torch.arange(weight.k).flip(0)))
+        weight = co.quantize(
+            linear.weight.detach(), 4, 32, book="nf4" if shared == "book" else None
+        )
+        packed[name] = co.reorder(
+            weight if shared == "book" else replace(weight, perm=torch.arange(weight.k).flip(0))
+        )
     co.replace_linears(model, packed)
     fused = co.fuse_linears(model).layers
     assert len(fused) == 2
@@ -247,7 +309,10 @@ def test_a_model_packed_in_memory_is_saved(tied: bool, tmp_path: Path) -> None:
     model = tiny("qwen2", tie_word_embeddings=tied)
     layers = {**linears(model), "lm_head": model.lm_head}
     del layers["model.layers.0.mlp.down_proj"]
-    packed = {name: co.reorder(co.quantize(linear.weight.detach(), 4, 32, False)) for name, linear in layers.items()}
+    packed = {
+        name: co.reorder(co.quantize(linear.weight.detach(), 4, 32, False))
+        for name, linear in layers.items()
+    }
     co.replace_linears(model, packed, act_quant="token", act_symmetric=False)
     co.set_activations(model, "block")
     expected = logits(model)
@@ -256,13 +321,17 @@ def test_a_model_packed_in_memory_is_saved(tied: bool, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "fused")
     for folder in (tmp_path / "separate", tmp_path / "fused"):
         config = json.loads((folder / "config.json").read_text())
-        assert config["quantization_config"]["modules_to_not_convert"] == ["model.layers.0.mlp.down_proj"]
+        assert config["quantization_config"]["modules_to_not_convert"] == [
+            "model.layers.0.mlp.down_proj"
+        ]
         assert not config.get("tie_word_embeddings")
         for loaded in (
             transformers.AutoModelForCausalLM.from_pretrained(folder),
             co.load_model(folder, fuse=False),
         ):
-            assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(loaded).values()} == {("block", True)}
+            assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(loaded).values()} == {
+                ("block", True)
+            }
             assert mixed(loaded).keys() == packed.keys()
             assert torch.equal(logits(loaded), expected)
 
@@ -280,7 +349,12 @@ def halves(model: Any) -> dict[str, str]:
 def test_layers_on_the_disk(offload_buffers: bool, tied: bool, tmp_path: Path) -> None:
     import_or_skip("accelerate")
     tiny("qwen2", tie_word_embeddings=tied).save_pretrained(tmp_path / "float")
-    reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(4, 32, False), shard_bytes=60_000)
+    reorder_model(
+        co.load_checkpoint(tmp_path / "float"),
+        tmp_path / "packed",
+        Options(4, 32, False),
+        shard_bytes=60_000,
+    )
     expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     options = {"offload_folder": tmp_path / "offload", "offload_buffers": offload_buffers}
     maps: list[dict[str, Any]] = [
@@ -288,18 +362,25 @@ def test_layers_on_the_disk(offload_buffers: bool, tied: bool, tmp_path: Path) -
         {"device_map": "auto", "max_memory": {"cpu": 100_000}},
     ]
     for places in maps:
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", **places, **options)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "packed", **places, **options
+        )
         assert "disk" in model.hf_device_map.values()
         for _ in range(2):
             assert torch.equal(logits(model), logits(expected))
             # Nothing of them stays in memory.
             on_disk = {name for name, layer in mixed(model).items() if layer.packed.codes.is_meta}
-            assert all(layer.codes.is_meta == (name in on_disk) for name, layer in mixed(model).items())
+            assert all(
+                layer.codes.is_meta == (name in on_disk) for name, layer in mixed(model).items()
+            )
             assert bool(on_disk) == offload_buffers
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the memory that it takes
         model.save_pretrained(tmp_path / "saved")
-    assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(expected))
+    assert torch.equal(
+        logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")),
+        logits(expected),
+    )
 
 
 def test_a_packed_file_beside_its_config(act_order: Path, tmp_path: Path) -> None:
@@ -308,7 +389,9 @@ def test_a_packed_file_beside_its_config(act_order: Path, tmp_path: Path) -> Non
     model = co.load_model(act_order, fuse=False)
     packed = co.load_packed(act_order)
     assert all(layer.packed.perm is not None for layer in mixed(model).values())
-    assert_same_logits(model, dequantised(tiny(num_hidden_layers=1), {n: packed[n].unpack() for n in mixed(model)}))
+    assert_same_logits(
+        model, dequantised(tiny(num_hidden_layers=1), {n: packed[n].unpack() for n in mixed(model)})
+    )
     (tmp_path / "lone.safetensors").write_bytes(act_order.read_bytes())
     with pytest.raises(co.CheckpointError, match=r"there is no config.json"):
         co.load_model(tmp_path / "lone.safetensors")
@@ -345,4 +428,5 @@ def test_gpu_model(act_order: Path, act_quant: str) -> None:
     assert {layer.packed.device.type for layer in mixed(model).values()} == {"cuda"}
     with torch.inference_mode():
         found = model(input_ids=TOKENS.cuda()).logits.float().cpu()
-    assert (found - expected).norm() < 0.03 * expected.norm()  # x is rounded to 11 bits, and its codes may be neighbours
+    # x is rounded to 11 bits, and its codes may be neighbours
+    assert (found - expected).norm() < 0.03 * expected.norm()

@@ -36,7 +36,9 @@ transformers = import_or_skip("transformers")
 
 
 def assert_loads(source: Path, scratch: Path, expected: Any) -> None:
-    """Both doors give the model of the dequantised weights: load_model, and from_pretrained once it is reordered."""
+    """Both doors give the model of the dequantised weights: load_model, and from_pretrained once
+    it is reordered.
+    """
     model = co.load_model(source, dtype=torch.float32)
     assert_same_logits(model, expected)
     assert any(name.endswith("qkv_proj") for name in mixed(model))
@@ -53,9 +55,13 @@ def test_every_dialect(dialect: str, tmp_path: Path) -> None:
 
 
 def test_quantised_routers_become_their_values(tmp_path: Path) -> None:
-    """A checkpoint of quantised experts and routers: transformers has stacked and bare parameters for them."""
+    """A checkpoint of quantised experts and routers: transformers has stacked and bare
+    parameters for them.
+    """
     torch.manual_seed(0)
-    transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**SIZES, **MOE})).save_pretrained(tmp_path / "values")
+    transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**SIZES, **MOE})).save_pretrained(
+        tmp_path / "values"
+    )
     values = load_file(tmp_path / "values" / "model.safetensors")
     tensors: dict[str, Tensor] = {}
     for name, value in values.items():
@@ -72,10 +78,16 @@ def test_quantised_routers_become_their_values(tmp_path: Path) -> None:
     config = {**expected.config.to_dict(), "quantization_config": ct_config("int-quantized", CT8)}
     (tmp_path / "source" / "config.json").write_text(json.dumps(config))
     assert_loads(tmp_path / "source", tmp_path / "packed", expected)
-    # A file of weights, which other engines read, has the router packed; load_model takes its values.
+    # A file of weights, which other engines read, has the router packed; load_model
+    # takes its values.
     reorder_checkpoint(co.load_checkpoint(tmp_path / "source"), tmp_path / "packed.safetensors")
-    assert isinstance(co.load_packed(tmp_path / "packed.safetensors")["model.layers.0.block_sparse_moe.gate"], co.PackedWeight)
-    assert_same_logits(co.load_model(tmp_path / "packed.safetensors", config=expected.config), expected)
+    assert isinstance(
+        co.load_packed(tmp_path / "packed.safetensors")["model.layers.0.block_sparse_moe.gate"],
+        co.PackedWeight,
+    )
+    assert_same_logits(
+        co.load_model(tmp_path / "packed.safetensors", config=expected.config), expected
+    )
 
 
 def test_both_doors_quantise_the_activations_that_a_checkpoint_was_made_for(tmp_path: Path) -> None:
@@ -89,19 +101,34 @@ def test_both_doors_quantise_the_activations_that_a_checkpoint_was_made_for(tmp_
     source.mkdir()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     quantization = ct_config("int-quantized", CT8)
-    tokens = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "token", "dynamic": True}
+    tokens = {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": False,
+        "strategy": "token",
+        "dynamic": True,
+    }
     quantization["config_groups"]["group_0"]["input_activations"] = tokens
-    (source / "config.json").write_text(json.dumps({**model.config.to_dict(), "quantization_config": quantization}))
+    (source / "config.json").write_text(
+        json.dumps({**model.config.to_dict(), "quantization_config": quantization})
+    )
     checkpoint = co.load_checkpoint(source)
     assert checkpoint.activations == ("token", False)
     reorder_model(checkpoint, tmp_path / "packed")
     reorder_checkpoint(checkpoint, tmp_path / "packed.safetensors")
-    doors = [co.load_model(path, fuse=False, config=model.config) for path in (source, tmp_path / "packed.safetensors")]
+    doors = [
+        co.load_model(path, fuse=False, config=model.config)
+        for path in (source, tmp_path / "packed.safetensors")
+    ]
     doors += [co.load_model(tmp_path / "packed", fuse=False)]
     for found in doors:
-        assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(found).values()} == {("token", False)}
+        assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(found).values()} == {
+            ("token", False)
+        }
         assert torch.equal(logits(found), logits(doors[0]))
-    assert {layer.act_quant for layer in mixed(co.load_model(source, act_quant="none")).values()} == {"none"}
+    assert {
+        layer.act_quant for layer in mixed(co.load_model(source, act_quant="none")).values()
+    } == {"none"}
 
 
 def test_torchao(tmp_path: Path) -> None:
@@ -119,7 +146,9 @@ def test_torchao(tmp_path: Path) -> None:
     flat, metadata = flatten_tensor_state_dict(source.state_dict())
     (tmp_path / "source").mkdir()
     flat = {name: tensor.contiguous() for name, tensor in flat.items()}
-    save_file(flat, tmp_path / "source" / "model.safetensors", metadata={"format": "pt", **metadata})
+    save_file(
+        flat, tmp_path / "source" / "model.safetensors", metadata={"format": "pt", **metadata}
+    )
     config = {**model.config.to_dict(), "quantization_config": {"quant_method": "torchao"}}
     (tmp_path / "source" / "config.json").write_text(json.dumps(config))
     assert_loads(tmp_path / "source", tmp_path / "packed", model)

@@ -1,4 +1,6 @@
-"""What is not a packed model, or lies about being one, is refused by load_model and from_pretrained."""
+"""What is not a packed model, or lies about being one, is refused by load_model and
+from_pretrained.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_a_config_of_absurd_size_is_refused(act_order: Path, tmp_path: Path) -> 
 def test_transformers_alone_refuses_a_packed_directory(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "float")
     reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed").save_pretrained(tmp_path / "saved")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed").save_pretrained(
+        tmp_path / "saved"
+    )
     code = f"""
         import sys, transformers
         for name in ("packed", "saved"):
@@ -50,19 +54,33 @@ def test_transformers_alone_refuses_a_packed_directory(tmp_path: Path) -> None:
         \t\tprint(name, error)
         assert "cutlass_ops" not in sys.modules
     """
-    command = [sys.executable, "-W", "ignore", "-c", "\n".join(line.strip(" ") for line in code.splitlines())]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        "\n".join(line.strip(" ") for line in code.splitlines()),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.partition(" ")[0] for line in lines] == ["packed", "saved"]
     # A configuration that is read and written alone keeps it too.
     transformers.AutoConfig.from_pretrained(tmp_path / "packed").save_pretrained(tmp_path)
-    assert "is packed by cutlass_ops" in json.loads((tmp_path / "config.json").read_text())["transformers_weights"]
-    said = "this model is packed by cutlass_ops: install it and import cutlass_ops before from_pretrained"
+    assert (
+        "is packed by cutlass_ops"
+        in json.loads((tmp_path / "config.json").read_text())["transformers_weights"]
+    )
+    said = (
+        "this model is packed by cutlass_ops: install it and import cutlass_ops before "
+        "from_pretrained"
+    )
     assert all(line.endswith(said) for line in lines)
 
 
-def test_experts_packed_one_by_one_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_packed_one_by_one_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As earlier versions wrote them: transformers has no linear layers of these names."""
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**SIZES, **MOE}))
     model.save_pretrained(tmp_path / "float")
@@ -72,19 +90,26 @@ def test_experts_packed_one_by_one_are_refused(tmp_path: Path, monkeypatch: pyte
         reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
     reasons = (
         r"packed, but not linear layers or experts of MixtralForCausalLM: "
-        r"model\.layers\.0\.block_sparse_moe\.experts\.0\.w1 \(transformers loads it as part of .*gate_up_proj\).*"
-        r"model\.layers\.0\.block_sparse_moe\.gate \(it is a parameter of MixtralTopKRouter.*; reorder the checkpoint"
+        r"model\.layers\.0\.block_sparse_moe\.experts\.0\.w1 \(transformers loads it as part of "
+        r".*gate_up_proj\).*"
+        r"model\.layers\.0\.block_sparse_moe\.gate \(it is a parameter of MixtralTopKRouter.*; "
+        r"reorder the checkpoint"
     )
     for load in (co.load_model, transformers.AutoModelForCausalLM.from_pretrained):
         with pytest.raises(ValueError, match=reasons):
             load(tmp_path / "packed")
 
 
-def test_layers_that_a_config_cannot_describe_are_not_saved(act_order: Path, tmp_path: Path) -> None:
+def test_layers_that_a_config_cannot_describe_are_not_saved(
+    act_order: Path, tmp_path: Path
+) -> None:
     model = co.load_model(act_order, fuse=False)
     layer = model.model.layers[0].mlp.up_proj
     layer.act_quant = "token"
-    with pytest.raises(ValueError, match=r"differ between layers \('.*' has 'none', True, '.*up_proj' has 'token', True\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"differ between layers \('.*' has 'none', True, '.*up_proj' has 'token', True\)",
+    ):
         model.save_pretrained(tmp_path / "saved")
     layer.act_quant, layer.activation = "none", "relu"
     with pytest.raises(ValueError, match=r"up_proj' has activation 'relu', which is not stored"):
@@ -99,12 +124,20 @@ def test_layers_that_a_config_cannot_describe_are_not_saved(act_order: Path, tmp
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"up_proj.perm": torch.zeros(64, dtype=torch.int32)}, "up_proj.perm' is not a permutation of 0 .. 63"),
-        ({"up_proj.zeros": torch.full((4, 128), 9, dtype=torch.int8)}, "up_proj.zeros' holds values outside of -8 .. 7"),
+        (
+            {"up_proj.perm": torch.zeros(64, dtype=torch.int32)},
+            "up_proj.perm' is not a permutation of 0 .. 63",
+        ),
+        (
+            {"up_proj.zeros": torch.full((4, 128), 9, dtype=torch.int8)},
+            "up_proj.zeros' holds values outside of -8 .. 7",
+        ),
         ({"up_proj.scales": None}, "up_proj.scales' is not in the model's files"),
     ],
 )
-def test_files_that_lie(act_order: Path, tmp_path: Path, change: dict[str, Tensor | None], match: str) -> None:
+def test_files_that_lie(
+    act_order: Path, tmp_path: Path, change: dict[str, Tensor | None], match: str
+) -> None:
     model = co.load_model(act_order, fuse=False)
     model.save_pretrained(tmp_path / "saved")
     broken = {f"model.layers.0.mlp.{name}": tensor for name, tensor in change.items()}
@@ -114,16 +147,23 @@ def test_files_that_lie(act_order: Path, tmp_path: Path, change: dict[str, Tenso
             load(folder)
     on_disk = {"device_map": {"model": "disk", "lm_head": "cpu"}, "offload_buffers": True}
     with pytest.raises(ValueError, match=match):
-        transformers.AutoModelForCausalLM.from_pretrained(folder, **on_disk, offload_folder=tmp_path / "offload")
+        transformers.AutoModelForCausalLM.from_pretrained(
+            folder, **on_disk, offload_folder=tmp_path / "offload"
+        )
 
 
 @pytest.mark.parametrize("quantised", [True, False], ids=["packed", "on load"])
-def test_a_tensor_parallel_plan_is_refused(quantised: bool, act_order: Path, tmp_path: Path) -> None:
+def test_a_tensor_parallel_plan_is_refused(
+    quantised: bool, act_order: Path, tmp_path: Path
+) -> None:
     model = co.load_model(act_order, fuse=False)
     (model if quantised else model.dequantize()).save_pretrained(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    config.distributed_config = transformers.distributed.DistributedConfig(tp_size=2)  # as from_pretrained(tp_size=2) has it
-    options = {} if quantised else {"quantization_config": co.CutlassOpsConfig(bits=4, group_size=32)}
+    # as from_pretrained(tp_size=2) has it
+    config.distributed_config = transformers.distributed.DistributedConfig(tp_size=2)
+    options = (
+        {} if quantised else {"quantization_config": co.CutlassOpsConfig(bits=4, group_size=32)}
+    )
     with pytest.raises(ValueError, match="tp_plan and tp_size split parameters"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=config, **options)
 
@@ -134,16 +174,23 @@ def test_other_models_files_are_refused(act_order: Path, tmp_path: Path) -> None
     for name, match in (
         (
             "model.layers.0.mlp.up_proj.codes",
-            r"up_proj.codes(' is not in the model's files, or is of another size|: codes has shape \(5,\))",
+            r"up_proj.codes(' is not in the model's files, or is of another size|: codes "
+            r"has shape \(5,\))",
         ),
         ("model.norm.weight", r"tensor 'model.norm.weight' is \[5\]; the model's is \[64\]"),
     ):
-        folder = rewrite(tmp_path / "saved", tmp_path / name, {name: torch.zeros(5, dtype=torch.uint8)})
+        folder = rewrite(
+            tmp_path / "saved", tmp_path / name, {name: torch.zeros(5, dtype=torch.uint8)}
+        )
         with pytest.raises(ValueError, match=match):
             co.load_model(folder)
     more = rewrite(tmp_path / "saved", tmp_path / "more", {"model.other.weight": torch.zeros(3)})
     less = rewrite(tmp_path / "saved", tmp_path / "less", {"model.norm.weight": None})
-    auto = (transformers.AutoModelForCausalLM, transformers.AutoModel, transformers.AutoModelForSequenceClassification)
+    auto = (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModel,
+        transformers.AutoModelForSequenceClassification,
+    )
     for load in (co.load_model, *(cls.from_pretrained for cls in auto)):
         with pytest.raises(ValueError, match=r"the model has no place for model\.other\.weight$"):
             load(more)
@@ -160,7 +207,9 @@ def test_other_models_files_are_refused(act_order: Path, tmp_path: Path) -> None
         co.load_model(tmp_path / "float")
     # Sizes that no memory holds are refused before any is taken.
     config = transformers.LlamaConfig(**{**SIZES, "vocab_size": 1 << 40})
-    with pytest.raises(ValueError, match=rf"embed_tokens.weight' is \[160, 64\]; the model's is \[{1 << 40}, 64\]"):
+    with pytest.raises(
+        ValueError, match=rf"embed_tokens.weight' is \[160, 64\]; the model's is \[{1 << 40}, 64\]"
+    ):
         co.load_model(tmp_path / "float", config=config, options=Options(4, 32))
 
 
@@ -171,17 +220,25 @@ def test_other_models_files_are_refused(act_order: Path, tmp_path: Path) -> None
         ({"bits": 5}, "bits is 5"),
         ({"modules": []}, r"modules is \[\]; a dict is expected"),
         ({"modules": {"model.layers.0.mlp.up_proj": 4}}, "4 is no weight's format"),
-        ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'; a list is expected"),
+        (
+            {"modules_to_not_convert": "lm_head"},
+            "modules_to_not_convert is 'lm_head'; a list is expected",
+        ),
         ({"act_quant": "row"}, "act_quant is 'row'; supported are"),
         ({"act_quant": 1}, "act_quant is 1; a str is expected"),
         ({"act_symmetric": "no"}, "act_symmetric is 'no'; a bool is expected"),
         ({"tensors": {"scales": "int8"}}, r"quantization_config of '.*': scales has dtype int8"),
         ({"tensors": {}}, r"quantization_config of '.*': scales is a NoneType"),
-        ({"tensors": {"scales": "float16", "weights": "float16"}}, "tensors names weights; known are codes, scales"),
+        (
+            {"tensors": {"scales": "float16", "weights": "float16"}},
+            "tensors names weights; known are codes, scales",
+        ),
         ({"tensor_parallel": 3}, "one rank of a model that was split"),
     ],
 )
-def test_configs_that_mean_nothing(act_order: Path, tmp_path: Path, change: dict[str, Any], match: str) -> None:
+def test_configs_that_mean_nothing(
+    act_order: Path, tmp_path: Path, change: dict[str, Any], match: str
+) -> None:
     co.load_model(act_order, fuse=False).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"].update(change)
@@ -190,20 +247,27 @@ def test_configs_that_mean_nothing(act_order: Path, tmp_path: Path, change: dict
         co.load_model(tmp_path)
 
 
-@pytest.mark.parametrize("value", [True, 0.5, "4", [1], {"modules": json.loads("[" * 200 + "]" * 200)}])
-def test_a_quantization_config_that_is_no_object(act_order: Path, tmp_path: Path, value: object) -> None:
+@pytest.mark.parametrize(
+    "value", [True, 0.5, "4", [1], {"modules": json.loads("[" * 200 + "]" * 200)}]
+)
+def test_a_quantization_config_that_is_no_object(
+    act_order: Path, tmp_path: Path, value: object
+) -> None:
     config = json.loads((act_order.parent / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": value}))
     (tmp_path / "model.safetensors").write_bytes(act_order.read_bytes())
     with pytest.raises(
-        co.CheckpointError, match=r"config\.json: (quantization_config is .*; an object is expected|has objects)"
+        co.CheckpointError,
+        match=r"config\.json: (quantization_config is .*; an object is expected|has objects)",
     ):
         co.load_model(tmp_path / "model.safetensors")
 
 
 def test_one_rank_of_a_split_model_is_refused(tmp_path: Path) -> None:
     tiny(intermediate_size=128).save_pretrained(tmp_path / "float")
-    reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(4, 32), ranks=2)
+    reorder_model(
+        co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(4, 32), ranks=2
+    )
     with pytest.raises(ValueError, match=r"one rank of a model that was split .*'rank': 0"):
         co.load_model(tmp_path / "packed" / "rank-0-of-2")
 
@@ -213,6 +277,8 @@ def test_a_float_model_is_not_loaded_as_a_packed_one(tmp_path: Path) -> None:
     from cutlass_ops.integrations.hf_config import PackedModelConfig
 
     tiny().save_pretrained(tmp_path)
-    config = PackedModelConfig(**quantization_config({"a": WeightFormat(4, 32, (("scales", torch.float32),))}))
+    config = PackedModelConfig(
+        **quantization_config({"a": WeightFormat(4, 32, (("scales", torch.float32),))})
+    )
     with pytest.raises(ValueError, match="require the model to be pre-quantized"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)

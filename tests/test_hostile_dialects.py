@@ -1,4 +1,6 @@
-"""Models of bitsandbytes, HQQ, torchao and MNN that lie: a CheckpointError, or what the files say."""
+"""Models of bitsandbytes, HQQ, torchao and MNN that lie: a CheckpointError, or
+what the files say.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,18 @@ from typing import Any
 import pytest
 import torch
 from hostile_cases import header_length, mutations, read_or_refuse
-from hostile_dialects import BLOB, GRAPH, HEADER, MODELS, NESTED, STATE, as_json, saved, write, write_mnn
+from hostile_dialects import (
+    BLOB,
+    GRAPH,
+    HEADER,
+    MODELS,
+    NESTED,
+    STATE,
+    as_json,
+    saved,
+    write,
+    write_mnn,
+)
 from hostile_directories import VALUES, paths
 from hostile_directories import read_all as read_directory
 from hypothesis import HealthCheck, given, settings
@@ -21,7 +34,9 @@ from cutlass_ops.checkpoints.directory import CODES
 from cutlass_ops.reference import dequantize_weight
 
 MANY = settings(
-    deadline=None, max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    deadline=None,
+    max_examples=500,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 FILES = {name: saved(name, tensors) for name, tensors in MODELS.items()}
@@ -49,7 +64,9 @@ def test_the_honest_models_are_read(tmp_path: Path, name: str, weights: int) -> 
     assert read_all(path) == weights
     checkpoint = load_checkpoint(path)
     assert not checkpoint.others
-    assert all(any(part.endswith(CODES) for part in entry.parts) for entry in checkpoint.entries.values())
+    assert all(
+        any(part.endswith(CODES) for part in entry.parts) for entry in checkpoint.entries.values()
+    )
     (tmp_path / "config.json").unlink()  # their tensors tell, too
     assert read_all(path) == weights
 
@@ -65,7 +82,17 @@ def test_a_damaged_file(tmp_path: Path, name: str, data: st.DataObject) -> None:
 @given(
     name=st.sampled_from(sorted(MODELS)),
     data=st.data(),
-    dtype=st.sampled_from([torch.int32, torch.int64, torch.int8, torch.uint8, torch.float16, torch.float32, torch.bool]),
+    dtype=st.sampled_from(
+        [
+            torch.int32,
+            torch.int64,
+            torch.int8,
+            torch.uint8,
+            torch.float16,
+            torch.float32,
+            torch.bool,
+        ]
+    ),
     shape=st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 8, 9, 16, 32, 64, 65]), max_size=4),
     fill=st.sampled_from([0, 1, 2, 3, 5, 7, 8, 16, 32, 33, 48, 64, 127, 255, -1, -128]),
 )
@@ -81,7 +108,9 @@ def test_a_model_with_another_tensor(
     elif what == "refill":
         tensors[where] = torch.full(old.shape, fill).to(old.dtype)
     elif what == "rename":
-        tensors[data.draw(st.sampled_from(sorted({key for held in MODELS.values() for key in held})))] = old
+        tensors[
+            data.draw(st.sampled_from(sorted({key for held in MODELS.values() for key in held})))
+        ] = old
     elif what == "reshape":
         tensors[where] = old.t() if old.dim() == 2 else old.reshape(1, -1)
     elif what == "view":
@@ -110,20 +139,34 @@ def edited(value: Any, data: st.DataObject) -> Any:
 
 @MANY
 @given(data=st.data(), nested=st.booleans())
-def test_a_quant_state_with_another_value(tmp_path: Path, data: st.DataObject, nested: bool) -> None:
-    key = "m.weight.quant_state.bitsandbytes__nf4" if nested else "f.weight.quant_state.bitsandbytes__fp4"
+def test_a_quant_state_with_another_value(
+    tmp_path: Path, data: st.DataObject, nested: bool
+) -> None:
+    key = (
+        "m.weight.quant_state.bitsandbytes__nf4"
+        if nested
+        else "f.weight.quant_state.bitsandbytes__fp4"
+    )
     state = as_json(edited(NESTED if nested else STATE, data))
     content = saved("bitsandbytes", {**MODELS["bitsandbytes"], key: state})
     read_or_refuse(write(tmp_path, "bitsandbytes", content), read_all)
 
 
 @MANY
-@given(data=st.data(), key=st.sampled_from(sorted(HEADER)), kind=st.sampled_from(sorted({k for k, _ in HEADER.values()})))
-def test_a_description_with_another_value(tmp_path: Path, data: st.DataObject, key: str, kind: str) -> None:
+@given(
+    data=st.data(),
+    key=st.sampled_from(sorted(HEADER)),
+    kind=st.sampled_from(sorted({k for k, _ in HEADER.values()})),
+)
+def test_a_description_with_another_value(
+    tmp_path: Path, data: st.DataObject, key: str, kind: str
+) -> None:
     old, content = HEADER[key]
     kind = data.draw(st.sampled_from([old, old, old, kind]))
     header = {**HEADER, key: (kind, edited(content, data))}
-    read_or_refuse(write(tmp_path, "torchao", saved("torchao", MODELS["torchao"], header)), read_all)
+    read_or_refuse(
+        write(tmp_path, "torchao", saved("torchao", MODELS["torchao"], header)), read_all
+    )
 
 
 def test_the_honest_mnn_model_is_read(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Directories of quantised models that lie: a CheckpointError, or what the files say; the same for every dialect."""
+"""Directories of quantised models that lie: a CheckpointError, or what the files say; the same
+for every dialect.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from safetensors.torch import save as to_safetensors
 from cutlass_ops import CheckpointError, load_checkpoint
 
 MANY = settings(
-    deadline=None, max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    deadline=None,
+    max_examples=600,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
@@ -63,7 +67,15 @@ def test_a_config_with_another_value(tmp_path: Path, name: str, data: st.DataObj
     name=st.sampled_from(sorted(MODELS)),
     data=st.data(),
     dtype=st.sampled_from(
-        [torch.int32, torch.int64, torch.int8, torch.uint8, torch.float16, torch.float32, torch.float8_e4m3fn]
+        [
+            torch.int32,
+            torch.int64,
+            torch.int8,
+            torch.uint8,
+            torch.float16,
+            torch.float32,
+            torch.float8_e4m3fn,
+        ]
     ),
     shape=st.lists(st.sampled_from([0, 1, 2, 4, 7, 8, 9, 16, 32, 64, 65]), max_size=3),
     fill=st.sampled_from([0, 1, 7, 8, 64, 127, -1, -128]),
@@ -79,7 +91,9 @@ def test_a_model_with_another_tensor(
     if what == "replace":
         tensors[where] = torch.full(shape, fill).to(dtype)
     elif what == "rename":
-        tensors[data.draw(st.sampled_from(sorted({key for held, _ in MODELS.values() for key in held})))] = old
+        tensors[
+            data.draw(st.sampled_from(sorted({key for held, _ in MODELS.values() for key in held})))
+        ] = old
     elif what == "reshape":
         tensors[where] = old.t() if old.dim() == 2 else old.reshape(1, -1)
     refused_or_read(write(tmp_path, tensors, config))
@@ -99,7 +113,10 @@ def test_a_stated_size_that_fits_nothing(tmp_path: Path, name: str, size: int) -
 @MANY
 @given(
     text=st.one_of(
-        st.text(max_size=60), st.sampled_from(["[" * 100_000, "{", '{"a":' * 5000, "NaN", "1e999", "\x00", "[]", "3", ""])
+        st.text(max_size=60),
+        st.sampled_from(
+            ["[" * 100_000, "{", '{"a":' * 5000, "NaN", "1e999", "\x00", "[]", "3", ""]
+        ),
     )
 )
 @example(text='{"quantization_config": 3}')
@@ -166,8 +183,17 @@ def test_an_index_with_another_place(tmp_path: Path, name: str, data: st.DataObj
     )
     index["weight_map"][key] = place
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    honest = key in MODELS[name][0] and MODELS[name][0][key] is not None and place == sharded_place(name, key)
-    assert read_or_refuse(tmp_path / "model.safetensors.index.json", lambda path: read_all(path.parent)) == honest
+    honest = (
+        key in MODELS[name][0]
+        and MODELS[name][0][key] is not None
+        and place == sharded_place(name, key)
+    )
+    assert (
+        read_or_refuse(
+            tmp_path / "model.safetensors.index.json", lambda path: read_all(path.parent)
+        )
+        == honest
+    )
 
 
 def sharded_place(name: str, key: str) -> str:

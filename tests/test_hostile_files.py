@@ -1,4 +1,6 @@
-"""Files that lie: every one gets a CheckpointError, or is read as what it says; never a crash, a hang or a flood of memory."""
+"""Files that lie: every one gets a CheckpointError, or is read as what it says; never a crash, a
+hang or a flood of memory.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ from cutlass_ops.files.packed_file import packed_info
 from cutlass_ops.files.verify import verify_packed
 
 FUZZ = settings(
-    deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    deadline=None,
+    max_examples=400,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
@@ -48,7 +52,11 @@ def test_the_honest_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf_file())
     checkpoint = load_checkpoint(path)
-    assert list(checkpoint) == ["lm_head", "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"]
+    assert list(checkpoint) == [
+        "lm_head",
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.mlp.up_proj",
+    ]
     assert read_or_refuse(path)
     path.write_bytes(gguf_file(version=2))
     assert read_or_refuse(path)
@@ -63,12 +71,21 @@ LIES: dict[str, tuple[bytes, str]] = {
     "key count": (gguf_file(key_count=HUGE), "claims 18446744073709551615 keys"),
     "tensor count": (gguf_file(tensor_count=HUGE), "claims 18446744073709551615 tensors"),
     "one key too many": (gguf_file(key_count=6), "the name of tensor 0 takes"),
-    "length of a key's name": (gguf_file((text("k", HUGE),)), "the name of key 0 takes 18446744073709551615 bytes"),
+    "length of a key's name": (
+        gguf_file((text("k", HUGE),)),
+        "the name of key 0 takes 18446744073709551615 bytes",
+    ),
     "length of a string": (gguf_file((key("k", 8, text("v", 1 << 62)),)), "key 'k' takes"),
     "type of a key": (gguf_file((key("k", 13, b""),)), "key 'k' has type 13"),
     "array of arrays": (gguf_file((key("k", 9, struct.pack("<IQ", 9, 1)),)), "array of type 9"),
-    "length of an array": (gguf_file((key("k", 9, struct.pack("<IQ", 10, HUGE)),)), "key 'k' takes"),
-    "length of an array of strings": (gguf_file((key("k", 9, struct.pack("<IQ", 8, HUGE)),)), "key 'k' has 1844"),
+    "length of an array": (
+        gguf_file((key("k", 9, struct.pack("<IQ", 10, HUGE)),)),
+        "key 'k' takes",
+    ),
+    "length of an array of strings": (
+        gguf_file((key("k", 9, struct.pack("<IQ", 8, HUGE)),)),
+        "key 'k' has 1844",
+    ),
     "length of a string in an array": (
         gguf_file((key("k", 9, struct.pack("<IQ", 8, 3) + text("a", 1 << 63)),)),
         "inside key 'k'",
@@ -80,14 +97,32 @@ LIES: dict[str, tuple[bytes, str]] = {
     "key twice": (gguf_file((KEYS[0], KEYS[0])), "key 'general.architecture' appears twice"),
     "key that is not UTF-8": (gguf_file((key("k", 8, text(b"\xff")),)), "key 'k' is not UTF-8"),
     "alignment 0": (gguf_file((key("general.alignment", 4, bytes(4)),)), "general.alignment is 0"),
-    "alignment 24": (gguf_file((key("general.alignment", 4, b"\x18\0\0\0"),)), "general.alignment is 24"),
-    "alignment of text": (gguf_file((key("general.alignment", 8, text("32")),)), "general.alignment is '32'"),
-    "alignment beyond the file": (gguf_file((key("general.alignment", 4, b"\0\0\0\x80"),), TENSORS[3:4]), "multiple"),
-    "name that is not UTF-8": (gguf_file((), (tensor("x", (1,), 0, 0).replace(b"x", b"\xff"),)), "not UTF-8"),
-    "tensor twice": (gguf_file((), (tensor("x", (1,), 0, 0), tensor("x", (1,), 0, 32))), "'x': appears twice"),
+    "alignment 24": (
+        gguf_file((key("general.alignment", 4, b"\x18\0\0\0"),)),
+        "general.alignment is 24",
+    ),
+    "alignment of text": (
+        gguf_file((key("general.alignment", 8, text("32")),)),
+        "general.alignment is '32'",
+    ),
+    "alignment beyond the file": (
+        gguf_file((key("general.alignment", 4, b"\0\0\0\x80"),), TENSORS[3:4]),
+        "multiple",
+    ),
+    "name that is not UTF-8": (
+        gguf_file((), (tensor("x", (1,), 0, 0).replace(b"x", b"\xff"),)),
+        "not UTF-8",
+    ),
+    "tensor twice": (
+        gguf_file((), (tensor("x", (1,), 0, 0), tensor("x", (1,), 0, 32))),
+        "'x': appears twice",
+    ),
     "no dimensions": (gguf_file((), (tensor("x", (), 0, 0),)), "'x': has 0 dimensions"),
     "five dimensions": (gguf_file((), (tensor("x", (1,) * 5, 0, 0),)), "'x': has 5 dimensions"),
-    "many dimensions": (gguf_file((), (tensor("x", (1,), 0, 0, count=(1 << 32) - 1),)), "'x': has 4294967295"),
+    "many dimensions": (
+        gguf_file((), (tensor("x", (1,), 0, 0, count=(1 << 32) - 1),)),
+        "'x': has 4294967295",
+    ),
     "size 0": (gguf_file((), (tensor("x", (32, 0), 2, 0),)), r"'x': has shape \[0, 32\]"),
     "size of 2^63": (gguf_file((), (tensor("x", (1 << 63,), 0, 0),)), "'x': F32"),
     # A product of 2^64 elements is 0 in 64 bits.
@@ -98,12 +133,20 @@ LIES: dict[str, tuple[bytes, str]] = {
     "offset beyond the file": (gguf_file((), (tensor("x", (1,), 0, 1 << 20),)), "'x': F32"),
     "offset that overflows": (gguf_file((), (tensor("x", (1,), 0, HUGE - 31),)), "'x': F32"),
     "offset out of line": (gguf_file((), (tensor("x", (1,), 0, 4),)), "'x': starts at 4"),
-    "overlap": (gguf_file((), (tensor("x", (16,), 0, 0), tensor("y", (1,), 0, 32))), "'y': overlaps tensor 'x'"),
-    "the same place": (gguf_file((), (tensor("x", (1,), 0, 0), tensor("y", (1,), 0, 0))), "overlaps tensor"),
+    "overlap": (
+        gguf_file((), (tensor("x", (16,), 0, 0), tensor("y", (1,), 0, 32))),
+        "'y': overlaps tensor 'x'",
+    ),
+    "the same place": (
+        gguf_file((), (tensor("x", (1,), 0, 0), tensor("y", (1,), 0, 0))),
+        "overlaps tensor",
+    ),
     "data cut short": (gguf_file()[:-200], "takes"),
     "nothing but a header": (gguf_file(data=b""), "the file ends at"),
     "two names that become one": (
-        gguf_file((KEYS[0],), (tensor("output.weight", (1,), 0, 0), tensor("lm_head.weight", (1,), 0, 32))),
+        gguf_file(
+            (KEYS[0],), (tensor("output.weight", (1,), 0, 0), tensor("lm_head.weight", (1,), 0, 32))
+        ),
         "has the same name as 'output.weight'",
     ),
 }
@@ -143,7 +186,9 @@ def test_a_damaged_gguf_is_read_or_refused(tmp_path: Path, content: bytes) -> No
 
 
 @FUZZ
-@given(kind=st.sampled_from([2, 3, 6, 7, 8, 12, 13, 14]), data=st.binary(min_size=272, max_size=272))
+@given(
+    kind=st.sampled_from([2, 3, 6, 7, 8, 12, 13, 14]), data=st.binary(min_size=272, max_size=272)
+)
 def test_a_gguf_block_of_any_bytes_is_some_weight(tmp_path: Path, kind: int, data: bytes) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf_file((), (tensor("w", (256,), kind, 0),), data=data))
@@ -154,7 +199,9 @@ def test_a_gguf_block_of_any_bytes_is_some_weight(tmp_path: Path, kind: int, dat
         assert reorder(load_checkpoint(path)["w"]).shape == (1, 256)
         assert read_or_refuse(path)
     else:
-        with pytest.raises(CheckpointError, match=r"'w': (scales|offsets)\[0, \d\] is (nan|-?inf)$"):
+        with pytest.raises(
+            CheckpointError, match=r"'w': (scales|offsets)\[0, \d\] is (nan|-?inf)$"
+        ):
             load_checkpoint(path)["w"]
 
 
@@ -170,7 +217,9 @@ def test_noise_is_refused(tmp_path: Path, content: bytes) -> None:
 # ---- safetensors
 
 
-PLAIN = to_safetensors({"a.weight": torch.ones(2, 3), "b": torch.arange(5), "c": torch.ones(3).bfloat16()})
+PLAIN = to_safetensors(
+    {"a.weight": torch.ones(2, 3), "b": torch.arange(5), "c": torch.ones(3).bfloat16()}
+)
 
 
 def float_entry(begin: int, end: int, shape: list[int], dtype: str = "F32") -> dict[str, Any]:
@@ -232,7 +281,11 @@ def sealed(header: dict[str, Any], data: bytes) -> bytes:
     for name, value in header.items():
         if name != "__metadata__":
             where = value.get("data_offsets")
-            fits = isinstance(where, list) and len(where) == 2 and all(type(at) is int and at >= 0 for at in where)
+            fits = (
+                isinstance(where, list)
+                and len(where) == 2
+                and all(type(at) is int and at >= 0 for at in where)
+            )
             sums[name] = hashlib.sha256(data[slice(*where)] if fits else b"").hexdigest()
     if not isinstance(facts, dict):
         return raw_safetensors(header, data)
@@ -248,7 +301,9 @@ def metadata(**values: Any) -> Callable[[dict[str, Any], bytearray], None]:
 
 
 def fields(**values: Any) -> Callable[[dict[str, Any], bytearray], None]:
-    return metadata(weights=json.dumps({"w": {"n": 3, "k": 40, "bits": 4, "group_size": 32, **values}}))
+    return metadata(
+        weights=json.dumps({"w": {"n": 3, "k": 40, "bits": 4, "group_size": 32, **values}})
+    )
 
 
 def renamed(old: str, new: str) -> Callable[[dict[str, Any], bytearray], None]:
@@ -365,7 +420,9 @@ def honest_packed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @FUZZ
 @given(data=st.data())
-def test_a_damaged_packed_file_is_read_or_refused(tmp_path: Path, honest_packed: bytes, data: st.DataObject) -> None:
+def test_a_damaged_packed_file_is_read_or_refused(
+    tmp_path: Path, honest_packed: bytes, data: st.DataObject
+) -> None:
     path = tmp_path / "p.safetensors"
     path.write_bytes(data.draw(mutations(honest_packed, 8 + header_length(honest_packed))))
     read_or_refuse(path, load_all)
@@ -373,10 +430,27 @@ def test_a_damaged_packed_file_is_read_or_refused(tmp_path: Path, honest_packed:
 
 @FUZZ
 @given(
-    where=st.sampled_from(["n", "k", "bits", "group_size", "weights", "tied", "sources", "shape", "dtype", "data_offsets"]),
-    value=st.one_of(JSON, st.sampled_from([1, 2, 4, 8, 32, 64, 128, -1, 1 << 31, 1 << 63, 1 << 64])),
+    where=st.sampled_from(
+        [
+            "n",
+            "k",
+            "bits",
+            "group_size",
+            "weights",
+            "tied",
+            "sources",
+            "shape",
+            "dtype",
+            "data_offsets",
+        ]
+    ),
+    value=st.one_of(
+        JSON, st.sampled_from([1, 2, 4, 8, 32, 64, 128, -1, 1 << 31, 1 << 63, 1 << 64])
+    ),
 )
-def test_a_packed_header_with_another_value(tmp_path: Path, honest_packed: bytes, where: str, value: object) -> None:
+def test_a_packed_header_with_another_value(
+    tmp_path: Path, honest_packed: bytes, where: str, value: object
+) -> None:
     path = tmp_path / "p.safetensors"
     if where in ("n", "k", "bits", "group_size"):
         change = fields(**{where: value})
@@ -398,11 +472,15 @@ def test_messages_stay_short(tmp_path: Path) -> None:
 
 def test_more_tensors_than_any_model_has_are_refused(tmp_path: Path) -> None:
     names = [f"layers.{i}.w" for i in range(500_001)]
-    header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}).encode()
+    header = json.dumps(
+        {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}
+    ).encode()
     path = tmp_path / "m.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header)
     for read in (load_checkpoint, packed_info):
-        with pytest.raises(CheckpointError, match=r"m\.safetensors: has 500001 tensors; at most 500000 are read"):
+        with pytest.raises(
+            CheckpointError, match=r"m\.safetensors: has 500001 tensors; at most 500000 are read"
+        ):
             read(path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "m.safetensors")}))

@@ -1,4 +1,6 @@
-"""The reader of HQQ, against the ``hqq`` package's own files and dequantiser, and against bytes written by hand."""
+"""The reader of HQQ, against the ``hqq`` package's own files and dequantiser, and against bytes
+written by hand.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,15 @@ def text(value: str) -> torch.Tensor:
 
 
 def state(
-    codes: torch.Tensor | None, scale: torch.Tensor, zero: torch.Tensor, shape: tuple[int, int], **other: Any
+    codes: torch.Tensor | None,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+    shape: tuple[int, int],
+    **other: Any,
 ) -> dict[str, Any]:
-    """A module's state by hand, 4 bits along rows unless ``other`` says something else; None takes a part away."""
+    """A module's state by hand, 4 bits along rows unless ``other`` says something else; None
+    takes a part away.
+    """
     made = {
         "W_q": codes,
         "scale": scale,
@@ -48,11 +56,14 @@ def state(
 
 def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "hqq"}}))
+    (folder / "config.json").write_text(
+        json.dumps({"quantization_config": {"quant_method": "hqq"}})
+    )
     return folder
 
 
-# W [2, 64] in groups of 32: four rows of codes, of which rows 0 and 1 lie in the high halves, 2 and 3 in the low.
+# W [2, 64] in groups of 32: four rows of codes, of which rows 0 and 1 lie in the high halves, 2
+# and 3 in the low.
 BY_HAND = {
     "codes": torch.arange(64, dtype=torch.uint8).view(2, 32),
     "scale": torch.tensor([[0.5], [1.0], [-2.0], [0.25]]),
@@ -70,7 +81,10 @@ def test_a_module_by_hand(tmp_path: Path) -> None:
     assert weight.offsets.tolist() == [[4.0, 0.5], [0.0, 2.25]]
     zeros = [[0.0, 7.5], [8.0, -1.0]]
     scales = [[0.5, 1.0], [-2.0, 0.25]]
-    values = [[(codes[n][k] - zeros[n][k // 32]) * scales[n][k // 32] for k in range(64)] for n in range(2)]
+    values = [
+        [(codes[n][k] - zeros[n][k // 32]) * scales[n][k // 32] for k in range(64)]
+        for n in range(2)
+    ]
     assert reference.dequantize_weight(weight, torch.float32).tolist() == values
     assert load_checkpoint(tmp_path).entries["m"].values().tolist() == values
 
@@ -82,9 +96,15 @@ def test_files_of_the_package(tmp_path: Path, hqq: Any, bits: int, group: int | 
     layers = {}
     for name, n, k in (("a.q", 48, 384), ("b", 6, 128)):
         linear = torch.nn.Linear(k, n, bias=name == "b")
-        config = hqq.BaseQuantizeConfig(nbits=bits, group_size=group, axis=1, view_as_float=name == "b" and bits == 4)
+        config = hqq.BaseQuantizeConfig(
+            nbits=bits, group_size=group, axis=1, view_as_float=name == "b" and bits == 4
+        )
         layers[name] = hqq.HQQLinear(linear, config, compute_dtype=torch.float32, device="cpu")
-    tensors = {f"{name}.{key}": value for name, layer in layers.items() for key, value in layer.state_dict().items()}
+    tensors = {
+        f"{name}.{key}": value
+        for name, layer in layers.items()
+        for key, value in layer.state_dict().items()
+    }
     save_file({key: value.clone() for key, value in tensors.items()}, tmp_path / "m.safetensors")
     checkpoint = load_checkpoint(tmp_path / "m.safetensors")
     assert checkpoint.dialect == "hqq"
@@ -98,9 +118,14 @@ def test_files_of_the_package(tmp_path: Path, hqq: Any, bits: int, group: int | 
         assert weight.group_size == (-1 if group in (None, theirs.shape[1]) else group)
         assert (weight.bias is None) == (layer.bias is None)
         assert weight.bias is None or torch.equal(weight.bias, layer.bias)
-        # The offset, the product and the sum are each rounded to fp32, and are at most 2^bits scales in size.
-        limit = weight.scales.abs().repeat_interleave(theirs.shape[1] // weight.groups, 1) * 2.0 ** (bits + 1 - 23)
-        assert bool(((reference.dequantize_weight(weight, torch.float32) - theirs).abs() <= limit).all())
+        # The offset, the product and the sum are each rounded to fp32, and are at most
+        # 2^bits scales in size.
+        limit = weight.scales.abs().repeat_interleave(
+            theirs.shape[1] // weight.groups, 1
+        ) * 2.0 ** (bits + 1 - 23)
+        assert bool(
+            ((reference.dequantize_weight(weight, torch.float32) - theirs).abs() <= limit).all()
+        )
     reorder_checkpoint(checkpoint, tmp_path / "p.safetensors")
     assert set(load_packed(tmp_path / "p.safetensors")) == set(layers)
     assert verify_packed(tmp_path / "p.safetensors", checkpoint).problems == []
@@ -110,7 +135,9 @@ def test_files_of_the_package(tmp_path: Path, hqq: Any, bits: int, group: int | 
 def test_half_scales_are_kept(tmp_path: Path, hqq: Any, dtype: torch.dtype) -> None:
     config = hqq.BaseQuantizeConfig(nbits=4, group_size=64, axis=1)
     layer = hqq.HQQLinear(torch.nn.Linear(128, 16), config, compute_dtype=dtype, device="cpu")
-    save_file({f"m.{key}": value for key, value in layer.state_dict().items()}, tmp_path / "m.safetensors")
+    save_file(
+        {f"m.{key}": value for key, value in layer.state_dict().items()}, tmp_path / "m.safetensors"
+    )
     weight = load_checkpoint(tmp_path / "m.safetensors")["m"]
     assert weight.scales.dtype == dtype
     assert torch.equal(weight.scales, layer.meta["scale"].view(16, 2))
@@ -119,13 +146,24 @@ def test_half_scales_are_kept(tmp_path: Path, hqq: Any, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize(("group", "stored"), [(32, True), (None, True), (None, False)])
-def test_groups_across_output_features(tmp_path: Path, hqq: Any, group: int | None, stored: bool) -> None:
+def test_groups_across_output_features(
+    tmp_path: Path, hqq: Any, group: int | None, stored: bool
+) -> None:
     config = hqq.BaseQuantizeConfig(nbits=4, group_size=group, axis=0)
-    layer = hqq.HQQLinear(torch.nn.Linear(64, 32, bias=False), config, compute_dtype=torch.float32, device="cpu")
-    tensors = {f"m.{key}": value for key, value in layer.state_dict().items() if stored or key != "group_size"}
+    layer = hqq.HQQLinear(
+        torch.nn.Linear(64, 32, bias=False), config, compute_dtype=torch.float32, device="cpu"
+    )
+    tensors = {
+        f"m.{key}": value
+        for key, value in layer.state_dict().items()
+        if stored or key != "group_size"
+    }
     save_file(tensors, tmp_path / "m.safetensors")
     checkpoint = load_checkpoint(tmp_path / "m.safetensors")
-    with pytest.raises(CheckpointError, match=r"tensor 'm\.W_q': has groups that run across output features \(axis 0\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"tensor 'm\.W_q': has groups that run across output features \(axis 0\)",
+    ):
         checkpoint["m"]
     assert torch.equal(checkpoint.entries["m"].values(), layer.dequantize())
     reorder_error = r"leave it out \(--exclude\)"
@@ -140,7 +178,10 @@ def test_one_scale_for_all(tmp_path: Path, axis: int) -> None:
     weight = load_checkpoint(write(tmp_path, state(**{**BY_HAND, **one}, **other)))["m"]  # type: ignore[arg-type]
     assert weight.group_size == -1
     assert weight.scales.tolist() == [[0.5], [0.5]]
-    values = [[(i >> 4) * 0.5 - 1.25 for i in range(64)], [(i & 15) * 0.5 - 1.25 for i in range(64)]]
+    values = [
+        [(i >> 4) * 0.5 - 1.25 for i in range(64)],
+        [(i & 15) * 0.5 - 1.25 for i in range(64)],
+    ]
     assert reference.dequantize_weight(weight, torch.float32).tolist() == values
     assert load_checkpoint(tmp_path).entries["m"].values().tolist() == values
 
@@ -152,12 +193,23 @@ def scalar(value: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"shape": (1, 128), "group_size": scalar(32), "axis": scalar(0)}, "across output features"),
         (
-            {"shape": (4, 32), "group_size": scalar(64), "scale": torch.ones(2), "zero": torch.ones(2)},
+            {"shape": (1, 128), "group_size": scalar(32), "axis": scalar(0)},
+            "across output features",
+        ),
+        (
+            {
+                "shape": (4, 32),
+                "group_size": scalar(64),
+                "scale": torch.ones(2),
+                "zero": torch.ones(2),
+            },
             "go on from one row of 32",
         ),
-        ({"group_size": scalar(16), "scale": torch.ones(8), "zero": torch.ones(8)}, "group_size is 16"),
+        (
+            {"group_size": scalar(16), "scale": torch.ones(8), "zero": torch.ones(8)},
+            "group_size is 16",
+        ),
         ({"nbits": scalar(3)}, r"codes of \[3\] bits"),
         ({"nbits": torch.tensor(1.58)}, r"codes of \[1\.5"),
         ({"packing": text("3bit_32")}, "packed as '3bit_32'"),
@@ -188,14 +240,18 @@ def test_what_cannot_be_packed(tmp_path: Path, change: dict[str, Any], match: st
         ({"zero": torch.ones(4, dtype=torch.int32)}, r"'m\.zero': is I32"),
     ],
 )
-def test_a_state_that_contradicts_itself(tmp_path: Path, change: dict[str, Any], match: str) -> None:
+def test_a_state_that_contradicts_itself(
+    tmp_path: Path, change: dict[str, Any], match: str
+) -> None:
     with pytest.raises(CheckpointError, match=match):
         load_checkpoint(write(tmp_path, state(**{**BY_HAND, **change})))  # type: ignore[arg-type]
 
 
 def test_codes_beyond_their_bits(tmp_path: Path) -> None:
     codes = torch.full((2, 64), 31, dtype=torch.uint8)
-    path = write(tmp_path, state(**{**BY_HAND, "codes": codes}, nbits=scalar(5), packing=text("8bit_u8")))  # type: ignore[arg-type]
+    path = write(
+        tmp_path, state(**{**BY_HAND, "codes": codes}, nbits=scalar(5), packing=text("8bit_u8"))
+    )  # type: ignore[arg-type]
     assert load_checkpoint(path)["m"].codes.unique().tolist() == [31 + 128 - 16]
     codes[1, 3] = 32
     write(tmp_path, state(**{**BY_HAND, "codes": codes}, nbits=scalar(5), packing=text("8bit_u8")))  # type: ignore[arg-type]
@@ -205,7 +261,9 @@ def test_codes_beyond_their_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", [4.0, 5.0])
 def test_bits_stored_as_a_float_are_those_of_the_integer(tmp_path: Path, bits: float) -> None:
-    codes = torch.arange(int(128 * (4 if bits == 4 else 8) / 8), dtype=torch.uint8).view(-1, 32) % 32
+    codes = (
+        torch.arange(int(128 * (4 if bits == 4 else 8) / 8), dtype=torch.uint8).view(-1, 32) % 32
+    )
     packing = text("4bit_u8" if bits == 4 else "8bit_u8")
     weights = []
     for stored in (scalar(int(bits)), torch.tensor(bits, dtype=torch.float16)):

@@ -40,20 +40,29 @@ def test_what_exists_is_a_path(snapshot: Path, tmp_path: Path) -> None:
     assert local_path("someone/tiny-model.v1") == Path("someone/tiny-model.v1")
 
 
-@pytest.mark.parametrize("name", ["one", "a/b/c", "./a/b", "/a/b", "../b", "a/b.gguf", "a/b.safetensors", "a/"])
+@pytest.mark.parametrize(
+    "name", ["one", "a/b/c", "./a/b", "/a/b", "../b", "a/b.gguf", "a/b.safetensors", "a/"]
+)
 def test_what_does_not_read_as_an_id_is_a_path(name: str, snapshot: Path) -> None:
     assert local_path(name) == Path(name)
 
 
 def test_an_id_that_is_not_there_is_refused(snapshot: Path) -> None:
-    with pytest.raises(co.CheckpointError, match="someone/else: there is no such directory, and the Hub gives no model"):
+    with pytest.raises(
+        co.CheckpointError,
+        match="someone/else: there is no such directory, and the Hub gives no model",
+    ):
         local_path("someone/else")
 
 
 def test_load_model_takes_an_id(snapshot: Path) -> None:
     transformers = import_or_skip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
     )
     model = transformers.LlamaForCausalLM(config).eval()
     model.save_pretrained(snapshot)

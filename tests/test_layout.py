@@ -17,8 +17,8 @@ Codes = npt.NDArray[np.uint8]
 
 POISON = 0xA5
 
-# By nibble of a 4-bit word, lowest first: lane 4 * g + t holds row g + NIBBLE_ROW, and of the word's 16 k
-# 2 * t + NIBBLE_K.
+# By nibble of a 4-bit word, lowest first: lane 4 * g + t holds row g + NIBBLE_ROW, and of the
+# word's 16 k 2 * t + NIBBLE_K.
 NIBBLE_ROW = np.array([0, 8, 0, 8, 0, 8, 0, 8])
 NIBBLE_K = np.array([0, 0, 8, 8, 1, 1, 9, 9])
 # By word of a lane's four, and by byte of a word, at 8 bits.
@@ -66,7 +66,9 @@ def random_codes(n: int, k: int, bits: int, seed: int = 0) -> Codes:
 
 
 @pytest.mark.parametrize("bits", formats.BITS)
-@pytest.mark.parametrize(("n", "k"), [(n, k) for k in (576, 10944, 7392, 8256) for n in (32, 192, 1000)] + [(49152, 576)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(n, k) for k in (576, 10944, 7392, 8256) for n in (32, 192, 1000)] + [(49152, 576)]
+)
 def test_unpack_undoes_pack(n: int, k: int, bits: int) -> None:
     codes = random_codes(n, k, bits)
     packed_codes = packed(codes, bits)
@@ -90,8 +92,9 @@ def test_the_order_is_the_stated_one(n: int, k: int, bits: int, seed: int) -> No
 
 @pytest.mark.parametrize("bits", formats.BITS)
 def test_a_single_code_by_hand(bits: int) -> None:
-    # Row 77 is panel 1, row 13 of its block 0: g = 5, the upper half. Column 147 is k 19 of tile 1: the second
-    # 16 k, 3 = 2 * 1 + 1 of them, so t = 1 and element 2 (after 2t and 2t + 8). Lane 4 * 5 + 1 = 21.
+    # Row 77 is panel 1, row 13 of its block 0: g = 5, the upper half. Column 147 is k 19 of tile
+    # 1: the second 16 k, 3 = 2 * 1 + 1 of them, so t = 1 and element 2 (after 2t and 2t + 8).
+    # Lane 4 * 5 + 1 = 21.
     codes = np.full((128, 256), 2 ** (bits - 1), np.uint8)
     codes[77, 147] += 1
     expected = np.zeros(128 * 256 * bits // 8, np.uint8)
@@ -116,7 +119,9 @@ def test_group_vectors_are_transposed_in_eights() -> None:
         (1, 2**31, 8, "k is 2147483648; accepted: 1 to 2147483519"),
     ],
 )
-def test_bad_sizes_are_refused_before_memory_is_touched(n: int, k: int, bits: int, message: str) -> None:
+def test_bad_sizes_are_refused_before_memory_is_touched(
+    n: int, k: int, bits: int, message: str
+) -> None:
     for function in (_C.pack, _C.unpack):
         with pytest.raises(ValueError, match=message):
             function(0, 0, n, k, bits)

@@ -18,12 +18,20 @@ def run(*args: object) -> Any:
 
 
 def test_from_a_directory_to_a_verified_one(tmp_path: Path) -> None:
-    """Act order, a bias and whatever is not quantised, from a GPTQ model to a packed one that is equal to it."""
+    """Act order, a bias and whatever is not quantised, from a GPTQ model to a packed one
+    that is equal to it.
+    """
     index = torch.arange(64).flip(0) // 32
     index[[0, 40]] = index[[40, 0]]
-    tensors = gptq(randint(16, 32, 64), randint(16, 32, 2, seed=3), randn(32, 2).half(), 4, 2) | {"m.g_idx": index.int()}
+    tensors = gptq(randint(16, 32, 64), randint(16, 32, 2, seed=3), randn(32, 2).half(), 4, 2) | {
+        "m.g_idx": index.int()
+    }
     config = gptq_config(sym=False, desc_act=True, checkpoint_format="gptq_v2")
-    source = save(tmp_path / "source", tensors | {"m.bias": randn(32).half(), "norm.weight": torch.ones(2)}, config)
+    source = save(
+        tmp_path / "source",
+        tensors | {"m.bias": randn(32).half(), "norm.weight": torch.ones(2)},
+        config,
+    )
     shown = json.loads(run("inspect", source, "--json").stdout)
     assert shown["kind"] == "gptq"
     assert shown["metadata"]["zero_offset"] == "0 in 1 modules"

@@ -1,4 +1,6 @@
-"""What reorder writes can be loaded: tensors that a model has no place for, that it lacks, and that nothing uses."""
+"""What reorder writes can be loaded: tensors that a model has no place for, that it lacks, and
+that nothing uses.
+"""
 
 import json
 import warnings
@@ -35,10 +37,13 @@ SETTINGS = {
 
 
 def save(path: Path, quantised: bool = False) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A llama of one layer, in floats or compressed-tensors' int8; the model of its values, and its tensors."""
+    """A llama of one layer, in floats or compressed-tensors' int8; the model of its values,
+    and its tensors.
+    """
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, vocab_size=96,
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=96,
         architectures=["LlamaForCausalLM"], dtype="float32",
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()
@@ -58,11 +63,16 @@ def save(path: Path, quantised: bool = False) -> tuple[Any, dict[str, torch.Tens
 
 def change(path: Path, **changes: torch.Tensor | None) -> co.checkpoints.Checkpoint:
     tensors = {**load_file(path / "model.safetensors"), **changes}
-    save_file({name: value for name, value in tensors.items() if value is not None}, path / "model.safetensors")
+    save_file(
+        {name: value for name, value in tensors.items() if value is not None},
+        path / "model.safetensors",
+    )
     return co.load_checkpoint(path)
 
 
-def test_a_tensor_without_a_place_is_refused_when_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_without_a_place_is_refused_when_packing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path / "m")
     checkpoint = change(tmp_path / "m", **{"model.layers.0.self_attn.extra": torch.ones(3)})
     match = r"LlamaForCausalLM, its model, has no place for model\.layers\.0\.self_attn\.extra"
@@ -72,22 +82,34 @@ def test_a_tensor_without_a_place_is_refused_when_packing(tmp_path: Path, monkey
     with monkeypatch.context() as context:  # as an older version packed it
         context.setattr(Architecture, "misfits", lambda *_: ([], []))
         reorder_model(checkpoint, tmp_path / "packed", OPTIONS)
-    assert any(match.replace("\\", "") in problem for problem in verify_packed(tmp_path / "packed", checkpoint).problems)
+    assert any(
+        match.replace("\\", "") in problem
+        for problem in verify_packed(tmp_path / "packed", checkpoint).problems
+    )
 
 
 def test_a_part_of_a_model_is_refused_when_packing(tmp_path: Path) -> None:
     save(tmp_path / "m")
-    checkpoint = change(tmp_path / "m", **{"model.norm.weight": None, "model.layers.0.mlp.up_proj.weight": None})
-    with pytest.raises(co.CheckpointError, match=r"lacks model\.layers\.0\.mlp\.up_proj\.weight, model\.norm\.weight of Llama"):
+    checkpoint = change(
+        tmp_path / "m", **{"model.norm.weight": None, "model.layers.0.mlp.up_proj.weight": None}
+    )
+    with pytest.raises(
+        co.CheckpointError,
+        match=r"lacks model\.layers\.0\.mlp\.up_proj\.weight, model\.norm\.weight of Llama",
+    ):
         reorder_model(checkpoint, tmp_path / "packed", OPTIONS)
 
 
 def test_what_transformers_ignores_is_no_misfit(tmp_path: Path) -> None:
     model, _ = save(tmp_path / "m")
-    checkpoint = change(tmp_path / "m", **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    checkpoint = change(
+        tmp_path / "m", **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    )
     reorder_model(checkpoint, tmp_path / "packed", OPTIONS)
     ids = torch.arange(8)[None]
-    assert torch.allclose(co.load_model(tmp_path / "packed")(ids).logits, model(ids).logits, atol=0.05)
+    assert torch.allclose(
+        co.load_model(tmp_path / "packed")(ids).logits, model(ids).logits, atol=0.05
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,10 +150,21 @@ def test_scales_of_a_kv_cache_are_left_out_with_a_word(name: str, tmp_path: Path
         ("weight_blocks", torch.ones(64, 2, 16, dtype=torch.uint8)),
     ],
 )
-def test_codes_of_another_format_are_refused(part: str, codes: torch.Tensor, tmp_path: Path) -> None:
-    tensors = {"m.qweight": torch.ones(8, 64), "m.qzeros": torch.ones(2, 8), "m.scales": torch.ones(2, 64)}
-    tensors = {name: value if name == "m.scales" else value.int() for name, value in tensors.items()}
-    save_file({**tensors, f"n.{part}": codes, "n.weight_scale": torch.ones(64, 1)}, tmp_path / "model.safetensors")
+def test_codes_of_another_format_are_refused(
+    part: str, codes: torch.Tensor, tmp_path: Path
+) -> None:
+    tensors = {
+        "m.qweight": torch.ones(8, 64),
+        "m.qzeros": torch.ones(2, 8),
+        "m.scales": torch.ones(2, 64),
+    }
+    tensors = {
+        name: value if name == "m.scales" else value.int() for name, value in tensors.items()
+    }
+    save_file(
+        {**tensors, f"n.{part}": codes, "n.weight_scale": torch.ones(64, 1)},
+        tmp_path / "model.safetensors",
+    )
     (tmp_path / "config.json").write_text(
         json.dumps({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}})
     )
@@ -141,5 +174,7 @@ def test_codes_of_another_format_are_refused(part: str, codes: torch.Tensor, tmp
         return
     checkpoint = co.load_checkpoint(tmp_path)
     assert list(checkpoint) == ["m"]
-    with pytest.raises(co.CheckpointError, match=rf"'n\.{part}': is .*: codes of another format than gptq"):
+    with pytest.raises(
+        co.CheckpointError, match=rf"'n\.{part}': is .*: codes of another format than gptq"
+    ):
         reorder_model(checkpoint, tmp_path / "packed")

@@ -24,7 +24,11 @@ def layer(seed: int = 0, bias: bool = True) -> co.MixedLinear:
     random = torch.Generator().manual_seed(seed)
     qw = co.quantize(torch.randn(N, K, generator=random), 4, 64, False)
     given = co.QuantizedWeight(
-        qw.codes, qw.scales, qw.zeros, group_size=64, bias=torch.randn(N, generator=random) if bias else None
+        qw.codes,
+        qw.scales,
+        qw.zeros,
+        group_size=64,
+        bias=torch.randn(N, generator=random) if bias else None,
     )
     return co.MixedLinear(co.reorder(given))
 
@@ -57,7 +61,9 @@ WAYS: dict[str, Callable[[co.MixedLinear, dict[str, Tensor]], None]] = {
     "assigned": assign,
     "written": write,
     "accelerate": through_accelerate,
-    "load_state_dict": lambda module, tensors: module.load_state_dict({**module.state_dict(), **tensors}, assign=True) and None,
+    "load_state_dict": lambda module, tensors: (
+        module.load_state_dict({**module.state_dict(), **tensors}, assign=True) and None
+    ),
 }
 
 
@@ -87,14 +93,20 @@ def test_a_new_tensor_is_seen_by_kernels(way: str) -> None:
     WAYS[way](module, {name: t.cuda() for name, t in state(1).items()})
     for _ in range(3):
         assert torch.equal(module(x), expected)
-    assert torch.equal(torch.func.functional_call(module, dict(layer(2).cuda().named_buffers()), (x,)), layer(2).cuda()(x))
+    assert torch.equal(
+        torch.func.functional_call(module, dict(layer(2).cuda().named_buffers()), (x,)),
+        layer(2).cuda()(x),
+    )
     assert torch.equal(module(x), expected)
 
 
 @pytest.mark.gpu
 def test_weights_offloaded_to_the_cpu_are_brought_to_the_gpu() -> None:
     accelerate = import_or_skip("accelerate")
-    model, x = nn.Sequential(layer(0), nn.ReLU(), nn.Linear(N, K).half(), layer(1)), activations().cuda().half()
+    model, x = (
+        nn.Sequential(layer(0), nn.ReLU(), nn.Linear(N, K).half(), layer(1)),
+        activations().cuda().half(),
+    )
     expected = copy.deepcopy(model).cuda()(x).detach()
     accelerate.cpu_offload(model, execution_device=torch.device("cuda", 0), offload_buffers=True)
     with torch.no_grad():
@@ -160,7 +172,10 @@ def test_a_parameter_in_a_buffers_place_is_not_trained_in_silence(part: str) -> 
     module, x = layer(), activations()
     expected = module(x)
     setattr(module, part, nn.Parameter(getattr(module, part)))
-    with pytest.raises(RuntimeError, match=f"{part} of the packed weight requires a gradient; packed weights are frozen"):
+    with pytest.raises(
+        RuntimeError,
+        match=f"{part} of the packed weight requires a gradient; packed weights are frozen",
+    ):
         module(x)
     with torch.no_grad():
         assert torch.equal(module(x), expected)
@@ -172,12 +187,20 @@ def test_offloaded_weights_are_brought_for_a_call_and_not_kept(partly: bool) -> 
     model, x = nn.Sequential(layer(0), nn.Linear(N, K), layer(1)), activations()
     expected = model(x).detach()
     if partly:
-        devices = {"0": "cpu", "1": 0, "2": "cpu"} if torch.cuda.is_available() else {"0": "cpu", "1": "cpu", "2": "cpu"}
-        accelerate.dispatch_model(model, devices, main_device="cpu", offload_buffers=True, force_hooks=True)
+        devices = (
+            {"0": "cpu", "1": 0, "2": "cpu"}
+            if torch.cuda.is_available()
+            else {"0": "cpu", "1": "cpu", "2": "cpu"}
+        )
+        accelerate.dispatch_model(
+            model, devices, main_device="cpu", offload_buffers=True, force_hooks=True
+        )
     else:
         accelerate.cpu_offload(model, execution_device="cpu", offload_buffers=True)
     brought: list[weakref.ref[Tensor]] = []
-    model[2].register_forward_pre_hook(lambda module, args: brought.append(weakref.ref(module.codes)))
+    model[2].register_forward_pre_hook(
+        lambda module, args: brought.append(weakref.ref(module.codes))
+    )
     with torch.no_grad():
         for _ in range(3):
             assert torch.equal(model(x).cpu(), expected)
@@ -233,9 +256,15 @@ def test_there_is_no_weight() -> None:
 
 def test_torch_jit_is_refused() -> None:
     model, x = nn.Sequential(layer()), activations()
-    with pytest.warns(DeprecationWarning, match="script"), pytest.raises(RuntimeError, match=r"scripted by torch\.jit"):
+    with (
+        pytest.warns(DeprecationWarning, match="script"),
+        pytest.raises(RuntimeError, match=r"scripted by torch\.jit"),
+    ):
         torch.jit.script(model)
-    with pytest.warns(DeprecationWarning, match="trace"), pytest.raises(RuntimeError, match=r"recorded by torch\.jit"):
+    with (
+        pytest.warns(DeprecationWarning, match="trace"),
+        pytest.raises(RuntimeError, match=r"recorded by torch\.jit"),
+    ):
         torch.jit.trace(model, x)
 
 
@@ -312,4 +341,6 @@ def test_a_shared_result_is_not_taken_where_things_have_changed() -> None:
     x = activations()
     model.q_proj(x)
     model.qkv_proj.scales = model.qkv_proj.scales * 2
-    torch.testing.assert_close(model.k_proj(x), 2 * (plain.k_proj(x) - plain.k_proj.bias) + plain.k_proj.bias)
+    torch.testing.assert_close(
+        model.k_proj(x), 2 * (plain.k_proj(x) - plain.k_proj.bias) + plain.k_proj.bias
+    )

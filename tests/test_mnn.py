@@ -1,7 +1,8 @@
 """The reader of MNN's per-block weights, on files written by hand.
 
-What ``aMin`` and ``readType`` mean is what MNN 3.6.1 itself made of such a file (4 bits; aMin 1, 0 and -8; readType 1 and 16):
-its 1 x 1 convolution of the identity's columns gave exactly the values of ``test_the_rules_of_the_offset``.
+What ``aMin`` and ``readType`` mean is what MNN 3.6.1 itself made of such a file (4 bits; aMin 1, 0
+and -8; readType 1 and 16): its 1 x 1 convolution of the identity's columns gave exactly the values
+of ``test_the_rules_of_the_offset``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ RANDOM = torch.Generator().manual_seed(9)
 
 
 def head(n: int, k: int, values: range | list[int], wide: bool = False) -> bytes:
-    return struct.pack("<B2I" if wide else "<B2H", 2, n, k) + struct.pack(f"B{len(values)}b", len(values) % 256, *values)
+    return struct.pack("<B2I" if wide else "<B2H", 2, n, k) + struct.pack(
+        f"B{len(values)}b", len(values) % 256, *values
+    )
 
 
 def packed(codes: Tensor, bits: int) -> bytes:
@@ -34,20 +37,43 @@ def packed(codes: Tensor, bits: int) -> bytes:
     return bytes(a << 4 | b for a, b in zip(flat[::2], flat[1::2], strict=True))
 
 
-def convolution(name: str, n: int, k: int, external: list[int], quan: dict[str, Any] | None, **common: int) -> dict[str, Any]:
+def convolution(
+    name: str, n: int, k: int, external: list[int], quan: dict[str, Any] | None, **common: int
+) -> dict[str, Any]:
     main = {
-        "common": {"kernelX": 1, "kernelY": 1, "group": 1, "outputCount": n, "inputCount": k, **common},
+        "common": {
+            "kernelX": 1,
+            "kernelY": 1,
+            "group": 1,
+            "outputCount": n,
+            "inputCount": k,
+            **common,
+        },
         "external": external,
     }
-    return {"type": "Convolution", "name": name, "main": main if quan is None else {**main, "quanParameter": quan}}
+    return {
+        "type": "Convolution",
+        "name": name,
+        "main": main if quan is None else {**main, "quanParameter": quan},
+    }
 
 
-QUAN = {"type": 1, "quantScale": 1.0, "has_scaleInt": False, "shapeInt32": False, "aMaxOrBits": 4, "aMin": 1, "readType": 1}
+QUAN = {
+    "type": 1,
+    "quantScale": 1.0,
+    "has_scaleInt": False,
+    "shapeInt32": False,
+    "aMaxOrBits": 4,
+    "aMin": 1,
+    "readType": 1,
+}
 
 
 def write(folder: Path, operators: list[dict[str, Any]], blob: bytes, name: str = "llm") -> Path:
     path = folder / f"{name}.mnn.json"
-    path.write_text(json.dumps({"bizCode": "MNN", "oplists": [{"type": "Input", "main": None}, *operators]}))
+    path.write_text(
+        json.dumps({"bizCode": "MNN", "oplists": [{"type": "Input", "main": None}, *operators]})
+    )
     (folder / f"{name}.mnn.weight").write_bytes(blob)
     return path
 
@@ -69,7 +95,9 @@ def one(
     weight = head(n, k, listed, wide) + packed(codes, bits)
     parts = [weight, alpha.numpy().tobytes(), b"" if bias is None else bias.numpy().tobytes()]
     external = [3, *map(len, parts), 0]
-    operator = convolution("/layers.3/mlp/up_proj/Linear", n, k, external, {**QUAN, "shapeInt32": wide, **quan})
+    operator = convolution(
+        "/layers.3/mlp/up_proj/Linear", n, k, external, {**QUAN, "shapeInt32": wide, **quan}
+    )
     return write(folder, [operator], b"abc" + b"".join(parts))
 
 
@@ -89,13 +117,16 @@ def check(path: Path, values: Tensor, *, exact: bool = True) -> Any:
     quantized = checkpoint.entries[NAME].quantized
     assert quantized is not None
     parts = {"scales": weight.scales, "offsets": weight.offsets, "bias": weight.bias}
-    assert quantized.dtypes == {part: value.dtype for part, value in parts.items() if value is not None}
+    assert quantized.dtypes == {
+        part: value.dtype for part, value in parts.items() if value is not None
+    }
     assert (quantized.bits, quantized.group_size) == (weight.bits, weight.group_size)
     return weight
 
 
 def test_bytes_by_hand(tmp_path: Path) -> None:
-    blob = b"\2" + b"\1\0" + b"\x20\0" + b"\x10" + bytes(range(0xF8, 0x100)) + bytes(range(8))  # [1, 32], values -8 .. 7
+    # [1, 32], values -8 .. 7
+    blob = b"\2" + b"\1\0" + b"\x20\0" + b"\x10" + bytes(range(0xF8, 0x100)) + bytes(range(8))
     blob += bytes([0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF]) * 2
     blob += struct.pack("<2f", 10.0, 0.5)  # the offset before the scale
     blob += struct.pack("<f", 3.0)
@@ -108,7 +139,9 @@ def test_bytes_by_hand(tmp_path: Path) -> None:
     assert weight.offsets.tolist() == [[10.0]]
     assert weight.bias is not None
     assert weight.bias.tolist() == [3.0]
-    assert reference.dequantize_weight(weight, torch.float32).tolist() == [[(q - 8) * 0.5 + 10 for q in range(16)] * 2]
+    assert reference.dequantize_weight(weight, torch.float32).tolist() == [
+        [(q - 8) * 0.5 + 10 for q in range(16)] * 2
+    ]
     assert checkpoint.metadata == {"bizCode": "MNN"}
 
 
@@ -132,7 +165,15 @@ def test_the_rules_of_the_offset(tmp_path: Path, bits: int, low: int, read_type:
 def test_symmetric(tmp_path: Path, bits: int, n: int, k: int, blocks: int) -> None:
     codes = torch.randint(0, 1 << bits, (n, k), generator=RANDOM, dtype=torch.uint8)
     scales = torch.randn(n, blocks, generator=RANDOM)  # of either sign, as from GGUF
-    path = one(tmp_path, codes, scales, bits=bits, readType=0, aMin=0, bias=torch.randn(n, generator=RANDOM))
+    path = one(
+        tmp_path,
+        codes,
+        scales,
+        bits=bits,
+        readType=0,
+        aMin=0,
+        bias=torch.randn(n, generator=RANDOM),
+    )
     values = (codes.float() - (1 << bits - 1)).view(n, blocks, -1) * scales[..., None]
     weight = check(path, values.view(n, k))
     assert weight.symmetric
@@ -148,7 +189,9 @@ def test_half_scales_and_wide_shapes(tmp_path: Path) -> None:
     alpha = torch.randn(2, 4, 2, generator=RANDOM).half()
     weight = check(
         one(tmp_path, codes, alpha, scaleStorage="FP16", wide=True),
-        ((codes.float() - 8).view(2, 4, 32) * alpha[..., 1:].float() + alpha[..., :1].float()).view(2, 128),
+        ((codes.float() - 8).view(2, 4, 32) * alpha[..., 1:].float() + alpha[..., :1].float()).view(
+            2, 128
+        ),
     )
     assert weight.scales.dtype == weight.offsets.dtype == torch.float16
     # 5 x 65536 inputs need 32 bits each.
@@ -177,10 +220,15 @@ def test_values_that_are_no_range(tmp_path: Path) -> None:
     weight = check(one(tmp_path, codes, torch.ones(2, 1), values=values, readType=0), expected)
     assert weight.bits == 8
     codes[0, 0] = 9  # the last value there is
-    check(one(tmp_path, codes, torch.ones(2, 1), values=values, readType=0), torch.tensor(sorted(values))[codes.int()].float())
+    check(
+        one(tmp_path, codes, torch.ones(2, 1), values=values, readType=0),
+        torch.tensor(sorted(values))[codes.int()].float(),
+    )
     # -7 .. 7: fifteen values in four bits.
     codes = torch.randint(0, 15, (2, 32), generator=RANDOM, dtype=torch.uint8)
-    check(one(tmp_path, codes, torch.ones(2, 1), values=range(-7, 8), readType=0), codes.float() - 7)
+    check(
+        one(tmp_path, codes, torch.ones(2, 1), values=range(-7, 8), readType=0), codes.float() - 7
+    )
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -194,7 +242,9 @@ def test_values_that_are_no_range(tmp_path: Path) -> None:
         ([*range(-128, 0), 9], 8),
     ],
 )
-def test_an_index_beyond_the_values_is_refused(tmp_path: Path, values: range | list[int], bits: int, index: int) -> None:
+def test_an_index_beyond_the_values_is_refused(
+    tmp_path: Path, values: range | list[int], bits: int, index: int
+) -> None:
     count = len(values)
     codes = torch.zeros(2, 32, dtype=torch.uint8)
     codes[1, 31] = min(count + index, (1 << bits) - 1)
@@ -211,9 +261,17 @@ def test_an_index_beyond_the_values_is_refused(tmp_path: Path, values: range | l
 
 
 def test_the_other_tensors(tmp_path: Path) -> None:
-    gamma, beta, half, full = torch.randn(6), torch.randn(6), torch.randn(3, 4).half(), torch.randn(2, 5)
+    gamma, beta, half, full = (
+        torch.randn(6),
+        torch.randn(6),
+        torch.randn(3, 4).half(),
+        torch.randn(2, 5),
+    )
     bias, other = torch.randn(2), torch.randn(3)
-    blob = b"".join(value.numpy().tobytes() for value in (gamma, beta, half, full, bias, half, other, half, other))
+    blob = b"".join(
+        value.numpy().tobytes()
+        for value in (gamma, beta, half, full, bias, half, other, half, other)
+    )
     operators = [
         {"type": "LayerNorm", "name": "norm", "main": {"external": [0, 24, 24]}},
         {"type": "LayerNorm", "name": "inside", "main": {"gamma": [1.0]}},
@@ -224,10 +282,24 @@ def test_the_other_tensors(tmp_path: Path) -> None:
         convolution("without", 3, 4, [156, 24, 12], {"type": 3}),
     ]
     plain = dict(load_checkpoint(write(tmp_path, operators, blob)).plain())
-    expected = {"norm.gamma": gamma, "norm.beta": beta, "fp16.weight": half, "fp32.weight": full, "fp32.bias": bias}
-    expected |= {"biased.weight": half, "biased.bias": other, "without.weight": half, "without.bias": other}
+    expected = {
+        "norm.gamma": gamma,
+        "norm.beta": beta,
+        "fp16.weight": half,
+        "fp32.weight": full,
+        "fp32.bias": bias,
+    }
+    expected |= {
+        "biased.weight": half,
+        "biased.bias": other,
+        "without.weight": half,
+        "without.bias": other,
+    }
     assert plain.keys() == expected.keys()
-    assert all(torch.equal(plain[name], value) and plain[name].dtype == value.dtype for name, value in expected.items())
+    assert all(
+        torch.equal(plain[name], value) and plain[name].dtype == value.dtype
+        for name, value in expected.items()
+    )
 
 
 def test_experts_are_in_subgraphs(tmp_path: Path) -> None:
@@ -262,8 +334,12 @@ def test_what_cannot_be_packed(tmp_path: Path, operator: dict[str, Any], match: 
         load_checkpoint(write(tmp_path, [operator], blob))["c"]
 
 
-def lie(external: list[int] | None = None, common: dict[str, Any] | None = None, **quan: Any) -> dict[str, Any]:
-    operator = convolution("c", 1, 32, [0, 38, 8, 4] if external is None else external, {**QUAN, **quan})
+def lie(
+    external: list[int] | None = None, common: dict[str, Any] | None = None, **quan: Any
+) -> dict[str, Any]:
+    operator = convolution(
+        "c", 1, 32, [0, 38, 8, 4] if external is None else external, {**QUAN, **quan}
+    )
     operator["main"]["common"].update(common or {})
     return operator
 
@@ -300,14 +376,25 @@ def lie(external: list[int] | None = None, common: dict[str, Any] | None = None,
         ({"type": "LayerNorm", "name": "c", "main": {"external": [0, 5, 0]}}, "has 5 bytes"),
     ],
 )
-def test_json_that_contradicts_the_data(tmp_path: Path, operator: dict[str, Any], match: str) -> None:
+def test_json_that_contradicts_the_data(
+    tmp_path: Path, operator: dict[str, Any], match: str
+) -> None:
     blob = head(1, 32, range(-8, 8)) + bytes(16) + struct.pack("<2f", 0, 1) + bytes(4) + bytes(12)
     with pytest.raises(CheckpointError, match=match):
         load_checkpoint(write(tmp_path, [operator], blob))
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"oplists": 3}', '{"oplists": [3]}', '{"oplists": [], "subgraphs": [{}]}', "[" * 9999]
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"oplists": 3}',
+        '{"oplists": [3]}',
+        '{"oplists": [], "subgraphs": [{}]}',
+        "[" * 9999,
+    ],
 )
 def test_json_that_is_no_model(tmp_path: Path, text: str) -> None:
     path = write(tmp_path, [], b"")

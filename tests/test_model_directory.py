@@ -16,7 +16,14 @@ import torch
 from model_directories import CONFIG, DOWN0, OPTIONS, float_tensors, listing, save_model, source
 from safetensors.torch import load_file, save_file
 
-from cutlass_ops import CheckpointError, PackedWeight, dequantize, load_checkpoint, load_packed, quantize
+from cutlass_ops import (
+    CheckpointError,
+    PackedWeight,
+    dequantize,
+    load_checkpoint,
+    load_packed,
+    quantize,
+)
 from cutlass_ops.files import packing
 from cutlass_ops.files.conversion_plan import Options
 from cutlass_ops.files.model_directory import reorder_model
@@ -35,9 +42,18 @@ def test_the_config_gives_every_module_its_format() -> None:
     config = quantization_config({"a": FOUR, "b": FOUR, "c": EIGHT}, ["lm_head"])
     config = json.loads(json.dumps(config))
     assert config["quant_method"] == "cutlass_ops"
-    assert (config["bits"], config["group_size"], config["tensors"]) == (4, 128, {"scales": "float16", "zeros": "int8"})
+    assert (config["bits"], config["group_size"], config["tensors"]) == (
+        4,
+        128,
+        {"scales": "float16", "zeros": "int8"},
+    )
     assert config["modules"].keys() == {"c"}
-    assert [weight_format(config, name) for name in ("a", "b", "c", "lm_head")] == [FOUR, FOUR, EIGHT, None]
+    assert [weight_format(config, name) for name in ("a", "b", "c", "lm_head")] == [
+        FOUR,
+        FOUR,
+        EIGHT,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -64,17 +80,34 @@ def test_a_model_becomes_a_directory(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     seen: list[tuple[str, int]] = []
     done = reorder_model(
-        load_checkpoint(source), out, OPTIONS, shard_bytes=60_000, jobs=2, progress=lambda *args: seen.append(args)
+        load_checkpoint(source),
+        out,
+        OPTIONS,
+        shard_bytes=60_000,
+        jobs=2,
+        progress=lambda *args: seen.append(args),
     )
     shards = [file.name for file in done.files]
     assert len(shards) > 2
-    assert shards == [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    small = ["README.md", "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json"]
+    assert shards == [
+        f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)
+    ]
+    small = [
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
     assert listing(out) == sorted([*shards, *small])
     assert done.copied == ("generation_config.json", "tokenizer.json")
     assert done.packed_bytes == sum((out / name).stat().st_size for name in shards)
     assert len(done.weights) == 13
-    assert {name for name, _ in seen} == {*done.weights, *done.tensors, *(f.name for f in load_checkpoint(source).files)}
+    assert {name for name, _ in seen} == {
+        *done.weights,
+        *done.tensors,
+        *(f.name for f in load_checkpoint(source).files),
+    }
     # Each shard is small, and a packed file by itself.
     for name in shards:
         tensors = load_packed(out / name)
@@ -83,7 +116,9 @@ def test_a_model_becomes_a_directory(source: Path, tmp_path: Path) -> None:
     index = json.loads((out / "model.safetensors.index.json").read_text())
     stored = {name: file for file in shards for name in load_file(out / file)}
     assert index["weight_map"] == stored
-    assert index["metadata"]["total_size"] == sum(t.nbytes for file in shards for t in load_file(out / file).values())
+    assert index["metadata"]["total_size"] == sum(
+        t.nbytes for file in shards for t in load_file(out / file).values()
+    )
     # Values: those of each matrix quantised by itself; everything else as it was.
     packed, plain = load_packed(out), float_tensors()
     assert is_packed(out)
@@ -102,25 +137,41 @@ def test_a_model_becomes_a_directory(source: Path, tmp_path: Path) -> None:
 def test_config_says_what_the_directory_holds(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     reorder_model(load_checkpoint(source), out, OPTIONS, act_quant="block", act_symmetric=False)
-    assert listing(out) == ["README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert listing(out) == [
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     config = json.loads((out / "config.json").read_text())
     quantization = config.pop("quantization_config")
     assert config.pop("transformers_weights") == GUARD
     assert config == {key: value for key, value in CONFIG.items() if key != "quantization_config"}
     assert quantization["quant_method"] == "cutlass_ops"
     assert (quantization["act_quant"], quantization["act_symmetric"]) == ("block", False)
-    assert quantization["modules_to_not_convert"] == ["lm_head", "model.embed_tokens", "model.layers.1.mlp.up_proj"]
+    assert quantization["modules_to_not_convert"] == [
+        "lm_head",
+        "model.embed_tokens",
+        "model.layers.1.mlp.up_proj",
+    ]
     for name, weight in load_packed(out).items():
         if isinstance(weight, PackedWeight):
-            expected = {part: tensor.dtype for part, tensor in weight.tensors().items() if part != "codes"}
+            expected = {
+                part: tensor.dtype for part, tensor in weight.tensors().items() if part != "codes"
+            }
             found = weight_format(quantization, name)
             assert found is not None
             assert (found.bits, found.group_size, dict(found.tensors)) == (4, 32, expected)
     assert weight_format(quantization, "model.layers.1.mlp.up_proj") is None
 
 
-def test_checksums_of_the_source_are_in_the_order_of_its_files(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever is read first: another order would be another header, and a run that goes on would write it all again."""
+def test_checksums_of_the_source_are_in_the_order_of_its_files(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever is read first: another order would be another header, and a run that goes on would
+    write it all again.
+    """
     checkpoint = load_checkpoint(source)
     first, second = checkpoint.files
     second_is_read = threading.Event()
@@ -146,7 +197,9 @@ def test_the_card_names_the_base_model_and_the_formats(tmp_path: Path) -> None:
     source = tmp_path / "models--some--model-7b" / "snapshots" / "0123"
     source.parent.mkdir(parents=True)
     save_model(source, float_tensors())
-    (source / "README.md").write_text("---\nlicense: mit\nlanguage:\n- en\n---\n# The model\n\nIts text.\n")
+    (source / "README.md").write_text(
+        "---\nlicense: mit\nlanguage:\n- en\n---\n# The model\n\nIts text.\n"
+    )
     done = reorder_model(load_checkpoint(source), tmp_path / "out", OPTIONS, act_quant="block")
     assert "README.md" not in done.copied
     card = (tmp_path / "out" / "README.md").read_text()
@@ -157,22 +210,37 @@ def test_the_card_names_the_base_model_and_the_formats(tmp_path: Path) -> None:
         "tags:",
         "- cutlass_ops",
     ]
-    assert card.startswith("\n".join(["---", *front, "license: mit", "---", "", "# some/model-7b, packed by cutlass_ops"]))
+    assert card.startswith(
+        "\n".join(
+            ["---", *front, "license: mit", "---", "", "# some/model-7b, packed by cutlass_ops"]
+        )
+    )
     assert "13 of 4 bits in groups of 32" in card
     assert 'one scale a block ("block")' in card
     assert card.endswith("## Card of the base model\n\n# The model\n\nIts text.\n")
     # A directory that is not the hub's has no name there.
-    reorder_model(load_checkpoint(save_model(tmp_path / "mine", float_tensors())), tmp_path / "other", OPTIONS)
+    reorder_model(
+        load_checkpoint(save_model(tmp_path / "mine", float_tensors())), tmp_path / "other", OPTIONS
+    )
     card = (tmp_path / "other" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\ntags:\n- cutlass_ops\n---\n\n# mine, packed by cutlass_ops")
+    assert card.startswith(
+        "---\nlibrary_name: transformers\ntags:\n- cutlass_ops\n---\n\n# mine, packed by "
+        "cutlass_ops"
+    )
     assert "base_model" not in card
 
 
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
-    planned = reorder_model(load_checkpoint(source), tmp_path / "out", OPTIONS, shard_bytes=60_000, dry_run=True)
+    planned = reorder_model(
+        load_checkpoint(source), tmp_path / "out", OPTIONS, shard_bytes=60_000, dry_run=True
+    )
     assert not (tmp_path / "out").exists()
     done = reorder_model(load_checkpoint(source), tmp_path / "out", OPTIONS, shard_bytes=60_000)
-    assert (planned.files, planned.weights, planned.tensors) == (done.files, done.weights, done.tensors)
+    assert (planned.files, planned.weights, planned.tensors) == (
+        done.files,
+        done.weights,
+        done.tensors,
+    )
 
 
 # ---- complete or absent
@@ -204,7 +272,9 @@ def test_a_killed_run_is_resumed(source: Path, tmp_path: Path, ranks: int) -> No
     command = [sys.executable, "-c", textwrap.dedent(RUN), str(source), str(out), "12", str(ranks)]
     killed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    finished = {file: file.stat().st_mtime_ns for file in out.rglob("*.safetensors") if file.name[0] != "."}
+    finished = {
+        file: file.stat().st_mtime_ns for file in out.rglob("*.safetensors") if file.name[0] != "."
+    }
     assert finished
     assert list(out.rglob("*.partial"))
     assert not list(out.rglob("*.json"))  # neither an index nor a config: it does not look whole
@@ -222,7 +292,9 @@ def test_a_killed_run_is_resumed(source: Path, tmp_path: Path, ranks: int) -> No
     assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in listing(whole))
 
 
-def test_a_lost_shard_is_made_again_and_meanwhile_nothing_looks_whole(source: Path, tmp_path: Path) -> None:
+def test_a_lost_shard_is_made_again_and_meanwhile_nothing_looks_whole(
+    source: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     done = reorder_model(load_checkpoint(source), out, OPTIONS, shard_bytes=60_000)
     before = done.files[1].read_bytes()
@@ -267,7 +339,9 @@ def test_what_a_run_refuses(source: Path, tmp_path: Path) -> None:
     before = {name: (out / name).read_bytes() for name in listing(out)}
     for change in ({"bits": 8}, {"exclude": None}, {"symmetric": True}):
         other = Options(**{**OPTIONS.__dict__, **change})  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"model\.safetensors is of another checkpoint, other options"):
+        with pytest.raises(
+            ValueError, match=r"model\.safetensors is of another checkpoint, other options"
+        ):
             reorder_model(checkpoint, out, other)
     with pytest.raises(ValueError, match="is of another"):
         reorder_model(checkpoint, out, OPTIONS, shard_bytes=60_000)
@@ -284,8 +358,13 @@ def test_what_a_run_refuses(source: Path, tmp_path: Path) -> None:
     (out / "model.safetensors").write_bytes(before["model.safetensors"][:-1])
     with pytest.raises(ValueError, match="is of another"):
         reorder_model(checkpoint, out, OPTIONS)
-    code = f"import fcntl, os, sys; fcntl.flock(os.open({str(out)!r}, os.O_RDONLY), 1); print(1, flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other_process:
+    code = (
+        f"import fcntl, os, sys; fcntl.flock(os.open({str(out)!r}, os.O_RDONLY), 1); print(1, "
+        "flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other_process:
         assert other_process.stdout is not None
         other_process.stdout.readline()
         with pytest.raises(ValueError, match="being written by another process"):
@@ -308,7 +387,10 @@ def test_a_directory_that_lies(source: Path, tmp_path: Path) -> None:
     content = json.loads(text)
     name, place = next(iter(content["weight_map"].items()))
     for change, match in (
-        ({**content["weight_map"], name: done.files[-1].name}, f"is placed in '{done.files[-1].name}'; it is in '{place}'"),
+        (
+            {**content["weight_map"], name: done.files[-1].name},
+            f"is placed in '{done.files[-1].name}'; it is in '{place}'",
+        ),
         ({**content["weight_map"], "more": place}, "tensor 'more': is placed in"),
         ({**content["weight_map"], name: "../x.safetensors"}, "of the same directory is expected"),
         ({}, "names no file"),
@@ -317,7 +399,11 @@ def test_a_directory_that_lies(source: Path, tmp_path: Path) -> None:
         refused(match)
     index.write_text(text)
     other = tmp_path / "other"
-    reorder_model(load_checkpoint(source), other, Options(bits=4, group_size=32, symmetric=False, exclude="norm|up_proj"))
+    reorder_model(
+        load_checkpoint(source),
+        other,
+        Options(bits=4, group_size=32, symmetric=False, exclude="norm|up_proj"),
+    )
     assert packed_info(out).weights
     done.files[0].write_bytes((other / "model.safetensors").read_bytes())
     refused("was not written with")
@@ -369,22 +455,37 @@ def quantized_tensors(dialect: str, act_order: bool = False) -> dict[str, torch.
         zeros = torch.randint(1, 16, (k // 32, n), generator=random)
         tensors[f"{module}.scales"] = torch.randn(k // 32, n, generator=random).half()
         if dialect == "awq":
-            tensors[f"{module}.qweight"] = words_along(codes.t().reshape(k, -1, 8)[:, :, awq].reshape(k, n))
-            tensors[f"{module}.qzeros"] = words_along(zeros.view(-1, n // 8, 8)[:, :, awq].reshape(-1, n))
+            tensors[f"{module}.qweight"] = words_along(
+                codes.t().reshape(k, -1, 8)[:, :, awq].reshape(k, n)
+            )
+            tensors[f"{module}.qzeros"] = words_along(
+                zeros.view(-1, n // 8, 8)[:, :, awq].reshape(-1, n)
+            )
         else:
             tensors[f"{module}.qweight"] = words_along(codes).t().contiguous()
             tensors[f"{module}.qzeros"] = words_along(zeros - 1)
             index = torch.arange(k) // 32
-            tensors[f"{module}.g_idx"] = (index[torch.randperm(k, generator=random)] if act_order else index).int()
+            tensors[f"{module}.g_idx"] = (
+                index[torch.randperm(k, generator=random)] if act_order else index
+            ).int()
     return tensors
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False, "checkpoint_format": "gptq"}
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "sym": False,
+    "desc_act": False,
+    "checkpoint_format": "gptq",
+}
 
 
-def save_quantized(path: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]) -> Path:
+def save_quantized(
+    path: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]
+) -> Path:
     save_model(path, tensors)
     (path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantization}))
     return path
@@ -394,7 +495,9 @@ def save_quantized(path: Path, tensors: dict[str, torch.Tensor], quantization: d
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_quantised_models(tmp_path: Path, dialect: str, ranks: int) -> None:
     config = AWQ if dialect == "awq" else GPTQ
-    checkpoint = load_checkpoint(save_quantized(tmp_path / "source", quantized_tensors(dialect), config))
+    checkpoint = load_checkpoint(
+        save_quantized(tmp_path / "source", quantized_tensors(dialect), config)
+    )
     done = reorder_model(checkpoint, tmp_path / "out", ranks=ranks, jobs=2, shard_bytes=60_000)
     assert len(done.weights) == 14
     found = verify_packed(tmp_path / "out", checkpoint)
@@ -409,7 +512,9 @@ def test_quantised_models(tmp_path: Path, dialect: str, ranks: int) -> None:
 
 
 def test_act_order_is_not_split_along_k(tmp_path: Path) -> None:
-    source = save_quantized(tmp_path / "source", quantized_tensors("gptq", act_order=True), GPTQ | {"desc_act": True})
+    source = save_quantized(
+        tmp_path / "source", quantized_tensors("gptq", act_order=True), GPTQ | {"desc_act": True}
+    )
     checkpoint, out = load_checkpoint(source), tmp_path / "out"
     with pytest.raises(ValueError, match=r"down_proj' cannot be rowwise: it has an act order"):
         reorder_model(checkpoint, out, ranks=2)
@@ -428,9 +533,30 @@ def test_act_order_is_not_split_along_k(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("activations", "expected"),
     [
-        ({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": False}, ("token", False)),
-        ({"num_bits": 8, "type": "int", "strategy": "group", "group_size": 128, "dynamic": True}, ("block", True)),
-        ({"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": True}, ("none", True)),
+        (
+            {
+                "num_bits": 8,
+                "type": "int",
+                "strategy": "token",
+                "dynamic": True,
+                "symmetric": False,
+            },
+            ("token", False),
+        ),
+        (
+            {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 128, "dynamic": True},
+            ("block", True),
+        ),
+        (
+            {
+                "num_bits": 8,
+                "type": "int",
+                "strategy": "tensor",
+                "dynamic": False,
+                "symmetric": True,
+            },
+            ("none", True),
+        ),
         ({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}, ("none", True)),
         (None, ("none", True)),
     ],
@@ -440,9 +566,15 @@ def test_activations_as_the_checkpoint_was_made_for(
 ) -> None:
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
-    config = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+    }
     tensors = {"m.weight": torch.ones(8, 32, dtype=torch.int8), "m.weight_scale": torch.ones(8, 1)}
-    checkpoint = load_checkpoint(save_quantized(tmp_path / "source", {**tensors, "norm.weight": torch.ones(2)}, config))
+    checkpoint = load_checkpoint(
+        save_quantized(tmp_path / "source", {**tensors, "norm.weight": torch.ones(2)}, config)
+    )
     reorder_model(checkpoint, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (written["act_quant"], written["act_symmetric"]) == expected

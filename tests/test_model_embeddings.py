@@ -1,4 +1,6 @@
-"""Quantised embeddings of models stay packed: from GGUF files and in memory, tied with the head or alone, saved and loaded."""
+"""Quantised embeddings of models stay packed: from GGUF files and in memory, tied with the head or
+alone, saved and loaded.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ IDS = torch.tensor([[3, 1, 4, 1, 5, 191]])
 EMBED = "model.embed_tokens"
 
 
-def write_model(path: Path, architecture: str = "llama", table: Type = Type.Q8_0, head: Type | None = None) -> Path:
+def write_model(
+    path: Path, architecture: str = "llama", table: Type = Type.Q8_0, head: Type | None = None
+) -> Path:
     """A GGUF model of one layer, with an output head if it has a type."""
     random = np.random.default_rng(1)
     writer = gguf.GGUFWriter(path, architecture)
@@ -43,15 +47,24 @@ def write_model(path: Path, architecture: str = "llama", table: Type = Type.Q8_0
     writer.add_layer_norm_rms_eps(1e-5)
     if architecture == "gemma3":
         writer.add_key_length(SIZE // 4)
-    norms = ["attn_norm", "ffn_norm", *(["attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm"])]
+    norms = [
+        "attn_norm",
+        "ffn_norm",
+        *(["attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm"]),
+    ]
     for name in norms if architecture == "gemma3" else norms[:2]:
-        writer.add_tensor(f"blk.0.{name}.weight", np.ones(SIZE // 4 if name[:6] in ("attn_q", "attn_k") else SIZE, np.float32))
+        writer.add_tensor(
+            f"blk.0.{name}.weight",
+            np.ones(SIZE // 4 if name[:6] in ("attn_q", "attn_k") else SIZE, np.float32),
+        )
     writer.add_tensor("output_norm.weight", np.ones(SIZE, np.float32))
     layer = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
     kinds = {"token_embd": table, "output": head, **{f"blk.0.{name}": Type.Q8_0 for name in layer}}
     for name, kind in kinds.items():
         if kind is not None:
-            values = random.standard_normal((WORDS if "." not in name else SIZE, SIZE)).astype(np.float32)
+            values = random.standard_normal((WORDS if "." not in name else SIZE, SIZE)).astype(
+                np.float32
+            )
             writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -79,7 +92,10 @@ def with_a_float_table(model: Any) -> Tensor:
 
 
 def loaded(path: Path) -> list[Any]:
-    return [transformers.AutoModelForCausalLM.from_pretrained(path), co.load_model(path, fuse=False)]
+    return [
+        transformers.AutoModelForCausalLM.from_pretrained(path),
+        co.load_model(path, fuse=False),
+    ]
 
 
 # ---- checkpoints
@@ -105,7 +121,11 @@ def test_a_tied_embedding_is_the_packed_head(architecture: str, tmp_path: Path) 
         assert isinstance(embedding, TiedEmbedding)
         assert embedding.layer is model.lm_head
         assert embedding.scale == (pytest.approx(SIZE**0.5) if architecture == "gemma3" else 1)
-        assert embedding.dtype == model.dtype == (torch.bfloat16 if architecture == "gemma3" else torch.float16)
+        assert (
+            embedding.dtype
+            == model.dtype
+            == (torch.bfloat16 if architecture == "gemma3" else torch.float16)
+        )
         assert not any(parameter.shape[0] == WORDS for parameter in model.parameters())
         assert torch.equal(logits(model), expected)
         assert torch.equal(with_a_float_table(model), expected)
@@ -140,7 +160,10 @@ def test_float_embeddings_stay_unless_they_are_named(tmp_path: Path) -> None:
 
 def test_a_head_that_ranks_split_is_no_embedding(tmp_path: Path) -> None:
     checkpoint = co.load_checkpoint(write_model(tmp_path / "m.gguf"))
-    with pytest.raises(ValueError, match=r"'lm_head' cannot be colwise: every rank looks up rows of 'model.embed_tokens'"):
+    with pytest.raises(
+        ValueError,
+        match=r"'lm_head' cannot be colwise: every rank looks up rows of 'model.embed_tokens'",
+    ):
         reorder_model(checkpoint, tmp_path / "packed", ranks=2, splits=[("lm_head", "colwise")])
     reorder_model(checkpoint, tmp_path / "whole", ranks=2)
 
@@ -152,7 +175,11 @@ def test_a_directory_with_a_table_is_loaded(tmp_path: Path) -> None:
     head = co.load_packed(tmp_path / "packed")["lm_head"]
     assert isinstance(head, co.PackedWeight)
     file = tmp_path / "packed" / "model.safetensors"
-    save_file({**load_file(file), f"{EMBED}.weight": co.dequantize(head, torch.float16)}, file, metadata={"format": "pt"})
+    save_file(
+        {**load_file(file), f"{EMBED}.weight": co.dequantize(head, torch.float16)},
+        file,
+        metadata={"format": "pt"},
+    )
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
     del config["quantization_config"]["embeddings"]
     (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
@@ -168,12 +195,17 @@ def test_a_directory_with_a_table_is_loaded(tmp_path: Path) -> None:
         ({EMBED: 1}, "embeddings has 1 for 'model.embed_tokens'; a name is expected"),
         ({EMBED: "model.norm"}, "ties 'model.embed_tokens' to 'model.norm', which cannot be"),
         ({"model.norm": "lm_head"}, "ties 'model.norm' to 'lm_head', which cannot be"),
-        ({EMBED: "model.layers.0.mlp.up_proj"}, r"the packed weight is \[128, 128\]; the embedding is \[192, 128\]"),
+        (
+            {EMBED: "model.layers.0.mlp.up_proj"},
+            r"the packed weight is \[128, 128\]; the embedding is \[192, 128\]",
+        ),
         ({EMBED: "elsewhere"}, "tensor 'model.embed_tokens.codes' is not in the model's files"),
         ({}, "the file lacks model.embed_tokens.weight"),
     ],
 )
-def test_a_configuration_that_ties_wrongly_is_refused(embeddings: Any, message: str, tmp_path: Path) -> None:
+def test_a_configuration_that_ties_wrongly_is_refused(
+    embeddings: Any, message: str, tmp_path: Path
+) -> None:
     reorder_model(co.load_checkpoint(write_model(tmp_path / "m.gguf")), tmp_path / "packed")
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
     config["quantization_config"]["embeddings"] = embeddings
@@ -187,12 +219,16 @@ def test_a_configuration_that_ties_wrongly_is_refused(embeddings: Any, message: 
 
 def tiny(kind: str, **changes: Any) -> Any:
     config = {
-        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "head_dim": 16, "vocab_size": WORDS, "initializer_range": 0.3, "tie_word_embeddings": True, **changes,
+        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 4,
+        "head_dim": 16, "vocab_size": WORDS, "initializer_range": 0.3, "tie_word_embeddings": True,
+        **changes,
     }  # fmt: skip
     torch.manual_seed(0)
     text = "Text" if kind == "Gemma3" else ""
-    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}{text}Config")(**config)).eval()
+    return getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}{text}Config")(**config)
+    ).eval()
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("Llama", True), ("Llama", False), ("Gemma3", True)])
@@ -228,7 +264,13 @@ def test_a_model_packed_in_memory_is_saved(kind: str, tied: bool, tmp_path: Path
 
 
 def test_experts_and_embeddings_are_saved_together(tmp_path: Path) -> None:
-    model = tiny("Qwen3Moe", num_experts=2, num_experts_per_tok=1, moe_intermediate_size=64, norm_topk_prob=True)
+    model = tiny(
+        "Qwen3Moe",
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+    )
     co.quantize_model(model, 8, 32, embeddings=True)
     model.save_pretrained(tmp_path)
     for again in loaded(tmp_path):
@@ -238,7 +280,9 @@ def test_experts_and_embeddings_are_saved_together(tmp_path: Path) -> None:
 
 
 def test_embeddings_are_packed_on_request_alone() -> None:
-    model = co.quantize_model(nn.ModuleDict({"a": nn.Linear(32, 8), "b": nn.Embedding(9, 32)}), 8, 32)
+    model = co.quantize_model(
+        nn.ModuleDict({"a": nn.Linear(32, 8), "b": nn.Embedding(9, 32)}), 8, 32
+    )
     assert isinstance(model["b"], nn.Embedding)
     table = model["b"].weight.detach().clone()
     assert isinstance(co.quantize_model(model, 8, 32, embeddings=True)["b"], MixedEmbedding)
@@ -246,7 +290,11 @@ def test_embeddings_are_packed_on_request_alone() -> None:
 
 
 def test_a_weight_of_several_embeddings_is_packed_once() -> None:
-    first, second, head = nn.Embedding(70, 32, padding_idx=2), nn.Embedding(70, 32), nn.Linear(32, 70)
+    first, second, head = (
+        nn.Embedding(70, 32, padding_idx=2),
+        nn.Embedding(70, 32),
+        nn.Linear(32, 70),
+    )
     second.weight = head.weight = first.weight
     model: Any = nn.ModuleDict({"first": first, "second": second, "head": head})
     co.quantize_model(model, 8, 32, embeddings=True)
@@ -274,9 +322,16 @@ class Doubled(nn.Embedding):
 
 def test_embeddings_that_compute_something_else_stay() -> None:
     model: Any = nn.ModuleDict(
-        {"linear": nn.Linear(32, 8), "normed": nn.Embedding(8, 32, max_norm=1.0), "doubled": Doubled(8, 32)}
+        {
+            "linear": nn.Linear(32, 8),
+            "normed": nn.Embedding(8, 32, max_norm=1.0),
+            "doubled": Doubled(8, 32),
+        }
     )
-    with pytest.warns(UserWarning, match=r"class Embedding computes .*: normed; .*class Doubled computes .*: doubled"):
+    with pytest.warns(
+        UserWarning,
+        match=r"class Embedding computes .*: normed; .*class Doubled computes .*: doubled",
+    ):
         co.quantize_model(model, 8, 32, embeddings=True)
     assert isinstance(model["doubled"], Doubled)
     with pytest.raises(ValueError, match="the model is itself a Embedding"):
@@ -287,7 +342,9 @@ def test_embeddings_that_compute_something_else_stay() -> None:
 
 def test_a_packed_embedding_is_not_resized() -> None:
     model = co.quantize_model(tiny("Llama", tie_word_embeddings=False), 8, 32, embeddings=True)
-    with pytest.raises(ValueError, match=f"the embedding is packed and has {WORDS} rows; 300 are requested"):
+    with pytest.raises(
+        ValueError, match=f"the embedding is packed and has {WORDS} rows; 300 are requested"
+    ):
         model.resize_token_embeddings(300)
     assert model.resize_token_embeddings(WORDS) is model.get_input_embeddings()
 
@@ -295,7 +352,9 @@ def test_a_packed_embedding_is_not_resized() -> None:
 def test_an_embedding_without_its_head_is_not_saved(tmp_path: Path) -> None:
     model = co.quantize_model(tiny("Llama"), 8, 32, embeddings=True)
     model.lm_head = nn.Linear(64, WORDS)
-    with pytest.raises(ValueError, match=f"'{EMBED}' is tied to a layer that the model does not have"):
+    with pytest.raises(
+        ValueError, match=f"'{EMBED}' is tied to a layer that the model does not have"
+    ):
         model.save_pretrained(tmp_path)
 
 
@@ -304,9 +363,18 @@ def test_rows_are_looked_up_where_the_head_is(offload_buffers: bool, tmp_path: P
     import_or_skip("accelerate")
     model = co.quantize_model(tiny("Llama"), 8, 32, embeddings=True)
     model.save_pretrained(tmp_path / "saved")
-    places = {EMBED: "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "model.layers": "disk", "lm_head": "disk"}
+    places = {
+        EMBED: "cpu",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "model.layers": "disk",
+        "lm_head": "disk",
+    }
     offloaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "saved", device_map=places, offload_folder=tmp_path / "offload", offload_buffers=offload_buffers
+        tmp_path / "saved",
+        device_map=places,
+        offload_folder=tmp_path / "offload",
+        offload_buffers=offload_buffers,
     )
     assert offloaded.lm_head.codes.is_meta == offload_buffers
     assert torch.equal(logits(offloaded), logits(model))

@@ -43,7 +43,9 @@ def test_packed_experts_are_saved_and_loaded_bit_for_bit(family: str, tmp_path: 
         assert (found.changed, found.only_first, found.only_second) == ({}, [], [])
     # Experts have the model's names in files, whatever those of a float checkpoint are.
     info = packed_info(tmp_path / "a")
-    assert info.experts.keys() == {f"{name}.{product}" for name in names for product in ("gate_up_proj", "down_proj")}
+    assert info.experts.keys() == {
+        f"{name}.{product}" for name in names for product in ("gate_up_proj", "down_proj")
+    }
     assert verify_packed(tmp_path / "a").problems == []
 
 
@@ -66,7 +68,9 @@ def test_experts_are_saved_in_several_files(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="30kB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert verify_packed(tmp_path).problems == []
-    assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+    assert torch.equal(
+        logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model)
+    )
 
 
 def test_a_model_with_packed_experts_alone_is_saved(tmp_path: Path) -> None:
@@ -80,7 +84,9 @@ def test_a_model_with_packed_experts_alone_is_saved(tmp_path: Path) -> None:
 def test_load_model_chooses_how_experts_quantise_activations(tmp_path: Path) -> None:
     co.quantize_model(tiny("Qwen3Moe"), 4, 32).save_pretrained(tmp_path)
     loaded = co.load_model(tmp_path, act_quant="token", act_symmetric=False)
-    assert {(layer.act_quant, layer.act_symmetric) for layer in experts_of(loaded).values()} == {("token", False)}
+    assert {(layer.act_quant, layer.act_symmetric) for layer in experts_of(loaded).values()} == {
+        ("token", False)
+    }
 
 
 def test_experts_that_the_configuration_does_not_describe_are_refused(tmp_path: Path) -> None:
@@ -89,23 +95,42 @@ def test_experts_that_the_configuration_does_not_describe_are_refused(tmp_path: 
     changed(tmp_path, lambda modules: modules.pop(name))
     with pytest.raises(ValueError, match=rf"{name} \(quantization_config does not name it\)"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    changed(tmp_path, lambda modules: modules.update({name: {"bits": 3, "group_size": 32, "tensors": {}}}))
+    changed(
+        tmp_path,
+        lambda modules: modules.update({name: {"bits": 3, "group_size": 32, "tensors": {}}}),
+    )
     with pytest.raises(ValueError, match="bits is 3"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     tensors = {"scales": "float32", "offsets": "float32"}
-    changed(tmp_path, lambda modules: modules.update({name: {"bits": 4, "group_size": 32, "tensors": tensors}}))
-    with pytest.raises(ValueError, match=rf"tensor '{name}\.offsets' is not in the model's files, or is of another size"):
+    changed(
+        tmp_path,
+        lambda modules: modules.update({name: {"bits": 4, "group_size": 32, "tensors": tensors}}),
+    )
+    with pytest.raises(
+        ValueError,
+        match=rf"tensor '{name}\.offsets' is not in the model's files, or is of another size",
+    ):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_experts_of_which_one_product_is_packed_are_refused(tmp_path: Path) -> None:
     model = co.quantize_model(tiny("Qwen3Moe"), 4, 32)
-    experts = {f"{name}.gate_up_proj": layer.gate_up_proj.packed for name, layer in experts_of(model).items()}
+    experts = {
+        f"{name}.gate_up_proj": layer.gate_up_proj.packed
+        for name, layer in experts_of(model).items()
+    }
     co.save_packed(tmp_path / "half.safetensors", experts)
-    with pytest.raises(ValueError, match=r"0\.mlp\.experts\.gate_up_proj' are packed experts, and '.*down_proj' is not packed"):
+    with pytest.raises(
+        ValueError,
+        match=r"0\.mlp\.experts\.gate_up_proj' are packed experts, and '.*down_proj' is not packed",
+    ):
         co.load_model(tmp_path / "half.safetensors", config=tiny("Qwen3Moe").config)
-    with pytest.raises(ValueError, match=r"gate_up_proj' is \[4, 80, 64\]; the model's experts are \[4, 96, 64\]"):
-        co.load_model(tmp_path / "half.safetensors", config=tiny("Qwen3Moe", moe_intermediate_size=48).config)
+    with pytest.raises(
+        ValueError, match=r"gate_up_proj' is \[4, 80, 64\]; the model's experts are \[4, 96, 64\]"
+    ):
+        co.load_model(
+            tmp_path / "half.safetensors", config=tiny("Qwen3Moe", moe_intermediate_size=48).config
+        )
 
 
 def as_before(path: Path) -> None:
@@ -118,7 +143,11 @@ def as_before(path: Path) -> None:
         gated, numbers = form.pop("gated"), weights[name]
         if not gated:
             continue
-        parts = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+        parts = {
+            key.removeprefix(f"{name}."): tensor
+            for key, tensor in tensors.items()
+            if key.startswith(f"{name}.")
+        }
         sizes = (form["experts"], form["n"], numbers["k"], numbers["bits"], numbers["group_size"])
         plain = co.reorder_experts(co.PackedExperts.of_parts(parts, *sizes, gated=True).unpack())
         tensors |= {f"{name}.{part}": tensor for part, tensor in plain.tensors().items()}
@@ -159,7 +188,9 @@ def test_experts_of_earlier_versions_are_loaded(tmp_path: Path, family: str) -> 
         assert all(layer.gate_up_proj.packed.gated for layer in experts_of(loaded).values())
         assert torch.equal(logits(loaded), expected if path == "saved" else new[path])
     loaded.save_pretrained(tmp_path / "again")  # in the order of this version
-    assert_same_experts(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again"), loaded)
+    assert_same_experts(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again"), loaded
+    )
 
 
 def test_offloaded_experts_of_earlier_versions_are_refused(tmp_path: Path) -> None:
@@ -167,8 +198,15 @@ def test_offloaded_experts_of_earlier_versions_are_refused(tmp_path: Path) -> No
     as_directory_before(tmp_path / "saved")
     names = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", "model.layers.0")
     places = {**dict.fromkeys(names, "cpu"), "model.layers.1": "disk"}
-    options = {"device_map": places, "offload_folder": tmp_path / "offload", "offload_buffers": True}
-    with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.experts' is offloaded and was packed by an earlier version"):
+    options = {
+        "device_map": places,
+        "offload_folder": tmp_path / "offload",
+        "offload_buffers": True,
+    }
+    with pytest.raises(
+        ValueError,
+        match=r"'model\.layers\.1\.mlp\.experts' is offloaded and was packed by an earlier version",
+    ):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
 
 
@@ -180,18 +218,31 @@ def test_a_second_product_in_the_rows_of_gate_and_up_is_refused(tmp_path: Path) 
         for product in ("gate_up_proj", "down_proj")
     }
     co.save_packed(tmp_path / "wrong.safetensors", packed)
-    with pytest.raises(ValueError, match=r"down_proj' was packed with gated=True, which is for weights of gate and up"):
+    with pytest.raises(
+        ValueError,
+        match=r"down_proj' was packed with gated=True, which is for weights of gate and up",
+    ):
         co.load_model(tmp_path / "wrong.safetensors", config=model.config)
 
 
 def test_experts_that_transformers_converts_on_loading_are_not_saved(tmp_path: Path) -> None:
     text = {**SIZES, **FAMILIES["Qwen3Moe"][0], "num_hidden_layers": 1}
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+    }
     vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}  # type: ignore[dict-item]
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
-    model = co.quantize_model(transformers.Qwen3VLMoeForConditionalGeneration(config), 4, 32, skip=("visual", "lm_head"))
+    model = co.quantize_model(
+        transformers.Qwen3VLMoeForConditionalGeneration(config), 4, 32, skip=("visual", "lm_head")
+    )
     with pytest.raises(
-        ValueError, match=r"experts of Qwen3VLMoe.* cannot be saved, since transformers converts .*gate_up_proj"
+        ValueError,
+        match=r"experts of Qwen3VLMoe.* cannot be saved, since transformers converts "
+        r".*gate_up_proj",
     ):
         model.save_pretrained(tmp_path)
 

@@ -37,11 +37,18 @@ def fp8(weight: Tensor) -> Written:
     return {"weight": codes, "weight_scale_inv": scale.view(1, 1)}, codes.float() * scale
 
 
-PER_EXPERT: dict[str, Any] = {**DIALECTS, "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]})}
+PER_EXPERT: dict[str, Any] = {
+    **DIALECTS,
+    "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+}
 
 
-def written(dialect: str, folder: Path, family: str = "Qwen3Moe", **options: Any) -> tuple[Path, Any]:
-    """A checkpoint of which a dialect quantised all linear layers but the routers, and the model of its values."""
+def written(
+    dialect: str, folder: Path, family: str = "Qwen3Moe", **options: Any
+) -> tuple[Path, Any]:
+    """A checkpoint of which a dialect quantised all linear layers but the routers, and the
+    model of its values.
+    """
     write, quantization = PER_EXPERT[dialect]
     tiny(family, **options).save_pretrained(folder / "values")
     values = load_file(folder / "values" / "model.safetensors")
@@ -74,16 +81,24 @@ def test_experts_of_every_dialect_keep_their_codes(dialect: str, tmp_path: Path)
     reorder_model(checkpoint, tmp_path / "packed")
     reorder_checkpoint(checkpoint, tmp_path / "packed.safetensors")
     doors = [
-        co.load_model(path, dtype=torch.float32) for path in (source, tmp_path / "packed", tmp_path / "packed.safetensors")
+        co.load_model(path, dtype=torch.float32)
+        for path in (source, tmp_path / "packed", tmp_path / "packed.safetensors")
     ]
-    doors.append(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32))
+    doors.append(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
+    )
     for model in doors:
         assert experts_of(model).keys() == set(FAMILIES["Qwen3Moe"][1])
         assert_same_logits(model, expected)
     for name, layer in experts_of(doors[0]).items():
         for e in range(4):
-            gate, up, down = (checkpoint[f"{name}.{e}.{part}_proj"] for part in ("gate", "up", "down"))
-            for found, given in ((layer.gate_up_proj.packed, (gate, up)), (layer.down_proj.packed, (down,))):
+            gate, up, down = (
+                checkpoint[f"{name}.{e}.{part}_proj"] for part in ("gate", "up", "down")
+            )
+            for found, given in (
+                (layer.gate_up_proj.packed, (gate, up)),
+                (layer.down_proj.packed, (down,)),
+            ):
                 weight = found.unpack_expert(e)
                 assert torch.equal(weight.codes, torch.cat([w.codes for w in given]))
                 assert torch.equal(weight.scales, torch.cat([w.scales for w in given]))
@@ -101,10 +116,17 @@ def test_float_experts_are_quantised(family: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "float")
     checkpoint = co.load_checkpoint(tmp_path / "float")
     done = reorder_model(checkpoint, tmp_path / "packed", Options(4, 32, False))
-    reorder_checkpoint(checkpoint, tmp_path / "packed.safetensors", bits=4, group_size=32, symmetric=False)
-    names = {f"{name}.{product}" for name in FAMILIES[family][1] for product in ("gate_up_proj", "down_proj")}
+    reorder_checkpoint(
+        checkpoint, tmp_path / "packed.safetensors", bits=4, group_size=32, symmetric=False
+    )
+    names = {
+        f"{name}.{product}"
+        for name in FAMILIES[family][1]
+        for product in ("gate_up_proj", "down_proj")
+    }
     assert names <= done.weights.keys()
-    exact = copy.deepcopy(co.quantize_model(model, 4, 32)).dequantize()  # of a model that was saved, too
+    # of a model that was saved, too
+    exact = copy.deepcopy(co.quantize_model(model, 4, 32)).dequantize()
     for loaded in (
         co.load_model(tmp_path / "float", options=Options(4, 32, False), fuse=False),
         co.load_model(tmp_path / "packed.safetensors", fuse=False),
@@ -122,7 +144,9 @@ def test_float_experts_are_quantised(family: str, tmp_path: Path) -> None:
     assert diff_packed(tmp_path / "packed", tmp_path / "again").changed == {}
 
 
-def test_experts_as_earlier_versions_wrote_them_are_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_as_earlier_versions_wrote_them_are_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a file each was packed, in a directory they were floats; models have their values."""
     source, expected = written("compressed-tensors", tmp_path, moe_intermediate_size=64)
     checkpoint = co.load_checkpoint(source)
@@ -130,7 +154,10 @@ def test_experts_as_earlier_versions_wrote_them_are_still_read(tmp_path: Path, m
         patch.setattr("cutlass_ops.files.conversion_plan.layers_of", lambda *_: [])
         reorder_checkpoint(checkpoint, tmp_path / "old.safetensors")
         reorder_model(checkpoint, tmp_path / "old")
-    assert isinstance(co.load_packed(tmp_path / "old.safetensors")["model.layers.0.mlp.experts.3.up_proj"], co.PackedWeight)
+    assert isinstance(
+        co.load_packed(tmp_path / "old.safetensors")["model.layers.0.mlp.experts.3.up_proj"],
+        co.PackedWeight,
+    )
     for path in (tmp_path / "old.safetensors", tmp_path / "old"):
         model = co.load_model(path, dtype=torch.float32)
         assert not experts_of(model)
@@ -140,11 +167,20 @@ def test_experts_as_earlier_versions_wrote_them_are_still_read(tmp_path: Path, m
 
 def test_experts_in_small_shards_and_on_the_disk(tmp_path: Path) -> None:
     tiny("Qwen3Moe").save_pretrained(tmp_path / "float")
-    done = reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(4, 32), shard_bytes=30_000)
+    done = reorder_model(
+        co.load_checkpoint(tmp_path / "float"),
+        tmp_path / "packed",
+        Options(4, 32),
+        shard_bytes=30_000,
+    )
     assert len(done.files) > 4
     names = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", "model.layers.0")
     places = {**dict.fromkeys(names, "cpu"), "model.layers.1": "disk"}
-    options = {"device_map": places, "offload_folder": tmp_path / "offload", "offload_buffers": True}
+    options = {
+        "device_map": places,
+        "offload_folder": tmp_path / "offload",
+        "offload_buffers": True,
+    }
     offloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", **options)
     assert experts_of(offloaded)["model.layers.1.mlp.experts"].down_proj.codes.is_meta
     assert torch.equal(logits(offloaded), logits(co.load_model(tmp_path / "packed", fuse=False)))
@@ -152,10 +188,14 @@ def test_experts_in_small_shards_and_on_the_disk(tmp_path: Path) -> None:
 
 def mxfp4(stack: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Blocks and scales of a stack ``[E, K, N]``, and its values."""
-    quantized = [co.quantize(matrix.t().contiguous(), book="mxfp4", group_size=32) for matrix in stack]
+    quantized = [
+        co.quantize(matrix.t().contiguous(), book="mxfp4", group_size=32) for matrix in stack
+    ]
     codes = torch.stack([weight.codes for weight in quantized])
     blocks = (codes[..., ::2] | codes[..., 1::2] << 4).unflatten(-1, (-1, 16))
-    scales = torch.stack([weight.scales.float().log2().round().to(torch.int32) + 127 for weight in quantized])
+    scales = torch.stack(
+        [weight.scales.float().log2().round().to(torch.int32) + 127 for weight in quantized]
+    )
     values = torch.stack([co.dequantize(weight, torch.float32).t() for weight in quantized])
     return blocks, scales.to(torch.uint8), values
 
@@ -181,7 +221,9 @@ def test_stacked_mxfp4_experts_of_gpt_oss_keep_their_codes(tmp_path: Path) -> No
         model = co.load_model(path, dtype=torch.float32)
         assert experts_of(model).keys() == set(FAMILIES["GptOss"][1])
         assert_same_logits(model, expected)
-        weight = experts_of(model)["model.layers.1.mlp.experts"].gate_up_proj.packed.unpack_expert(2)
+        weight = experts_of(model)["model.layers.1.mlp.experts"].gate_up_proj.packed.unpack_expert(
+            2
+        )
         blocks = tensors["model.layers.1.mlp.experts.gate_up_proj_blocks"][2].flatten(1)
         stored = torch.stack([blocks & 15, blocks >> 4], -1).flatten(1)
         assert torch.equal(weight.codes, torch.cat([stored[::2], stored[1::2]]))
@@ -199,9 +241,13 @@ def test_stacked_mxfp4_experts_of_gpt_oss_keep_their_codes(tmp_path: Path) -> No
     # Left out, they are tensors of their values.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plain = co.load_model(source, dtype=torch.float32, options=Options(bits=8, group_size=32, exclude="experts"))
+        plain = co.load_model(
+            source, dtype=torch.float32, options=Options(bits=8, group_size=32, exclude="experts")
+        )
     assert not experts_of(plain)
-    assert torch.equal(plain.model.layers[1].mlp.experts.down_proj, expected.model.layers[1].mlp.experts.down_proj)
+    assert torch.equal(
+        plain.model.layers[1].mlp.experts.down_proj, expected.model.layers[1].mlp.experts.down_proj
+    )
 
 
 def test_biases_that_do_not_fit_leave_experts_plain(tmp_path: Path) -> None:
@@ -215,7 +261,9 @@ def test_biases_that_do_not_fit_leave_experts_plain(tmp_path: Path) -> None:
     model = co.quantize_model(tiny("GptOss"), 4, 32)
     model.save_pretrained(tmp_path / "packed")
     changed(tmp_path / "packed", lambda modules: modules[name]["tensors"].pop("bias"))
-    with pytest.raises(ValueError, match="gate_up_proj is said to have no biases; the model's experts have biases"):
+    with pytest.raises(
+        ValueError, match="gate_up_proj is said to have no biases; the model's experts have biases"
+    ):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
 
 
@@ -227,7 +275,9 @@ def test_experts_that_differ_from_their_checkpoint_are_found(tmp_path: Path) -> 
     save_file(tensors, tmp_path / "float" / "model.safetensors", metadata={"format": "pt"})
     problems = verify_packed(tmp_path / "packed", co.load_checkpoint(tmp_path / "float")).problems
     assert problems
-    assert all(problem.startswith("model.layers.1.mlp.experts.gate_up_proj[2]: ") for problem in problems)
+    assert all(
+        problem.startswith("model.layers.1.mlp.experts.gate_up_proj[2]: ") for problem in problems
+    )
     config = json.loads((tmp_path / "float" / "config.json").read_text())
     (tmp_path / "float" / "config.json").write_text(json.dumps({**config, "num_experts": 3}))
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
@@ -237,11 +287,15 @@ def test_experts_that_differ_from_their_checkpoint_are_found(tmp_path: Path) -> 
 
 
 def plan_of(path: Path, **options: Any) -> Any:
-    return reorder_model(co.load_checkpoint(path), path.parent / "nothing", Options(**options), dry_run=True)
+    return reorder_model(
+        co.load_checkpoint(path), path.parent / "nothing", Options(**options), dry_run=True
+    )
 
 
 def test_experts_stay_plain_where_they_cannot_be_one_weight(tmp_path: Path) -> None:
-    """Each with the reason: a part of them is excluded, or quantised otherwise; quantised ones become their values."""
+    """Each with the reason: a part of them is excluded, or quantised otherwise; quantised ones
+    become their values.
+    """
     source, expected = written("compressed-tensors int8", tmp_path)
     name = "model.layers.1.mlp.experts"
     done = plan_of(source, exclude=r"layers\.1.*experts\.2\.up_proj")
@@ -262,15 +316,23 @@ def test_experts_stay_plain_where_they_cannot_be_one_weight(tmp_path: Path) -> N
     del tensors[f"{name}.2.up_proj.weight"]
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     done = plan_of(source)
-    assert "7 tensors of gate_up_proj are there, which are not those of 4 experts" in done.kept[f"{name}.2.gate_proj"]
+    assert (
+        "7 tensors of gate_up_proj are there, which are not those of 4 experts"
+        in done.kept[f"{name}.2.gate_proj"]
+    )
 
 
-def test_an_expert_that_is_there_twice_or_of_another_size_leaves_its_layer_plain(tmp_path: Path) -> None:
+def test_an_expert_that_is_there_twice_or_of_another_size_leaves_its_layer_plain(
+    tmp_path: Path,
+) -> None:
     tiny("Qwen3Moe").save_pretrained(tmp_path / "float")
     tensors = load_file(tmp_path / "float" / "model.safetensors")
     name = "model.layers.0.mlp.experts"
     twice = {**tensors, f"{name}.01.up_proj.weight": tensors[f"{name}.1.up_proj.weight"].clone()}
-    other = {**tensors, f"{name}.1.up_proj.weight": tensors[f"{name}.1.up_proj.weight"][:32].clone()}
+    other = {
+        **tensors,
+        f"{name}.1.up_proj.weight": tensors[f"{name}.1.up_proj.weight"][:32].clone(),
+    }
     for changes, reason in (
         (twice, "9 tensors of gate_up_proj are there"),
         (other, "up_proj.weight is [32, 64]; [40, 64] is expected"),
@@ -286,7 +348,10 @@ def test_act_orders_of_gate_and_up_that_differ_are_refused(tmp_path: Path) -> No
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.0.mlp.experts.1.up_proj.g_idx"] = torch.arange(64, dtype=torch.int32) % 2
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    name = r"'model\.layers\.0\.mlp\.experts\.gate_up_proj': expert 1: .* \(perm\) differ; .* leave them out \(--exclude\)"
+    name = (
+        r"'model\.layers\.0\.mlp\.experts\.gate_up_proj': expert 1: .* \(perm\) differ; .* leave "
+        r"them out \(--exclude\)"
+    )
     with pytest.raises(co.CheckpointError, match=name):
         co.load_model(source)
     loaded = co.load_model(source, options=Options(exclude=r"layers\.0\.mlp\.experts"))
@@ -306,9 +371,15 @@ def test_experts_are_split_over_ranks(tmp_path: Path) -> None:
         part = co.load_packed(tmp_path / "ranks" / f"rank-{rank}-of-2")
         for e in range(4):
             rows = slice(96 * rank, 96 * rank + 96)
-            gate_up, down = (whole[f"{name}.{product}"].unpack()[e] for product in ("gate_up_proj", "down_proj"))
-            found = [part[f"{name}.{product}"].unpack()[e] for product in ("gate_up_proj", "down_proj")]
-            assert torch.equal(found[0].codes, torch.cat([half[rows] for half in gate_up.codes.chunk(2)]))
+            gate_up, down = (
+                whole[f"{name}.{product}"].unpack()[e] for product in ("gate_up_proj", "down_proj")
+            )
+            found = [
+                part[f"{name}.{product}"].unpack()[e] for product in ("gate_up_proj", "down_proj")
+            ]
+            assert torch.equal(
+                found[0].codes, torch.cat([half[rows] for half in gate_up.codes.chunk(2)])
+            )
             assert torch.equal(found[1].codes, down.codes[:, rows])
 
 
@@ -343,7 +414,9 @@ def test_adapters_around_packed_experts_are_trained(family: str) -> None:
     losses = []
     for part in (model, exact):
         torch.manual_seed(1)
-        trained = peft.get_peft_model(part, peft.LoraConfig(r=4, target_modules=target, init_lora_weights=False))
+        trained = peft.get_peft_model(
+            part, peft.LoraConfig(r=4, target_modules=target, init_lora_weights=False)
+        )
         loss = trained(input_ids=TOKENS, labels=TOKENS).loss
         loss.backward()
         losses.append((trained, loss))
@@ -381,7 +454,9 @@ def test_adapters_around_packed_experts_are_trained(family: str) -> None:
 def test_adapters_of_packed_experts_are_refused(options: dict[str, Any]) -> None:
     peft = import_or_skip("peft")
     model = co.quantize_model(tiny("Qwen3Moe"), 4, 32)
-    with pytest.raises(ValueError, match=r"of packed experts, .*name other layers in target_modules, as \['q_proj'"):
+    with pytest.raises(
+        ValueError, match=r"of packed experts, .*name other layers in target_modules, as \['q_proj'"
+    ):
         peft.get_peft_model(model, peft.LoraConfig(r=2, **options))
 
 
@@ -389,6 +464,8 @@ def test_adapters_of_float_experts_beside_packed_layers() -> None:
     """As the refusal says."""
     peft = import_or_skip("peft")
     model = co.quantize_model(tiny("Qwen3Moe"), 4, 32, skip=("lm_head", "experts"))
-    trained = peft.get_peft_model(model, peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"]))
+    trained = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])
+    )
     assert any("experts" in name and p.requires_grad for name, p in trained.named_parameters())
     trained(input_ids=TOKENS, labels=TOKENS).loss.backward()

@@ -18,7 +18,9 @@ from cutlass_ops import reference
 N, K = 40, 160
 
 
-def quantized(n: int = N, k: int = K, seed: int = 0, bias: bool = True, perm: bool = True) -> co.QuantizedWeight:
+def quantized(
+    n: int = N, k: int = K, seed: int = 0, bias: bool = True, perm: bool = True
+) -> co.QuantizedWeight:
     """A weight that has every tensor but zeros, of several dtypes."""
     random = torch.Generator().manual_seed(seed)
     groups = -(-k // 64)
@@ -48,13 +50,18 @@ def assert_consistent(layer: co.MixedLinear) -> None:
         assert tensors(layer)[name] is buffer
 
 
-@pytest.mark.parametrize(("act_quant", "act_symmetric"), [("none", True), ("block", True), ("block", False), ("token", False)])
+@pytest.mark.parametrize(
+    ("act_quant", "act_symmetric"),
+    [("none", True), ("block", True), ("block", False), ("token", False)],
+)
 @pytest.mark.parametrize("activation", [None, "silu", ("clamp", -1.0, 2.0)])
 def test_forward_is_the_operator(act_quant: str, act_symmetric: bool, activation: Any) -> None:
     qw = quantized()
     layer = co.MixedLinear(co.reorder(qw), act_quant, act_symmetric, activation)
     x = activations(2, 3, K)
-    expected = reference.mixed_gemm(x.view(6, K), qw, activation=activation, act_quant=act_quant, act_symmetric=act_symmetric)
+    expected = reference.mixed_gemm(
+        x.view(6, K), qw, activation=activation, act_quant=act_quant, act_symmetric=act_symmetric
+    )
     assert torch.equal(layer(x), expected.view(2, 3, N))
     assert (layer.in_features, layer.out_features) == (K, N)
 
@@ -69,7 +76,9 @@ def test_unknown_act_quant_is_refused_when_the_layer_is_made() -> None:
         co.MixedLinear(co.reorder(quantized()), act_quant="row")
 
 
-@pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.to(torch.float64), lambda m: m.bfloat16()])
+@pytest.mark.parametrize(
+    "cast", [lambda m: m.half(), lambda m: m.to(torch.float64), lambda m: m.bfloat16()]
+)
 def test_changes_of_dtype_leave_the_checkpoints_values(cast: Any) -> None:
     packed = co.reorder(quantized())
     layer = co.MixedLinear(packed)
@@ -105,7 +114,8 @@ def test_copies_and_pickles_stand_alone() -> None:
     layer = co.MixedLinear(co.reorder(quantized()), "block", False)
     x = activations(2, K)
     expected = layer(x)
-    co.explain(1, layer.packed, device="sm_90")  # leaves pointers to its tensors in the packed weight
+    # leaves pointers to its tensors in the packed weight
+    co.explain(1, layer.packed, device="sm_90")
     file = io.BytesIO()
     torch.save(layer, file)
     file.seek(0)
@@ -136,12 +146,14 @@ def test_compiles_into_one_graph() -> None:
 def test_repr_says_what_the_layer_holds() -> None:
     layer = co.MixedLinear(co.reorder(quantized()), "block", False, "silu")
     assert repr(layer) == (
-        "MixedLinear(in_features=160, out_features=40, bias=True, bits=4, group_size=64, offsets, act_quant='block', "
+        "MixedLinear(in_features=160, out_features=40, bias=True, bits=4, group_size=64, offsets, "
+        "act_quant='block', "
         "act_symmetric=False, activation='silu')"
     )
     plain = co.MixedLinear(co.reorder(co.quantize(activations(8, 32), 8, 32)))
     assert repr(plain) == (
-        "MixedLinear(in_features=32, out_features=8, bias=False, bits=8, group_size=32, symmetric, act_quant='none')"
+        "MixedLinear(in_features=32, out_features=8, bias=False, bits=8, group_size=32, symmetric, "
+        "act_quant='none')"
     )
 
 
@@ -161,7 +173,9 @@ def test_replace_linears_replaces_what_is_named_and_keeps_biases() -> None:
     model = Block().eval()
     bias = model.up[0].bias.detach().clone()
     up, down = quantized(bias=False), quantized(24, N, perm=False)
-    names = co.replace_linears(model, {"up.0": co.reorder(up), "down": co.reorder(down)}, "token", False)
+    names = co.replace_linears(
+        model, {"up.0": co.reorder(up), "down": co.reorder(down)}, "token", False
+    )
     assert names == ["up.0", "down"]
     for layer in (model.up[0], model.down):
         assert isinstance(layer, co.MixedLinear)
@@ -170,7 +184,8 @@ def test_replace_linears_replaces_what_is_named_and_keeps_biases() -> None:
     x = activations(3, K)
     options: dict[str, Any] = {"act_quant": "token", "act_symmetric": False}
     hidden = reference.mixed_gemm(x, up, bias=bias, activation="relu", **options)
-    assert torch.equal(model(x), reference.mixed_gemm(hidden, down, **options))  # down's bias is the packed one
+    # down's bias is the packed one
+    assert torch.equal(model(x), reference.mixed_gemm(hidden, down, **options))
     assert isinstance(model.table, nn.Embedding)
 
 
@@ -191,15 +206,32 @@ def test_replace_linears_leaves_other_layers() -> None:
 @pytest.mark.parametrize(
     ("name", "weight", "error", "match"),
     [
-        ("down", quantized(), ValueError, r"'down': the packed weight is \[40, 160\]; the layer is \[24, 40\]"),
+        (
+            "down",
+            quantized(),
+            ValueError,
+            r"'down': the packed weight is \[40, 160\]; the layer is \[24, 40\]",
+        ),
         ("sideways", quantized(), ValueError, "'sideways': the model has no module of that name"),
         ("", quantized(), ValueError, "'': the model has no module"),
-        ("table", quantized(), TypeError, "'table': the module is a Embedding; torch.nn.Linear is expected"),
+        (
+            "table",
+            quantized(),
+            TypeError,
+            "'table': the module is a Embedding; torch.nn.Linear is expected",
+        ),
         ("up", quantized(), TypeError, "'up': the module is a Sequential"),
-        ("down", torch.zeros(24, N), TypeError, "'down': the weight is a Tensor; a PackedWeight is expected"),
+        (
+            "down",
+            torch.zeros(24, N),
+            TypeError,
+            "'down': the weight is a Tensor; a PackedWeight is expected",
+        ),
     ],
 )
-def test_replace_linears_refuses_and_changes_nothing(name: str, weight: Any, error: type[Exception], match: str) -> None:
+def test_replace_linears_refuses_and_changes_nothing(
+    name: str, weight: Any, error: type[Exception], match: str
+) -> None:
     model = Block()
     before = dict(model.named_modules())
     if isinstance(weight, co.QuantizedWeight):
@@ -218,14 +250,18 @@ class Attention(nn.Module):
             self.add_module(name, co.MixedLinear(co.reorder(weight), act_quant, False))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.get_submodule(name)(x).view(*x.shape[:-1], -1, 1) for name in PROJECTIONS], dim=-2)
+        return torch.cat(
+            [self.get_submodule(name)(x).view(*x.shape[:-1], -1, 1) for name in PROJECTIONS], dim=-2
+        )
 
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def projections() -> dict[str, co.QuantizedWeight]:
-    """Three weights that can be packed as one, of odd sizes, whose products with whole numbers are exact in fp32."""
+    """Three weights that can be packed as one, of odd sizes, whose products with whole numbers
+    are exact in fp32.
+    """
     random = torch.Generator().manual_seed(0)
     perm = torch.randperm(K, generator=random)
     weights = {}
@@ -260,7 +296,9 @@ class Counted:
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
 @pytest.mark.parametrize("inference", [False, True])
 def test_fused_layers_give_what_they_gave_alone(act_quant: str, inference: bool) -> None:
-    separate, model = (nn.ModuleDict({"self_attn": Attention(projections(), act_quant)}) for _ in range(2))
+    separate, model = (
+        nn.ModuleDict({"self_attn": Attention(projections(), act_quant)}) for _ in range(2)
+    )
     done = co.fuse_linears(model)
     assert done.layers == {"self_attn.qkv_proj": tuple(f"self_attn.{name}" for name in PROJECTIONS)}
     assert not done.refused
@@ -281,13 +319,21 @@ def test_a_fused_layers_part_is_the_weight_it_was(rows: tuple[int, ...]) -> None
     weights = projections()
     for (name, weight), n in zip(weights.items(), rows, strict=True):
         parts = {part: getattr(weight, part) for part in ("codes", "scales", "zeros", "bias")}
-        repeated = {part: t.repeat(16, *[1] * (t.dim() - 1))[:n] for part, t in parts.items() if t is not None}
+        repeated = {
+            part: t.repeat(16, *[1] * (t.dim() - 1))[:n]
+            for part, t in parts.items()
+            if t is not None
+        }
         weights[name] = replace(weight, **repeated)
     separate, model = Attention(weights), Attention(weights)
     co.fuse_linears(model)
     for name in PROJECTIONS:
         expected, found = separate.get_submodule(name).packed, model.get_submodule(name).packed
-        assert (found.shape, found.bits, found.group_size) == (expected.shape, expected.bits, expected.group_size)
+        assert (found.shape, found.bits, found.group_size) == (
+            expected.shape,
+            expected.bits,
+            expected.group_size,
+        )
         assert found.tensors().keys() == expected.tensors().keys()
         for part, tensor in expected.tensors().items():
             assert torch.equal(found.tensors()[part], tensor), (name, part)
@@ -316,7 +362,9 @@ def test_fused_layers_are_right_in_any_order_and_alone() -> None:
         ("v_proj", x.clone()),
     ]
     for name, argument in calls:
-        assert torch.equal(model.get_submodule(name)(argument), separate.get_submodule(name)(argument))
+        assert torch.equal(
+            model.get_submodule(name)(argument), separate.get_submodule(name)(argument)
+        )
     assert counted.calls == 5
     model.q_proj(x)
     x += 1  # the same tensor, but not the same values
@@ -329,7 +377,9 @@ def test_fused_layers_move_copy_pickle_and_have_one_copy_of_the_weights() -> Non
     expected = model(x)
     bytes_before = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     co.fuse_linears(model)
-    assert {name.split(".")[0] for name, _ in model.named_buffers(remove_duplicate=False)} == {"qkv_proj"}
+    assert {name.split(".")[0] for name, _ in model.named_buffers(remove_duplicate=False)} == {
+        "qkv_proj"
+    }
     assert sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()) <= bytes_before
     model.q_proj(x)  # leaves a result that no copy must have
     file = io.BytesIO()
@@ -370,8 +420,14 @@ def test_the_shared_weight_is_that_of_reorder(kind: str, rows: tuple[int, ...]) 
         name: co.quantize(torch.randn(n, K, generator=random), 4, 32, kind != "zeros")
         for name, n in zip(PROJECTIONS, rows, strict=True)
     }
-    extra = {"perm": torch.randperm(K, generator=random), "book": torch.rand(16, generator=random) if kind == "book" else None}
-    weights = {name: replace(w, bias=torch.randn(w.n, generator=random), **extra) for name, w in weights.items()}
+    extra = {
+        "perm": torch.randperm(K, generator=random),
+        "book": torch.rand(16, generator=random) if kind == "book" else None,
+    }
+    weights = {
+        name: replace(w, bias=torch.randn(w.n, generator=random), **extra)
+        for name, w in weights.items()
+    }
     model = Attention(weights)
     assert not co.fuse_linears(model).refused
     expected = co.reorder(list(weights.values()))
@@ -383,7 +439,10 @@ def test_the_shared_weight_is_that_of_reorder(kind: str, rows: tuple[int, ...]) 
 
 def test_weights_of_whole_panels_that_differ_are_refused() -> None:
     weights = {name: co.quantize(activations(64, K), 4, 32) for name in PROJECTIONS}
-    other = {"group_size": co.quantize(activations(64, K), 4, 64), "bits": co.quantize(activations(64, K), 8, 32)}
+    other = {
+        "group_size": co.quantize(activations(64, K), 4, 64),
+        "bits": co.quantize(activations(64, K), 8, 32),
+    }
     other["dtype"] = co.quantize(activations(64, K).half(), 4, 32)
     first = replace(weights["q_proj"], perm=torch.arange(K))
     for name, weight in other.items():
@@ -392,7 +451,13 @@ def test_weights_of_whole_panels_that_differ_are_refused() -> None:
     assert (
         "act orders"
         in co.fuse_linears(
-            Attention({"q_proj": first, "k_proj": replace(first, perm=torch.arange(K).flip(0)), "v_proj": first})
+            Attention(
+                {
+                    "q_proj": first,
+                    "k_proj": replace(first, perm=torch.arange(K).flip(0)),
+                    "v_proj": first,
+                }
+            )
         ).refused["qkv_proj"]
     )
 
@@ -407,8 +472,12 @@ def test_weights_of_whole_panels_that_differ_are_refused() -> None:
         ({"k_proj": {"scales": torch.ones(8, 3)}}, "scales is float32 .* and bfloat16"),
     ],
 )
-def test_layers_that_differ_are_left_alone_with_the_reason(change: dict[str, Any], match: str) -> None:
-    weights = {name: replace(weight, **change.get(name, {})) for name, weight in projections().items()}
+def test_layers_that_differ_are_left_alone_with_the_reason(
+    change: dict[str, Any], match: str
+) -> None:
+    weights = {
+        name: replace(weight, **change.get(name, {})) for name, weight in projections().items()
+    }
     model = nn.ModuleDict({"a": Attention(weights), "b": Attention(projections())})
     before = dict(model["a"].named_modules())
     done = co.fuse_linears(model)
@@ -423,13 +492,22 @@ def test_layers_of_other_kinds_or_options_are_left_alone_with_the_reason() -> No
     model.k_proj.act_quant = "token"
     assert "act_quant" in co.fuse_linears(model).refused["qkv_proj"]
     model.k_proj = nn.Linear(K, 8)
-    assert co.fuse_linears(model).refused == {"qkv_proj": "k_proj is a Linear; a MixedLinear is expected"}
+    assert co.fuse_linears(model).refused == {
+        "qkv_proj": "k_proj is a Linear; a MixedLinear is expected"
+    }
     model = Attention(projections())
     assert not co.fuse_linears(model).refused
     assert co.fuse_linears(model).refused == {"qkv_proj": "its parent has a qkv_proj already"}
-    assert co.fuse_linears(nn.ModuleDict({"gate_proj": nn.Linear(4, 4)})) == co.fuse_linears(nn.ReLU())  # nothing to fuse
-    chosen = nn.ModuleDict({name: co.MixedLinear(co.reorder(weight)) for name, weight in projections().items()})
-    assert co.fuse_linears(chosen, {"qv": ("q_proj", "v_proj")}).layers == {"qv": ("q_proj", "v_proj")}
+    # nothing to fuse
+    assert co.fuse_linears(nn.ModuleDict({"gate_proj": nn.Linear(4, 4)})) == co.fuse_linears(
+        nn.ReLU()
+    )
+    chosen = nn.ModuleDict(
+        {name: co.MixedLinear(co.reorder(weight)) for name, weight in projections().items()}
+    )
+    assert co.fuse_linears(chosen, {"qv": ("q_proj", "v_proj")}).layers == {
+        "qv": ("q_proj", "v_proj")
+    }
 
 
 def test_set_activations_reaches_every_layer() -> None:
@@ -448,7 +526,9 @@ def test_gpu_layer_moves_and_multiplies(act_quant: str, dtype: torch.dtype) -> N
     qw = quantized()
     layer = co.MixedLinear(co.reorder(qw), act_quant)
     x = activations(5, K).to(dtype)
-    expected = reference.mixed_gemm(x, qw, act_quant=act_quant, out_dtype=torch.float32, compute_dtype=torch.float64)
+    expected = reference.mixed_gemm(
+        x, qw, act_quant=act_quant, out_dtype=torch.float32, compute_dtype=torch.float64
+    )
     # Weights may be rounded to x's dtype.
     step, sums = (2.0**-7, 1e-2) if dtype == torch.bfloat16 else (2.0**-10, 1.2e-3)
     for model in (layer.cuda(), copy.deepcopy(layer), layer.cpu().to("cuda", dtype)):
@@ -457,7 +537,9 @@ def test_gpu_layer_moves_and_multiplies(act_quant: str, dtype: torch.dtype) -> N
             y = model(x.cuda())
             assert y.dtype == dtype
             difference = (y.cpu().float() - expected).abs()
-            assert (difference <= step * expected.abs() + sums * expected.square().mean().sqrt()).all()
+            assert (
+                difference <= step * expected.abs() + sums * expected.square().mean().sqrt()
+            ).all()
 
 
 @pytest.mark.gpu
@@ -469,6 +551,9 @@ def test_gpu_fused_layers_give_what_they_gave_alone(m: int, act_quant: str) -> N
     assert model.qkv_proj.packed.device.type == "cuda"
     x = whole_numbers(m, K).half().cuda()
     y, expected = model(x).float(), separate(x).float()
-    # Sums of float products are exact here; those of quantised x depend on how many parts K is cut into.
+    # Sums of float products are exact here; those of quantised x depend on how many
+    # parts K is cut into.
     tolerance = 0 if act_quant == "none" else 2.0**-10
-    assert ((y - expected).abs() <= tolerance * (expected.abs() + expected.square().mean().sqrt())).all()
+    assert (
+        (y - expected).abs() <= tolerance * (expected.abs() + expected.square().mean().sqrt())
+    ).all()

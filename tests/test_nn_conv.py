@@ -19,7 +19,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.three = nn.Conv3d(4, 12, (2, 3, 3), stride=(2, 1, 1), padding=(0, 1, 1))
-        self.two = nn.Sequential(nn.Conv2d(12, 18, 3, padding="same", dilation=2, groups=3), nn.ReLU())
+        self.two = nn.Sequential(
+            nn.Conv2d(12, 18, 3, padding="same", dilation=2, groups=3), nn.ReLU()
+        )
         self.one = nn.Conv1d(18, 5, 4, padding="valid", bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,7 +40,9 @@ def net(seed: int = 0) -> Net:
 def packed_of(model: nn.Module, **options: Any) -> dict[str, co.PackedWeight]:
     modules = dict(model.named_modules())
     return {
-        name: co.reorder(co.quantize(modules[name].weight.detach(), **{"bits": 8, "group_size": 32, **options}))  # type: ignore[arg-type]
+        name: co.reorder(
+            co.quantize(modules[name].weight.detach(), **{"bits": 8, "group_size": 32, **options})
+        )  # type: ignore[arg-type]
         for name in NAMES
     }
 
@@ -56,7 +60,10 @@ def test_a_model_computes_with_its_dequantised_weights() -> None:
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     assert isinstance(model.two[0], co.nn.MixedConv2d)
     assert not model.two[0].training
-    assert "12, 18, kernel_size=(3, 3), stride=(1, 1), padding=(2, 2), dilation=(2, 2), groups=3, bias=True" in repr(model)
+    assert (
+        "12, 18, kernel_size=(3, 3), stride=(1, 1), padding=(2, 2), dilation=(2, 2), "
+        "groups=3, bias=True" in repr(model)
+    )
 
 
 @torch.no_grad()
@@ -66,12 +73,18 @@ def test_options_of_activations() -> None:
     co.replace_convs(model, packed, "tensor", False)
     layer: Any = model.three
     y = layer(x)
-    expected = co.mixed_conv3d(x, layer.packed, None, (2, 1, 1), (0, 1, 1), act_quant="tensor", act_symmetric=False)
+    expected = co.mixed_conv3d(
+        x, layer.packed, None, (2, 1, 1), (0, 1, 1), act_quant="tensor", act_symmetric=False
+    )
     assert torch.equal(y, expected)
     assert "act_quant='tensor', act_symmetric=False" in repr(layer)
     co.set_activations(model, "token")
-    assert torch.equal(layer(x), co.mixed_conv3d(x, layer.packed, None, (2, 1, 1), (0, 1, 1), act_quant="token"))
-    clamped = co.nn.MixedConv3d(packed["three"], (2, 1, 1), (0, 1, 1), activation=("clamp", -0.125, 0.25))
+    assert torch.equal(
+        layer(x), co.mixed_conv3d(x, layer.packed, None, (2, 1, 1), (0, 1, 1), act_quant="token")
+    )
+    clamped = co.nn.MixedConv3d(
+        packed["three"], (2, 1, 1), (0, 1, 1), activation=("clamp", -0.125, 0.25)
+    )
     assert float(clamped(x).max()) == 0.25
     assert "activation=('clamp', -0.125, 0.25)" in repr(clamped)
 
@@ -81,7 +94,9 @@ def test_buffers_move_load_and_copy_as_any_other() -> None:
     model, x = net(), torch.randn(2, 4, 2, 7, 6)
     co.replace_convs(model, packed_of(model))
     expected = model(x)
-    assert {"codes", "scales", "bias", "weight"} == {name.rpartition(".")[2] for name in model.state_dict()}
+    assert {"codes", "scales", "bias", "weight"} == {
+        name.rpartition(".")[2] for name in model.state_dict()
+    }
     other = net(1)
     co.replace_convs(other, packed_of(other))
     assert not torch.equal(other(x), expected)
@@ -155,9 +170,24 @@ def test_what_does_not_fit_leaves_the_model_as_it_was() -> None:
     refused: list[tuple[nn.Module, dict[str, Any], type[Exception], str]] = [
         (model, {**packed, "four": packed["one"]}, ValueError, "'four': the model has no module"),
         (model, {**packed, "two.1": packed["one"]}, TypeError, "'two.1': the module is a ReLU"),
-        (model, {**packed, "one": packed["three"]}, ValueError, r"'one': the packed weight is \[12, 4, 2, 3, 3\]"),
-        (model, {**packed, "two.0": linear}, ValueError, r"'two.0': the packed weight is \[18, 12\]"),
-        (model, {**packed, "one": packed["one"].unpack()}, TypeError, "'one': the weight is a QuantizedWeight"),
+        (
+            model,
+            {**packed, "one": packed["three"]},
+            ValueError,
+            r"'one': the packed weight is \[12, 4, 2, 3, 3\]",
+        ),
+        (
+            model,
+            {**packed, "two.0": linear},
+            ValueError,
+            r"'two.0': the packed weight is \[18, 12\]",
+        ),
+        (
+            model,
+            {**packed, "one": packed["one"].unpack()},
+            TypeError,
+            "'one': the weight is a QuantizedWeight",
+        ),
         (odd, {"even": small[2]}, ValueError, "'even': padding is 'same' with kernel_size"),
         (odd, {"reflecting": small[3]}, ValueError, "'reflecting': padding_mode is 'reflect'"),
         (odd, {"transposed": small[3]}, TypeError, "'transposed': the module is a ConvTranspose2d"),

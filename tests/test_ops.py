@@ -32,7 +32,9 @@ def quantized_product(x: Tensor, qw: co.QuantizedWeight, block: int, symmetric: 
 
 
 def close(y: Tensor, exact: Tensor) -> bool:
-    """Within fp32 sums of ``exact``: relative Frobenius error 1e-6, every element within 1e-5 rms."""
+    """Within fp32 sums of ``exact``: relative Frobenius error 1e-6, every element
+    within 1e-5 rms.
+    """
     error = y.double() - exact
     rms = exact.square().mean().sqrt()
     return bool(error.norm() <= 1e-6 * exact.norm()) and bool(error.abs().max() <= 1e-5 * rms)
@@ -45,7 +47,9 @@ def close(y: Tensor, exact: Tensor) -> bool:
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_floats_times_weight_are_exact(bits: int, kind: str, group_size: int, dtype: torch.dtype) -> None:
+def test_floats_times_weight_are_exact(
+    bits: int, kind: str, group_size: int, dtype: torch.dtype
+) -> None:
     qw = weight(bits, kind, group_size)
     x = activations(3, K, dtype=dtype)
     y = co.mixed_gemm(x, co.reorder(qw), out_dtype=torch.float32)
@@ -57,7 +61,9 @@ def test_floats_times_weight_are_exact(bits: int, kind: str, group_size: int, dt
 @pytest.mark.parametrize("group_size", [32, 128, 256, -1])
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_activations_are_quantized_on_the_way(bits: int, kind: str, group_size: int, act_quant: str, symmetric: bool) -> None:
+def test_activations_are_quantized_on_the_way(
+    bits: int, kind: str, group_size: int, act_quant: str, symmetric: bool
+) -> None:
     qw = weight(bits, kind, group_size)
     x = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
     block = -1 if act_quant == "token" else {32: 32, 128: 128, 256: 128, -1: 128}[group_size]
@@ -83,17 +89,23 @@ def test_act_order(act_quant: str) -> None:
     assert close(y, quantized_product(x, qw, block, True))
     qa = co.quantize_activations(x, block=block, perm=packed.perm)
     assert torch.equal(co.mixed_gemm(qa, packed), y)
-    assert torch.equal(qa.dequantize(), co.quantize_activations(x[:, qw.perm], block=block).dequantize())
+    assert torch.equal(
+        qa.dequantize(), co.quantize_activations(x[:, qw.perm], block=block).dequantize()
+    )
 
 
-@pytest.mark.parametrize("shape", [(K,), (1, K), (0, K), (2, 3, K), (2, 0, K), (1, 1, 1, K)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(K,), (1, K), (0, K), (2, 3, K), (2, 0, K), (1, 1, 1, K)], ids=str
+)
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
 def test_any_leading_shape(act_quant: str, shape: tuple[int, ...]) -> None:
     packed = co.reorder(weight())
     x = activations(*shape)
     residual = activations(*shape[:-1], N)
     y = co.mixed_gemm(x, packed, act_quant=act_quant, residual=residual)
-    rows = co.mixed_gemm(x.reshape(-1, K), packed, act_quant=act_quant, residual=residual.reshape(-1, N))
+    rows = co.mixed_gemm(
+        x.reshape(-1, K), packed, act_quant=act_quant, residual=residual.reshape(-1, N)
+    )
     assert y.shape == (*shape[:-1], N)
     assert torch.equal(y.reshape(-1, N), rows)
     if act_quant != "none":
@@ -120,9 +132,17 @@ def test_strided_operands(stride: str, act_quant: str) -> None:
     residual = activations(N, 5).t()
     bias = activations(2 * N)[::2]
     y = co.mixed_gemm(x, packed, bias, act_quant=act_quant, residual=residual)
-    expected = co.mixed_gemm(x.clone().contiguous(), packed, bias.clone(), act_quant=act_quant, residual=residual.contiguous())
+    expected = co.mixed_gemm(
+        x.clone().contiguous(),
+        packed,
+        bias.clone(),
+        act_quant=act_quant,
+        residual=residual.contiguous(),
+    )
     assert torch.equal(y, expected)
-    assert torch.equal(co.quantize_activations(x).codes, co.quantize_activations(x.clone().contiguous()).codes)
+    assert torch.equal(
+        co.quantize_activations(x).codes, co.quantize_activations(x.clone().contiguous()).codes
+    )
 
 
 # ---- options
@@ -183,7 +203,10 @@ def test_overflow_is_infinite_or_saturates() -> None:
     largest = torch.finfo(torch.bfloat16).max
     wide = torch.tensor([[largest]], dtype=torch.bfloat16)
     residual = torch.tensor([[largest, -largest, largest]])
-    assert same(co.mixed_gemm(wide / 4, packed, residual=residual), torch.tensor([[INF, -INF, largest]]).bfloat16())
+    assert same(
+        co.mixed_gemm(wide / 4, packed, residual=residual),
+        torch.tensor([[INF, -INF, largest]]).bfloat16(),
+    )
     saturated = co.mixed_gemm(wide / 4, packed, residual=residual, saturate=True)
     assert same(saturated, torch.tensor([[largest, -largest, largest]]).bfloat16())
 
@@ -191,10 +214,17 @@ def test_overflow_is_infinite_or_saturates() -> None:
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
-def test_a_row_with_nan_or_infinity_is_nan_and_no_other(symmetric: bool, act_quant: str, bad: float) -> None:
+def test_a_row_with_nan_or_infinity_is_nan_and_no_other(
+    symmetric: bool, act_quant: str, bad: float
+) -> None:
     packed = co.reorder(weight(kind="zeros"))
     x = activations(4, K)
-    options: dict[str, Any] = {"activation": "relu", "act_quant": act_quant, "act_symmetric": symmetric, "saturate": True}
+    options: dict[str, Any] = {
+        "activation": "relu",
+        "act_quant": act_quant,
+        "act_symmetric": symmetric,
+        "saturate": True,
+    }
     clean = co.mixed_gemm(x, packed, **options)
     x[2, K - 1] = bad
     y = co.mixed_gemm(x, packed, **options)
@@ -208,7 +238,9 @@ def test_a_row_with_nan_or_infinity_is_nan_and_no_other(symmetric: bool, act_qua
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("block", [32, 64, 128, -1])
 @pytest.mark.parametrize("shape", [(5, K), (17, 7), (0, 100), (16, 128)], ids=str)
-def test_quantized_activations_are_the_references(shape: tuple[int, int], block: int, symmetric: bool) -> None:
+def test_quantized_activations_are_the_references(
+    shape: tuple[int, int], block: int, symmetric: bool
+) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     if shape[0]:
         x[0] = 0
@@ -231,7 +263,13 @@ def test_quantized_activations_are_the_references(shape: tuple[int, int], block:
         assert natural[2] is not None
         assert torch.equal(natural[2], zeros)
     assert same(qa.dequantize(), reference.dequantize_activations(codes, scales, zeros, block))
-    assert (qa.block, qa.k, qa.shape, qa.dtype, qa.device) == (block, shape[1], shape, torch.float32, x.device)
+    assert (qa.block, qa.k, qa.shape, qa.dtype, qa.device) == (
+        block,
+        shape[1],
+        shape,
+        torch.float32,
+        x.device,
+    )
 
 
 def test_blocks_beyond_k_have_scale_one_and_code_zero() -> None:
@@ -242,7 +280,9 @@ def test_blocks_beyond_k_have_scale_one_and_code_zero() -> None:
     assert not qa.codes[:, 32:].any()
     # lo = 0, hi = 3: the zero point is -128, and padding columns of the first block have it.
     assert torch.equal(qa.zeros[0, :2], torch.tensor([-128, -128], dtype=torch.int8))
-    assert torch.equal(qa.codes[0, :32].sort().values, torch.tensor([-128] * 25 + [127] * 7, dtype=torch.int8))
+    assert torch.equal(
+        qa.codes[0, :32].sort().values, torch.tensor([-128] * 25 + [127] * 7, dtype=torch.int8)
+    )
 
 
 # ---- dequantise
@@ -267,7 +307,11 @@ def test_dequantize_packed_or_not(perm: bool, kind: str, dtype: torch.dtype) -> 
         ({"weight": weight()}, TypeError, ["weight", "QuantizedWeight", "PackedWeight", "reorder"]),
         ({"weight": torch.zeros(2, K)}, TypeError, ["weight", "Tensor", "PackedWeight"]),
         ({"x": [[1.0] * K]}, TypeError, ["x", "list", "torch.Tensor"]),
-        ({"x": torch.zeros(2, K, dtype=torch.float64)}, TypeError, ["x", "float64", "float32, float16, bfloat16"]),
+        (
+            {"x": torch.zeros(2, K, dtype=torch.float64)},
+            TypeError,
+            ["x", "float64", "float32, float16, bfloat16"],
+        ),
         ({"x": torch.zeros(2, K, dtype=torch.int8)}, TypeError, ["x", "int8", "float16"]),
         ({"x": torch.zeros(2, K - 1)}, ValueError, ["x", "(2, 199)", "[..., 200]", "[40, 200]"]),
         ({"x": torch.zeros(K, 2)}, ValueError, ["x", "(200, 2)", "[..., 200]"]),
@@ -277,20 +321,40 @@ def test_dequantize_packed_or_not(perm: bool, kind: str, dtype: torch.dtype) -> 
         ({"act_quant": None}, ValueError, ["act_quant", "None", "'none', 'token' and 'block'"]),
         ({"activation": "tanh"}, ValueError, ["activation", "'tanh'", "'relu6'", "clamp"]),
         ({"activation": "clamp"}, ValueError, ["activation", "'clamp'", "('clamp', lo, hi)"]),
-        ({"activation": ("clamp", 1.0)}, ValueError, ["activation", "('clamp', 1.0)", "('clamp', lo, hi)"]),
-        ({"activation": ("clamp", 2.0, 1.0)}, ValueError, ["activation", "('clamp', 2.0, 1.0)", "lo <= hi"]),
+        (
+            {"activation": ("clamp", 1.0)},
+            ValueError,
+            ["activation", "('clamp', 1.0)", "('clamp', lo, hi)"],
+        ),
+        (
+            {"activation": ("clamp", 2.0, 1.0)},
+            ValueError,
+            ["activation", "('clamp', 2.0, 1.0)", "lo <= hi"],
+        ),
         ({"activation": ("clamp", NAN, 1.0)}, ValueError, ["activation", "nan", "lo <= hi"]),
         ({"bias": torch.zeros(N + 1)}, ValueError, ["bias", "(41,)", "(40,)"]),
         ({"bias": torch.zeros(1, N)}, ValueError, ["bias", "(1, 40)", "(40,)"]),
         ({"bias": torch.zeros(N, dtype=torch.int32)}, TypeError, ["bias", "int32", "float16"]),
         ({"bias": 1.0}, TypeError, ["bias", "float", "torch.Tensor"]),
         ({"bias": torch.zeros(N, device="meta")}, ValueError, ["bias", "meta", "cpu"]),
-        ({"bias": torch.zeros(N), "weight": co.reorder(weight(bias=True))}, ValueError, ["bias", "has one already"]),
+        (
+            {"bias": torch.zeros(N), "weight": co.reorder(weight(bias=True))},
+            ValueError,
+            ["bias", "has one already"],
+        ),
         ({"residual": torch.zeros(2, N + 1)}, ValueError, ["residual", "(2, 41)", "(2, 40)"]),
         ({"residual": torch.zeros(N)}, ValueError, ["residual", "(40,)", "(2, 40)"]),
-        ({"residual": torch.zeros(2, N, dtype=torch.int64)}, TypeError, ["residual", "int64", "float16"]),
+        (
+            {"residual": torch.zeros(2, N, dtype=torch.int64)},
+            TypeError,
+            ["residual", "int64", "float16"],
+        ),
         ({"residual": torch.zeros(2, N, device="meta")}, ValueError, ["residual", "meta", "cpu"]),
-        ({"out_dtype": torch.float64}, TypeError, ["out_dtype", "float64", "float32, float16, bfloat16"]),
+        (
+            {"out_dtype": torch.float64},
+            TypeError,
+            ["out_dtype", "float64", "float32, float16, bfloat16"],
+        ),
         ({"out_dtype": torch.int8}, TypeError, ["out_dtype", "int8", "float16"]),
         ({"out_dtype": "float16"}, TypeError, ["out_dtype", "float16", "bfloat16"]),
     ],
@@ -306,21 +370,31 @@ def test_mixed_gemm_refuses(change: Change, error: type[Exception], words: list[
 
 def test_mixed_gemm_refuses_quantized_activations_that_do_not_fit() -> None:
     packed = co.reorder(weight(group_size=64))
-    with pytest.raises(ValueError, match=r"blocks of 128; .* groups of 64 they must be of 64, or -1"):
+    with pytest.raises(
+        ValueError, match=r"blocks of 128; .* groups of 64 they must be of 64, or -1"
+    ):
         co.mixed_gemm(co.quantize_activations(activations(2, K), block=128), packed)
     with pytest.raises(ValueError, match=r"\(2, 100\); \[\.\.\., 200\] is expected"):
         co.mixed_gemm(co.quantize_activations(activations(2, 100), block=64), packed)
     with pytest.raises(ValueError, match="act order"):
-        co.mixed_gemm(co.quantize_activations(activations(2, K), block=64), co.reorder(weight(perm=True)))
+        co.mixed_gemm(
+            co.quantize_activations(activations(2, K), block=64), co.reorder(weight(perm=True))
+        )
     with pytest.raises(ValueError, match="act order"):
-        co.mixed_gemm(co.quantize_activations(activations(2, K), block=64, perm=torch.arange(K).int()), packed)
+        co.mixed_gemm(
+            co.quantize_activations(activations(2, K), block=64, perm=torch.arange(K).int()), packed
+        )
 
 
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
         ({"x": 3}, TypeError, ["x", "int", "torch.Tensor"]),
-        ({"x": torch.zeros(2, K, dtype=torch.float64)}, TypeError, ["x", "float64", "float32, float16, bfloat16"]),
+        (
+            {"x": torch.zeros(2, K, dtype=torch.float64)},
+            TypeError,
+            ["x", "float64", "float32, float16, bfloat16"],
+        ),
         ({"x": torch.tensor(1.0)}, ValueError, ["x", "()", "[..., K]"]),
         ({"x": torch.zeros(2, 0)}, ValueError, ["x", "(2, 0)", "K at least 1"]),
         ({"x": torch.zeros(2, K, device="meta")}, ValueError, ["meta", "cpu and cuda"]),
@@ -335,7 +409,9 @@ def test_mixed_gemm_refuses_quantized_activations_that_do_not_fit() -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_quantize_activations_refuses(change: Change, error: type[Exception], words: list[str]) -> None:
+def test_quantize_activations_refuses(
+    change: Change, error: type[Exception], words: list[str]
+) -> None:
     arguments: Change = {"x": activations(2, K), **change}
     with pytest.raises(error) as caught:
         co.quantize_activations(**arguments)
@@ -344,7 +420,9 @@ def test_quantize_activations_refuses(change: Change, error: type[Exception], wo
 
 
 def test_dequantize_refuses() -> None:
-    with pytest.raises(TypeError, match=r"dtype is torch\.int8; supported are float32, float16, bfloat16"):
+    with pytest.raises(
+        TypeError, match=r"dtype is torch\.int8; supported are float32, float16, bfloat16"
+    ):
         co.dequantize(co.reorder(weight()), torch.int8)
     with pytest.raises(TypeError, match=r"dtype is torch\.float64"):
         co.dequantize(weight(), torch.float64)
@@ -371,12 +449,17 @@ INVARIANT_MS = (0, 1, 3, 17, 64, 129, 1000, 8192)
 
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
 @pytest.mark.parametrize("shape", [(4096, 4096), (28672, 4096), (192, 640)])
-def test_a_batch_invariant_product_is_planned_alike_for_every_m(shape: tuple[int, int], act_quant: str) -> None:
+def test_a_batch_invariant_product_is_planned_alike_for_every_m(
+    shape: tuple[int, int], act_quant: str
+) -> None:
     n, k = shape
     for bits in (4, 8):
         packed = sized(n, k, bits)
         for device in ("sm_80", "sm_90", "sm_120"):
-            plans = [co.explain(m, packed, act_quant, device=device, batch_invariant=True) for m in INVARIANT_MS]
+            plans = [
+                co.explain(m, packed, act_quant, device=device, batch_invariant=True)
+                for m in INVARIANT_MS
+            ]
             assert len({(plan.kernel, plan.slices) for plan in plans}) == 1
             free = [co.explain(m, packed, act_quant, device=device) for m in INVARIANT_MS]
             assert len({(plan.kernel, plan.slices) for plan in free}) > 1 or n != 4096
@@ -389,10 +472,15 @@ def test_explain_takes_the_kernels_of_an_earlier_architecture() -> None:
             old = co.explain(m, packed, act_quant, device="sm_90", architecture=80)
             assert old.device == "sm_90"
             assert old.kernel == co.explain(m, packed, act_quant, device="sm_80").kernel
-    assert co.explain(4096, packed, device="sm_90").kernel != co.explain(4096, packed, device="sm_90", architecture=89).kernel
+    assert (
+        co.explain(4096, packed, device="sm_90").kernel
+        != co.explain(4096, packed, device="sm_90", architecture=89).kernel
+    )
     with pytest.raises(ValueError, match="architecture is 90; the GPU is sm_80"):
         co.explain(1, packed, device="sm_80", architecture=90)
-    with pytest.raises(ValueError, match=r"architecture 75 \(.*mma_gemm_a16.*\); kernels run on sm_80 and later"):
+    with pytest.raises(
+        ValueError, match=r"architecture 75 \(.*mma_gemm_a16.*\); kernels run on sm_80 and later"
+    ):
         co.explain(1, packed, device="sm_80", architecture=75)
 
 
@@ -401,12 +489,18 @@ def test_batch_invariance_on_a_cpu(act_quant: str) -> None:
     packed = co.reorder(weight(kind="zeros", bias=True))
     random = torch.Generator().manual_seed(0)
     x, residual = torch.randn(33, K, generator=random), torch.randn(33, N, generator=random)
-    whole = co.mixed_gemm(x, packed, None, "silu", act_quant, residual=residual, batch_invariant=True)
+    whole = co.mixed_gemm(
+        x, packed, None, "silu", act_quant, residual=residual, batch_invariant=True
+    )
     assert whole.shape == (33, N)
     for rows in (slice(0, 1), slice(4, 21), slice(32, 33)):
-        y = co.mixed_gemm(x[rows], packed, None, "silu", act_quant, residual=residual[rows], batch_invariant=True)
+        y = co.mixed_gemm(
+            x[rows], packed, None, "silu", act_quant, residual=residual[rows], batch_invariant=True
+        )
         assert torch.equal(y, whole[rows])
     quantized = co.quantize_activations(x, 64)
     y = co.mixed_gemm(quantized, packed, batch_invariant=True)
-    assert torch.equal(y[5:6], co.mixed_gemm(co.quantize_activations(x[5:6], 64), packed, batch_invariant=True))
+    assert torch.equal(
+        y[5:6], co.mixed_gemm(co.quantize_activations(x[5:6], 64), packed, batch_invariant=True)
+    )
     assert co.mixed_gemm(x[:0], packed, batch_invariant=True).shape == (0, N)

@@ -14,7 +14,9 @@ import cutlass_ops as co
 
 
 def fields(packed: co.PackedWeight) -> tuple[Any, ...]:
-    parts = [getattr(packed, name) for name in ("codes", "scales", "zeros", "offsets", "bias", "perm")]
+    parts = [
+        getattr(packed, name) for name in ("codes", "scales", "zeros", "offsets", "bias", "perm")
+    ]
     return (*parts, packed.n, packed.k, packed.bits, packed.group_size, packed.book)
 
 
@@ -22,7 +24,8 @@ def samples() -> list[Any]:
     """Arguments for each registered operator."""
     library = torch.ops.cutlass_ops
     packed = {
-        kind: co.reorder(weight(kind=kind, perm=kind == "zeros", bias=kind == "offsets")) for kind in ("zeros", "offsets")
+        kind: co.reorder(weight(kind=kind, perm=kind == "zeros", bias=kind == "offsets"))
+        for kind in ("zeros", "offsets")
     }
     packed["symmetric"] = co.reorder(weight(8))
     x, half = activations(5, K), torch.float16
@@ -31,18 +34,33 @@ def samples() -> list[Any]:
     epilogue = (activations(N), "clamp", -1.0, 1.0, residual)
     plain = (None, None, 0.0, 0.0, None, half, False, "none", True, False, 0, False)
     found: list[Any] = [
-        ("quantize_activations", library.quantize_activations, (x, packed["zeros"].perm, 64, False)),
+        ("quantize_activations", library.quantize_activations,
+         (x, packed["zeros"].perm, 64, False)),
         ("quantize_activations", library.quantize_activations, (x, None, -1, True)),
-        ("rms_norm_quantize", library.rms_norm_quantize, (x, activations(K), 1e-6, activations(5, K), None, 64, False)),
-        ("rms_norm_quantize", library.rms_norm_quantize, (x, activations(K), 1e-6, None, packed["zeros"].perm, -1, True)),
+        ("rms_norm_quantize", library.rms_norm_quantize,
+         (x, activations(K), 1e-6, activations(5, K), None, 64, False)),
+        ("rms_norm_quantize", library.rms_norm_quantize,
+         (x, activations(K), 1e-6, None, packed["zeros"].perm, -1, True)),
         ("silu_mul_quantize", library.silu_mul_quantize, (x, activations(5, K), None, 128, True)),
         ("gemm_quantized", library.gemm_quantized,
-         (qa.codes, qa.scales, qa.zeros, 64, qa.dtype, *fields(packed["symmetric"]), *epilogue, half, True, False, 0, False)),
+         (qa.codes, qa.scales, qa.zeros, 64, qa.dtype, *fields(packed["symmetric"]), *epilogue,
+          half, True, False, 0, False)),
     ]  # fmt: skip
     for kind, weight_ in packed.items():
         found.append((f"dequantize-{kind}", library.dequantize, (*fields(weight_), half)))
         found.append((f"mixed_gemm-{kind}", library.mixed_gemm, (x, *fields(weight_), *plain)))
-    args = (x, *fields(packed["symmetric"]), *epilogue, torch.bfloat16, True, "block", False, True, 80, False)
+    args = (
+        x,
+        *fields(packed["symmetric"]),
+        *epilogue,
+        torch.bfloat16,
+        True,
+        "block",
+        False,
+        True,
+        80,
+        False,
+    )
     found.append(("mixed_gemm-epilogue", library.mixed_gemm, args))
     return [pytest.param(op, args, id=name) for name, op, args in found]
 
@@ -57,12 +75,19 @@ def test_the_registered_operators_give_what_the_functions_give() -> None:
     x = activations(5, K)
     end = (None, "relu", 0.0, 0.0, None, torch.float16, False)
     y = torch.ops.cutlass_ops.mixed_gemm(x, *fields(packed), *end, "token", False, False, 0, False)
-    assert torch.equal(y, co.mixed_gemm(x, packed, None, "relu", "token", False, out_dtype=torch.float16))
-    assert torch.equal(torch.ops.cutlass_ops.dequantize(*fields(packed), torch.float16), co.dequantize(packed, torch.float16))
+    assert torch.equal(
+        y, co.mixed_gemm(x, packed, None, "relu", "token", False, out_dtype=torch.float16)
+    )
+    assert torch.equal(
+        torch.ops.cutlass_ops.dequantize(*fields(packed), torch.float16),
+        co.dequantize(packed, torch.float16),
+    )
 
 
 def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
-    """``function`` through fullgraph compilation with dynamic sizes, and a list that grows with every graph made."""
+    """``function`` through fullgraph compilation with dynamic sizes, and a list that grows with
+    every graph made.
+    """
     graphs: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -80,7 +105,14 @@ def test_compile_with_any_number_of_rows(act_quant: str) -> None:
     packed = co.reorder(weight(kind="zeros", bias=True, perm=True))
 
     def layer(x: Tensor, residual: Tensor) -> Tensor:
-        y = co.mixed_gemm(x * 2, packed, activation="silu", act_quant=act_quant, residual=residual, out_dtype=torch.float32)
+        y = co.mixed_gemm(
+            x * 2,
+            packed,
+            activation="silu",
+            act_quant=act_quant,
+            residual=residual,
+            out_dtype=torch.float32,
+        )
         return y + 1
 
     run, graphs = compiled(layer)

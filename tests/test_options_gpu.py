@@ -56,7 +56,10 @@ def test_products_of_strided_operands(activations: str, view: str) -> None:
             clone = x.reshape(-1, k).clone()
             copied = multiply(clone, packed, residual=residual.reshape(-1, 200).clone(), **options)
             # A kernel that quantises x itself may cut K in another way than after the quantiser.
-            if co.explain(x, packed, **options).launches == co.explain(clone, packed, **options).launches:
+            if (
+                co.explain(x, packed, **options).launches
+                == co.explain(clone, packed, **options).launches
+            ):
                 assert same_bits(y.view(-1, 200), copied)
             else:
                 assert_close(y.view(-1, 200), copied.double(), rounded=True)
@@ -71,7 +74,10 @@ SHAPED = {
     "every other row": (lambda x: x.view(2, 4, -1)[:, ::2], True),
     "last rows": (lambda x: x.view(2, 4, -1)[:, -1:], True),
     "the same row": (lambda x: x[2].expand(3, -1), False),
-    "overlapping rows": (lambda x: x.view(-1).as_strided((3, x.shape[1]), (x.shape[1] // 2, 1)), False),
+    "overlapping rows": (
+        lambda x: x.view(-1).as_strided((3, x.shape[1]), (x.shape[1] // 2, 1)),
+        False,
+    ),
     "part of both dimensions": (lambda x: x.view(2, 4, -1)[:, :3], False),
     "transposed": (lambda x: x.view(2, 4, -1).transpose(0, 1), False),
     "columns apart": (lambda x: x.t().contiguous().t(), False),
@@ -135,20 +141,37 @@ def test_act_order(bits: int, activations: str, m: int) -> None:
 @pytest.mark.parametrize("n", [192, 33])  # whole and broken 16-byte stores
 @pytest.mark.parametrize("out_dtype", [HALF, BFLOAT, FLOAT], ids=TYPE_NAMES.get)
 @pytest.mark.parametrize("activations", ["floats", "block"])
-@pytest.mark.parametrize("activation", [None, *reference.ACTIVATIONS, ("clamp", -1.5, 0.25)], ids=str)
-def test_bias_then_activation_then_residual(activation: Any, activations: str, out_dtype: torch.dtype, n: int) -> None:
+@pytest.mark.parametrize(
+    "activation", [None, *reference.ACTIVATIONS, ("clamp", -1.5, 0.25)], ids=str
+)
+def test_bias_then_activation_then_residual(
+    activation: Any, activations: str, out_dtype: torch.dtype, n: int
+) -> None:
     act_quant, _ = ACTIVATION_KINDS[activations]
-    for m, k in ((3, 576), (70, 100)):  # K in several parts, and one tile of K, which cannot be split
+    # K in several parts, and one tile of K, which cannot be split
+    for m, k in ((3, 576), (70, 100)):
         qw = make_weight(Format(), n, k, exact=False)
         packed = co.reorder(qw)
         x = make_floats(m, k, HALF)
         x = (x / oracle(x, qw, act_quant).std()).to(HALF)  # sums of about 1: where activations bend
         total = oracle(x, qw, act_quant)
-        for bias_dtype, residual_dtype in ((HALF, FLOAT), (BFLOAT, HALF), (FLOAT, BFLOAT), (None, HALF), (HALF, None)):
+        for bias_dtype, residual_dtype in (
+            (HALF, FLOAT),
+            (BFLOAT, HALF),
+            (FLOAT, BFLOAT),
+            (None, HALF),
+            (HALF, None),
+        ):
             bias = None if bias_dtype is None else make_floats(1, n, bias_dtype)[0]
             residual = None if residual_dtype is None else make_floats(m, n, residual_dtype)
             y = multiply(
-                x, packed, bias=bias, activation=activation, act_quant=act_quant, residual=residual, out_dtype=out_dtype
+                x,
+                packed,
+                bias=bias,
+                activation=activation,
+                act_quant=act_quant,
+                residual=residual,
+                out_dtype=out_dtype,
             )
             exact = reference.activate(total if bias is None else total + bias.double(), activation)
             assert_close(y, exact if residual is None else exact + residual.double())
@@ -174,25 +197,40 @@ def test_overflow_is_infinite_or_saturates(n: int, m: int) -> None:
     for act_quant in ("none", "block"):
         assert_same(multiply(x, packed, act_quant=act_quant), (sign * INF).half())
         assert_same(multiply(x, packed, act_quant=act_quant, saturate=True), (sign * 65504).half())
-        assert_same(multiply(x, packed, act_quant=act_quant, saturate=True, out_dtype=FLOAT).sign(), sign)
+        assert_same(
+            multiply(x, packed, act_quant=act_quant, saturate=True, out_dtype=FLOAT).sign(), sign
+        )
     for dtype in (BFLOAT, FLOAT):
         largest = torch.finfo(dtype).max
         residual = sign * largest
         wide = torch.zeros(m, 128, dtype=BFLOAT, device=GPU)
         wide[:, 0] = 2.0**126
-        assert_same(multiply(wide, packed, residual=residual, out_dtype=dtype), (sign * INF).to(dtype))
-        assert_same(multiply(wide, packed, residual=residual, out_dtype=dtype, saturate=True), residual.to(dtype))
+        assert_same(
+            multiply(wide, packed, residual=residual, out_dtype=dtype), (sign * INF).to(dtype)
+        )
+        assert_same(
+            multiply(wide, packed, residual=residual, out_dtype=dtype, saturate=True),
+            residual.to(dtype),
+        )
     # NaN is not saturated away.
     x[:, 1] = NAN
     assert multiply(x, packed, saturate=True).isnan().all()
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("activation", [None, *reference.ACTIVATIONS, ("clamp", -1.0, 1.0)], ids=str)
+@pytest.mark.parametrize(
+    "activation", [None, *reference.ACTIVATIONS, ("clamp", -1.0, 1.0)], ids=str
+)
 @pytest.mark.parametrize("activations", ACTIVATION_KINDS)
-def test_a_row_with_nan_or_infinity_is_nan_and_no_other(activations: str, activation: Any, bad: float) -> None:
+def test_a_row_with_nan_or_infinity_is_nan_and_no_other(
+    activations: str, activation: Any, bad: float
+) -> None:
     act_quant, symmetric = ACTIVATION_KINDS[activations]
-    options: dict[str, Any] = {"activation": activation, "act_quant": act_quant, "act_symmetric": symmetric}
+    options: dict[str, Any] = {
+        "activation": activation,
+        "act_quant": act_quant,
+        "act_symmetric": symmetric,
+    }
     for fmt in (Format(4), Format(8, "zeros", 32), Format(4, "offsets", 64)):
         packed = co.reorder(make_weight(fmt, 192, 576, exact=False))
         for m in (4, 70):
@@ -217,7 +255,9 @@ def test_compile_with_any_number_of_rows(activations: str) -> None:
     second = co.reorder(make_weight(Format(8, "offsets", 64), 192, 576, exact=False))
 
     def layer(x: Tensor) -> Tensor:
-        y = co.mixed_gemm(x, first, activation="silu", act_quant=act_quant, act_symmetric=symmetric, residual=x)
+        y = co.mixed_gemm(
+            x, first, activation="silu", act_quant=act_quant, act_symmetric=symmetric, residual=x
+        )
         if act_quant == "none":
             return co.mixed_gemm(y, second, out_dtype=FLOAT)
         qa = co.quantize_activations(y, block_of(act_quant, 64), symmetric)
@@ -247,16 +287,51 @@ def opcheck_samples() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     x = make_floats(5, 700, HALF)
     bias, residual = make_floats(1, 200, FLOAT)[0], make_floats(5, 200, HALF)
     qa = co.quantize_activations(x, 64, False, packed.perm)
-    yield library.mixed_gemm, (x, *fields, None, None, 0.0, 0.0, None, FLOAT, False, "none", True, False, 0, False)
-    yield library.mixed_gemm, (x, *fields, bias, "clamp", -1.0, 1.0, residual, BFLOAT, True, "block", False, True, 80, False)
+    yield (
+        library.mixed_gemm,
+        (x, *fields, None, None, 0.0, 0.0, None, FLOAT, False, "none", True, False, 0, False),
+    )
+    yield (
+        library.mixed_gemm,
+        (
+            x,
+            *fields,
+            bias,
+            "clamp",
+            -1.0,
+            1.0,
+            residual,
+            BFLOAT,
+            True,
+            "block",
+            False,
+            True,
+            80,
+            False,
+        ),
+    )
     end = (bias, "silu", 0.0, 0.0, residual, HALF, False, False, 0, False)
     yield library.gemm_quantized, (qa.codes, qa.scales, qa.zeros, 64, qa.dtype, *fields, *end)
     # The padding of scales is not written: it is as long as the result needs, whatever it holds.
     yield library.quantize_activations, (make_floats(16, 700, HALF), packed.perm, 64, False)
-    yield library.rms_norm_quantize, (make_floats(16, 640, HALF), make_floats(1, 640, HALF)[0], 1e-6, None, None, 64, False)
-    total = (make_floats(16, 700, HALF), make_floats(1, 700, HALF)[0], 1e-6, make_floats(16, 700, HALF), packed.perm, -1, True)
+    yield (
+        library.rms_norm_quantize,
+        (make_floats(16, 640, HALF), make_floats(1, 640, HALF)[0], 1e-6, None, None, 64, False),
+    )
+    total = (
+        make_floats(16, 700, HALF),
+        make_floats(1, 700, HALF)[0],
+        1e-6,
+        make_floats(16, 700, HALF),
+        packed.perm,
+        -1,
+        True,
+    )
     yield library.rms_norm_quantize, total
-    yield library.silu_mul_quantize, (make_floats(16, 640, HALF), make_floats(16, 640, HALF), None, 128, True)
+    yield (
+        library.silu_mul_quantize,
+        (make_floats(16, 640, HALF), make_floats(16, 640, HALF), None, 128, True),
+    )
     yield library.dequantize, (*fields, HALF)
 
 
@@ -277,21 +352,41 @@ def test_explain_tells_what_runs() -> None:
         for m in (1, 20, 40, 300):
             here = co.explain(m, packed, act_quant, act_symmetric=symmetric)
             assert here.device == f"sm_{major}{minor}"
-            assert here == co.explain(m, packed, act_quant, device="cuda:0", act_symmetric=symmetric)
-            assert here == co.explain(m, packed.to("cpu"), act_quant, device=GPU, act_symmetric=symmetric)
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                co.mixed_gemm(make_floats(m, 576, HALF), packed, act_quant=act_quant, act_symmetric=symmetric)
+            assert here == co.explain(
+                m, packed, act_quant, device="cuda:0", act_symmetric=symmetric
+            )
+            assert here == co.explain(
+                m, packed.to("cpu"), act_quant, device=GPU, act_symmetric=symmetric
+            )
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA]
+            ) as profile:
+                co.mixed_gemm(
+                    make_floats(m, 576, HALF), packed, act_quant=act_quant, act_symmetric=symmetric
+                )
                 torch.cuda.synchronize()
             ran = {event.key for event in profile.key_averages()}
             if ran:  # a profiler that another tool (compute-sanitizer) keeps out sees nothing
                 assert any(here.kernel in name for name in ran), ran
-                assert any("quantize_" in name for name in ran) == ("quantize_activations" in here.launches), ran
-                assert any("splitk_reduce" in name for name in ran) == ("splitk_reduce" in here.launches), ran
+                assert any("quantize_" in name for name in ran) == (
+                    "quantize_activations" in here.launches
+                ), ran
+                assert any("splitk_reduce" in name for name in ran) == (
+                    "splitk_reduce" in here.launches
+                ), ran
 
 
 def test_workspace_is_torchs_and_as_large_as_explain_says() -> None:
-    plain, short = (co.reorder(make_weight(fmt, 1000, 1536, exact=True)) for fmt in (Format(), Format(4, "offsets", 64)))
-    for m, act_quant, packed in ((1, "none", plain), (34, "block", plain), (300, "token", plain), (300, "block", short)):
+    plain, short = (
+        co.reorder(make_weight(fmt, 1000, 1536, exact=True))
+        for fmt in (Format(), Format(4, "offsets", 64))
+    )
+    for m, act_quant, packed in (
+        (1, "none", plain),
+        (34, "block", plain),
+        (300, "token", plain),
+        (300, "block", short),
+    ):
         x = make_floats(m, 1536, HALF)
         co.mixed_gemm(x, packed, act_quant=act_quant)
         torch.cuda.synchronize()
@@ -300,9 +395,11 @@ def test_workspace_is_torchs_and_as_large_as_explain_says() -> None:
         before = torch.cuda.memory_allocated()
         y = co.mixed_gemm(x, packed, act_quant=act_quant)
         needed = torch.cuda.max_memory_allocated() - before
-        assert needed <= y.nbytes + co.explain(m, packed, act_quant).workspace + 2 * 512  # rounded up to 512 each
+        # rounded up to 512 each
+        assert needed <= y.nbytes + co.explain(m, packed, act_quant).workspace + 2 * 512
         torch.cuda.synchronize()
-        if cached_allocator() and "PYTEST_XDIST_WORKER" not in os.environ:  # other workers take memory meanwhile
+        # other workers take memory meanwhile
+        if cached_allocator() and "PYTEST_XDIST_WORKER" not in os.environ:
             assert torch.cuda.mem_get_info()[0] == free
 
 
@@ -312,15 +409,31 @@ REFUSED: dict[str, tuple[Callable[[Tensor, co.PackedWeight], Any], type[Exceptio
         ValueError,
         "batch_invariant is True and x is float32 with act_quant='none'",
     ),
-    "x on the CPU": (lambda x, w: co.mixed_gemm(x.cpu(), w), ValueError, "x is on cpu; the weight is on cuda:0"),
-    "weight on the CPU": (lambda x, w: co.mixed_gemm(x, w.to("cpu")), ValueError, "x is on cuda:0; the weight is on cpu"),
+    "x on the CPU": (
+        lambda x, w: co.mixed_gemm(x.cpu(), w),
+        ValueError,
+        "x is on cpu; the weight is on cuda:0",
+    ),
+    "weight on the CPU": (
+        lambda x, w: co.mixed_gemm(x, w.to("cpu")),
+        ValueError,
+        "x is on cuda:0; the weight is on cpu",
+    ),
     "codes on the CPU": (
         lambda x, w: co.mixed_gemm(co.quantize_activations(x.cpu()), w),
         ValueError,
         "x is on cpu; the weight is on cuda:0",
     ),
-    "bias on the CPU": (lambda x, w: co.mixed_gemm(x, w, torch.zeros(192)), ValueError, "bias is on cpu"),
-    "residual on the CPU": (lambda x, w: co.mixed_gemm(x, w, residual=torch.zeros(5, 192)), ValueError, "residual is on cpu"),
+    "bias on the CPU": (
+        lambda x, w: co.mixed_gemm(x, w, torch.zeros(192)),
+        ValueError,
+        "bias is on cpu",
+    ),
+    "residual on the CPU": (
+        lambda x, w: co.mixed_gemm(x, w, residual=torch.zeros(5, 192)),
+        ValueError,
+        "residual is on cpu",
+    ),
     "bias of another length": (
         lambda x, w: co.mixed_gemm(x, w, x.new_zeros(191)),
         ValueError,
@@ -336,7 +449,11 @@ REFUSED: dict[str, tuple[Callable[[Tensor, co.PackedWeight], Any], type[Exceptio
         ValueError,
         "residual has shape (4, 192); (5, 192) is expected",
     ),
-    "x of another width": (lambda x, w: co.mixed_gemm(x[:, 1:], w), ValueError, "x has shape (5, 575); [..., 576] is expected"),
+    "x of another width": (
+        lambda x, w: co.mixed_gemm(x[:, 1:], w),
+        ValueError,
+        "x has shape (5, 575); [..., 576] is expected",
+    ),
     "another block": (
         lambda x, w: co.mixed_gemm(co.quantize_activations(x, 32), w),
         ValueError,
@@ -350,7 +467,12 @@ REFUSED: dict[str, tuple[Callable[[Tensor, co.PackedWeight], Any], type[Exceptio
     ),
     "misaligned scales": (
         lambda x, w: co.dequantize(
-            replace(w, scales=torch.cat([w.scales.flatten()[:1], w.scales.flatten()])[1:].view_as(w.scales))
+            replace(
+                w,
+                scales=torch.cat([w.scales.flatten()[:1], w.scales.flatten()])[1:].view_as(
+                    w.scales
+                ),
+            )
         ),
         ValueError,
         "scales starts at an address that is no multiple of 16 bytes",

@@ -22,10 +22,16 @@ KS = (1, 33, 128, 576, 10944)
 
 
 def assert_same(
-    found: PackedWeight | QuantizedWeight, expected: PackedWeight | QuantizedWeight, device: str = "cuda:0"
+    found: PackedWeight | QuantizedWeight,
+    expected: PackedWeight | QuantizedWeight,
+    device: str = "cuda:0",
 ) -> None:
     """The same parts, bit for bit, the first ones on a device."""
-    assert (found.shape, found.bits, found.group_size) == (expected.shape, expected.bits, expected.group_size)
+    assert (found.shape, found.bits, found.group_size) == (
+        expected.shape,
+        expected.bits,
+        expected.group_size,
+    )
     for name in PARTS:
         ours, theirs = getattr(found, name), getattr(expected, name)
         assert (ours is None) == (theirs is None), name
@@ -74,7 +80,9 @@ def test_code_books(group_size: int) -> None:
 
 
 def test_several_weights_as_one() -> None:
-    weights = [replace(random_weight(n, 576, kind="zeros", seed=n), bias=None) for n in (192, 32, 33)]
+    weights = [
+        replace(random_weight(n, 576, kind="zeros", seed=n), bias=None) for n in (192, 32, 33)
+    ]
     weights[1] = replace(weights[1], bias=torch.randn(32))
     assert_same(co.reorder([w.to("cuda") for w in weights]), co.reorder(weights))
 
@@ -82,7 +90,13 @@ def test_several_weights_as_one() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_codes_of_any_strides_and_address(bits: int) -> None:
     whole = torch.randint(0, 1 << bits, (200, 800), dtype=torch.uint8, device="cuda")
-    for codes in (whole[:, 16:592], whole[:, 1:577], whole[3:, ::2], whole.t(), whole[:1].expand(70, -1)):
+    for codes in (
+        whole[:, 16:592],
+        whole[:, 1:577],
+        whole[3:, ::2],
+        whole.t(),
+        whole[:1].expand(70, -1),
+    ):
         assert torch.equal(pack_codes(codes, bits).cpu(), pack_codes(codes.cpu(), bits))
 
 
@@ -101,7 +115,8 @@ def test_another_stream() -> None:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         late = torch.zeros_like(codes)
-        torch.cuda._sleep(50_000_000)  # on any other stream the codes would be packed before they are there
+        # on any other stream the codes would be packed before they are there
+        torch.cuda._sleep(50_000_000)
         late.copy_(codes)
         packed = pack_codes(late, 4)
         unpacked = unpack_codes(packed, *codes.shape, 4)

@@ -1,4 +1,6 @@
-"""The package as it is built and installed: its metadata, its stub, its build options, the check of the kernels."""
+"""The package as it is built and installed: its metadata, its stub, its build options, the
+check of the kernels.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from cutlass_ops import _C
 ROOT = Path(__file__).parent.parent
 
 
-# --- cutlass_ops/_C.pyi ------------------------------------------------------------------------------------
+# --- cutlass_ops/_C.pyi ---------------------------------------------------------------------------
 
 
 def signature(function: ast.FunctionDef) -> str:
@@ -33,22 +35,34 @@ def signature(function: ast.FunctionDef) -> str:
     for argument in function.args.args[:1]:
         if argument.arg == "self":
             argument.annotation = None
-    text = f"({ast.unparse(function.args)}) -> {ast.unparse(function.returns or ast.Constant(None))}"
+    text = (
+        f"({ast.unparse(function.args)}) -> {ast.unparse(function.returns or ast.Constant(None))}"
+    )
     # pybind11 3 tells from what an int or a float may be converted.
-    text = re.sub(r"typing\.Supports(Int|Float)( \| typing\.SupportsIndex)?", lambda m: m[1].lower(), text)
+    text = re.sub(
+        r"typing\.Supports(Int|Float)( \| typing\.SupportsIndex)?", lambda m: m[1].lower(), text
+    )
     # It also tells how long an array must be.
-    text = re.sub(r"typing\.Annotated\[(?:collections\.abc\.)?(Sequence\[\w+\]), 'FixedSize\(\d+\)'\]", r"\1", text)
+    text = re.sub(
+        r"typing\.Annotated\[(?:collections\.abc\.)?(Sequence\[\w+\]), 'FixedSize\(\d+\)'\]",
+        r"\1",
+        text,
+    )
     return text.replace("cutlass_ops._C.", "")
 
 
 def stub_members(body: list[ast.stmt]) -> dict[str, object]:
-    """Return the names in a stub: functions with signatures, values and properties with types, classes."""
+    """Return the names in a stub: functions with signatures, values and properties
+    with types, classes.
+    """
     members: dict[str, object] = {}
     for node in body:
         if isinstance(node, ast.ClassDef):
             members[node.name] = stub_members(node.body)
         elif isinstance(node, ast.FunctionDef):
-            members[node.name] = ast.unparse(node.returns) if node.decorator_list else signature(node)
+            members[node.name] = (
+                ast.unparse(node.returns) if node.decorator_list else signature(node)
+            )
         elif isinstance(node, ast.AnnAssign):
             members[ast.unparse(node.target)] = ast.unparse(node.annotation)
     return members
@@ -67,7 +81,9 @@ def compiled_members(namespace: ModuleType | type) -> dict[str, object]:
         return dict.fromkeys(namespace.__members__, namespace.__name__)
     members: dict[str, object] = {}
     for name, value in vars(namespace).items():
-        if name.startswith("_") and not (value.__doc__ or "").startswith("__init__(self: cutlass_ops"):
+        if name.startswith("_") and not (value.__doc__ or "").startswith(
+            "__init__(self: cutlass_ops"
+        ):
             continue
         if isinstance(value, type):
             members[name] = compiled_members(value)
@@ -85,7 +101,7 @@ def test_stub_equals_module() -> None:
     assert stub_members(stub.body) == compiled_members(_C)
 
 
-# --- the package ---------------------------------------------------------------------------------------------
+# --- the package ----------------------------------------------------------------------------------
 
 
 def test_import_needs_no_gpu() -> None:
@@ -98,7 +114,9 @@ def test_import_needs_no_gpu() -> None:
 def imported(code: str, *arguments: str) -> tuple[set[str], str]:
     """Return the names of all modules that are loaded after ``code``, and what it printed."""
     code += "\nimport sys; print(*sys.modules, sep='\\n', file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+    )
     return set(done.stderr.split()), done.stdout
 
 
@@ -112,9 +130,16 @@ def test_version_is_printed_without_torch() -> None:
 
 
 def test_import_loads_little_beyond_torch() -> None:
-    """What only the command line, a dialect or an integration needs is imported where it is used."""
-    new = imported("import torch, cutlass_ops")[0] - imported("import torch, numpy.typing, safetensors")[0]
-    assert {name for name in new if name.partition(".")[0] not in ("cutlass_ops", "hmac", "secrets")} == set()
+    """What only the command line, a dialect or an integration needs is imported
+    where it is used.
+    """
+    new = (
+        imported("import torch, cutlass_ops")[0]
+        - imported("import torch, numpy.typing, safetensors")[0]
+    )
+    assert {
+        name for name in new if name.partition(".")[0] not in ("cutlass_ops", "hmac", "secrets")
+    } == set()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is of Python 3.11")
@@ -122,19 +147,25 @@ def test_a_release_has_a_wheel_for_each_python() -> None:
     import tomllib
 
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    named = [line.rpartition(" ")[2] for line in settings["project"]["classifiers"] if re.search(r":: 3\.\d", line)]
+    named = [
+        line.rpartition(" ")[2]
+        for line in settings["project"]["classifiers"]
+        if re.search(r":: 3\.\d", line)
+    ]
     assert named[0] == settings["project"]["requires-python"].removeprefix(">=")
     builds = settings["tool"]["cibuildwheel"]["build"].split()
     assert builds == [f"cp{version.replace('.', '')}-*" for version in named]
 
 
-# --- the tests themselves --------------------------------------------------------------------------------------
+# --- the tests themselves -------------------------------------------------------------------------
 
 
 def test_a_skip_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "half_installed.py").write_text("import its_own_dependency")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(pytest.skip.Exception, match=r"half_installed cannot be imported.*'its_own_dependency'"):
+    with pytest.raises(
+        pytest.skip.Exception, match=r"half_installed cannot be imported.*'its_own_dependency'"
+    ):
         import_or_skip("half_installed")
 
 
@@ -153,7 +184,13 @@ def test_which_warnings_fail_a_test(module: str, category: type[Warning], fails:
 
 
 def test_versions_other_than_the_constraints_are_listed() -> None:
-    lines = ["# a comment", "pytest==0.1", f"numpy=={np.__version__}", "absent==1", "torch==0.1 ; python_version < '3'"]
+    lines = [
+        "# a comment",
+        "pytest==0.1",
+        f"numpy=={np.__version__}",
+        "absent==1",
+        "torch==0.1 ; python_version < '3'",
+    ]
     assert list(moved("\n".join(lines))) == [f"pytest {pytest.__version__}, not 0.1"]
 
 
@@ -175,10 +212,13 @@ def configure(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]
 )
 def test_cuda_option_without_nvcc(tmp_path: Path, option: str, status: int, message: str) -> None:
     done = configure(tmp_path, f"-DCUTLASS_OPS_CUDA={option}")
-    assert (done.returncode, message in " ".join((done.stdout + done.stderr).split())) == (status, True), done.stderr
+    assert (done.returncode, message in " ".join((done.stdout + done.stderr).split())) == (
+        status,
+        True,
+    ), done.stderr
 
 
-# --- cmake/nvcc_checked.py -----------------------------------------------------------------------------------
+# --- cmake/nvcc_checked.py ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -204,10 +244,14 @@ ptxas info    : Function properties for _Z3badPf
     8 bytes stack frame, 0 bytes spill stores, 16 bytes spill loads
 ptxas info    : Used 255 registers, used 0 barriers
 """
-SERIALISED = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
+SERIALISED = (
+    "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
+    "serialized\n"
+)
 
 
-# What cuobjdump 13.0 prints with -sass: a loop of two groups of products, each waited for before the next operands come.
+# What cuobjdump 13.0 prints with -sass: a loop of two groups of products, each waited for before
+# the next operands come.
 LOOP = """\
 		Function : _Z4gemmPf
         /*0100*/                   LDS.128 R152, [R15] ;                              /* 0x1 */
@@ -230,13 +274,25 @@ LOOP = """\
         ("/*0130*/ ISETP.NE.AND P0, PT, R152, RZ, PT ;", "0x0", "100", []),
         ("/*0130*/ LDS.128 R156, [R15] ;", "0x0", "110", ["LDS.128 R156, [R15]"]),
         ("/*0130*/ @P0 IMAD.WIDE R150, R2, R3, R4 ;", "0x0", "110", []),
-        ("/*0130*/ @P0 IMAD.WIDE R151, R2, R3, R4 ;", "0x0", "110", ["@P0 IMAD.WIDE R151, R2, R3, R4"]),
+        (
+            "/*0130*/ @P0 IMAD.WIDE R151, R2, R3, R4 ;",
+            "0x0",
+            "110",
+            ["@P0 IMAD.WIDE R151, R2, R3, R4"],
+        ),
         ("/*0130*/ LDS R160, [R15] ;", "0x1", "110", ["LDS.64 R158, [R15+0x200]"]),
         # The next turn's load comes before the wait for this turn's group.
-        ("/*0130*/ LDS R160, [R15] ;", "0x1", "100", ["LDS.128 R152, [R15]", "LDS.64 R158, [R15+0x200]"]),
+        (
+            "/*0130*/ LDS R160, [R15] ;",
+            "0x1",
+            "100",
+            ["LDS.128 R152, [R15]", "LDS.64 R158, [R15+0x200]"],
+        ),
     ],
 )
-def test_operands_in_flight_stay(nvcc_checked: ModuleType, between: str, left: str, to: str, lost: list[str]) -> None:
+def test_operands_in_flight_stay(
+    nvcc_checked: ModuleType, between: str, left: str, to: str, lost: list[str]
+) -> None:
     """Registers that a product reads may be written once its group was waited for."""
     [(name, body)] = nvcc_checked.kernels(LOOP.format(between, left, to).splitlines(keepends=True))
     assert name == "_Z4gemmPf"
@@ -244,7 +300,10 @@ def test_operands_in_flight_stay(nvcc_checked: ModuleType, between: str, left: s
 
 
 def test_an_object_that_loses_operands_fails_the_build(
-    nvcc_checked: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    nvcc_checked: ModuleType,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """cuobjdump is asked where there is one."""
     sass = LOOP.format("/*0130*/ LDS.128 R156, [R15] ;", "0x0", "110")
@@ -252,10 +311,18 @@ def test_an_object_that_loses_operands_fails_the_build(
     tool.write_text(f"#!{sys.executable}\nprint({sass!r})\n")
     tool.chmod(0o755)
     output = tmp_path / "kernel.cu.o"
-    command = [sys.executable, "-c", "import sys; open(sys.argv[-1], 'w').close()", "-o", str(output)]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; open(sys.argv[-1], 'w').close()",
+        "-o",
+        str(output),
+    ]
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert nvcc_checked.main(command) == 1
-    assert "LDS.128 R156, [R15]: a product in flight reads what this writes" in capfd.readouterr().err
+    assert (
+        "LDS.128 R156, [R15]: a product in flight reads what this writes" in capfd.readouterr().err
+    )
     assert not output.exists()
 
 
@@ -263,7 +330,12 @@ def test_an_object_that_loses_operands_fails_the_build(
     ("printed", "nvcc_status", "status", "told"),
     [
         (CLEAN, 0, 0, "at most 8 registers"),
-        (CLEAN + SPILL, 0, 1, "error: kernel.cu: sm_90a: bad(float*): 8 bytes stack frame, 0 bytes spill"),
+        (
+            CLEAN + SPILL,
+            0,
+            1,
+            "error: kernel.cu: sm_90a: bad(float*): 8 bytes stack frame, 0 bytes spill",
+        ),
         (CLEAN + SERIALISED, 0, 1, "(C7510) Potential Performance Loss"),
         ("kernel.cu(1): error: expected a declaration\n", 2, 2, "expected a declaration"),
     ],
@@ -278,9 +350,14 @@ def test_kernels_are_checked(
     status: int,
     told: str,
 ) -> None:
-    """A compiler that prints `printed` makes the build fail as it should, and leaves no object behind."""
+    """A compiler that prints `printed` makes the build fail as it should, and leaves
+    no object behind.
+    """
     nvcc = tmp_path / "nvcc.py"
-    nvcc.write_text(f"import sys; open(sys.argv[-1], 'w').close(); sys.stderr.write({printed!r}); sys.exit({nvcc_status})")
+    nvcc.write_text(
+        f"import sys; open(sys.argv[-1], 'w').close(); sys.stderr.write({printed!r}); "
+        f"sys.exit({nvcc_status})"
+    )
     output = tmp_path / "kernel.cu.o"
     assert nvcc_checked.main([sys.executable, str(nvcc), "-o", str(output)]) == status
     out, err = capfd.readouterr()

@@ -32,7 +32,8 @@ def same(a: co.QuantizedWeight, b: co.QuantizedWeight) -> bool:
     parts = ("codes", "scales", "zeros", "offsets", "bias", "perm", "book")
     pairs = [(getattr(a, part), getattr(b, part)) for part in parts]
     return (a.bits, a.group_size) == (b.bits, b.group_size) and all(
-        (x is None and y is None) or (x is not None and y is not None and x.dtype == y.dtype and torch.equal(x, y))
+        (x is None and y is None)
+        or (x is not None and y is not None and x.dtype == y.dtype and torch.equal(x, y))
         for x, y in pairs
     )
 
@@ -43,7 +44,9 @@ def same(a: co.QuantizedWeight, b: co.QuantizedWeight) -> bool:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(("experts", "n", "k"), [(1, 64, 128), (3, 70, 96), (5, 128, 576)])
-def test_experts_unpack_to_what_they_were(kind: str, experts: int, n: int, k: int, gated: bool) -> None:
+def test_experts_unpack_to_what_they_were(
+    kind: str, experts: int, n: int, k: int, gated: bool
+) -> None:
     given = weights(experts, n, k, **FORMATS[kind])
     packed = co.reorder_experts(given, gated)
     assert packed.shape == (experts, n, k)
@@ -52,14 +55,24 @@ def test_experts_unpack_to_what_they_were(kind: str, experts: int, n: int, k: in
     assert all(map(same, packed.unpack(), given))
     # Eight rows of gate, the eight of up for the same features, and so on; fewer at the end.
     half = n // 2
-    eights = [(part + first, part + min(first + 8, half)) for first in range(0, half, 8) for part in (0, half)]
+    eights = [
+        (part + first, part + min(first + 8, half))
+        for first in range(0, half, 8)
+        for part in (0, half)
+    ]
     order = [row for begin, end in eights for row in range(begin, end)]
     for e, weight in enumerate(given):
-        alone, view = co.reorder(rows_of(weight, torch.tensor(order)) if gated else weight), packed.expert(e)
+        alone, view = (
+            co.reorder(rows_of(weight, torch.tensor(order)) if gated else weight),
+            packed.expert(e),
+        )
         assert {part: t.tolist() for part, t in view.tensors().items()} == {
             part: t.tolist() for part, t in alone.tensors().items()
         }
-        assert view.codes.untyped_storage().data_ptr() == packed.weight.codes.untyped_storage().data_ptr()
+        assert (
+            view.codes.untyped_storage().data_ptr()
+            == packed.weight.codes.untyped_storage().data_ptr()
+        )
 
 
 def test_a_bias_an_act_order_and_offsets_are_each_experts_own() -> None:
@@ -93,7 +106,9 @@ def test_rows_of_gate_and_up_are_packed_for_a_layer() -> None:
         co.mixed_moe(x, *experts, ids, w)
     with pytest.raises(ValueError, match="down was packed with gated=True"):
         co.nn.MixedExperts(*experts)
-    with pytest.raises(ValueError, match=r"weights\[0\] is \[35, 96\]; as many rows of gate as of up are expected"):
+    with pytest.raises(
+        ValueError, match=r"weights\[0\] is \[35, 96\]; as many rows of gate as of up are expected"
+    ):
         co.reorder_experts(weights(2, 35, 96), gated=True)
     with pytest.raises(ValueError, match="n is 35; an even number is expected"):
         co.PackedExperts(co.reorder(weights(1, 64, 96)[0]), 1, 35, gated=True)
@@ -113,8 +128,13 @@ def test_plain_rows_of_gate_and_up_are_brought_into_eights(kind: str, n: int, k:
     given = weights(3, n, k, **FORMATS.get(kind, {}))
     if kind == "everything":
         random = torch.Generator().manual_seed(0)
-        terms = {"offsets": torch.randn(n, -(-k // 32), generator=random).half(), "bias": torch.randn(n, generator=random)}
-        given = [replace(weight, **terms, perm=torch.randperm(k, generator=random)) for weight in given]
+        terms = {
+            "offsets": torch.randn(n, -(-k // 32), generator=random).half(),
+            "bias": torch.randn(n, generator=random),
+        }
+        given = [
+            replace(weight, **terms, perm=torch.randperm(k, generator=random)) for weight in given
+        ]
     plain, expected = co.reorder_experts(given), co.reorder_experts(given, gated=True)
     assert_same_tensors(in_eights(plain), expected)
     assert_same_tensors(plain, co.reorder_experts(given))
@@ -130,7 +150,9 @@ def plain_layer() -> tuple[co.PackedExperts, tuple[Any, ...], Tensor]:
     return co.reorder_experts(gate_up), (x, packed[1], ids, w), co.mixed_moe(x, *packed, ids, w)
 
 
-def calls(gate_up: co.PackedExperts, x: Tensor, *rest: Any) -> tuple[Tensor, list[warnings.WarningMessage]]:
+def calls(
+    gate_up: co.PackedExperts, x: Tensor, *rest: Any
+) -> tuple[Tensor, list[warnings.WarningMessage]]:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         y = co.mixed_moe(x, gate_up, *rest)
@@ -145,8 +167,9 @@ def test_a_layer_of_plain_rows_converts_them_once_and_warns() -> None:
     (warning,) = warned
     assert warning.category is UserWarning
     assert warning.filename == __file__
-    assert "takes as much memory again, and host time at every call; reorder_experts(..., gated=True) avoids it" in str(
-        warning.message
+    assert (
+        "takes as much memory again, and host time at every call; reorder_experts(..., "
+        "gated=True) avoids it" in str(warning.message)
     )
     other = co.PackedExperts(gate_up.weight, gate_up.experts, gate_up.n)  # of the same tensors
     for same_weight in (gate_up, other):
@@ -165,10 +188,15 @@ def test_plain_rows_of_inference_tensors_are_converted_at_every_call() -> None:
     for _ in range(2):
         y, (warning,) = calls(gate_up, *rest)
         assert torch.equal(y, expected)
-        assert "at every call, as torch records no changes of inference tensors" in str(warning.message)
+        assert "at every call, as torch records no changes of inference tensors" in str(
+            warning.message
+        )
 
 
-HINT = r"not while a CUDA graph is captured or under torch.compile; reorder_experts\(gate_up.unpack\(\), gated=True\) packs it"
+HINT = (
+    r"not while a CUDA graph is captured or under torch.compile; "
+    r"reorder_experts\(gate_up.unpack\(\), gated=True\) packs it"
+)
 
 
 def test_plain_rows_are_not_converted_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +213,9 @@ def test_plain_rows_are_not_converted_in_a_capture(monkeypatch: pytest.MonkeyPat
 
 def test_plain_rows_are_not_converted_under_torch_compile() -> None:
     gate_up, (x, *rest), expected = plain_layer()
-    compiled = torch.compile(lambda x: co.mixed_moe(x, gate_up, *rest), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x: co.mixed_moe(x, gate_up, *rest), backend="aot_eager", fullgraph=True
+    )
     with pytest.raises(RuntimeError, match=HINT):
         compiled(x)
     calls(gate_up, x, *rest)
@@ -197,7 +227,10 @@ def test_a_module_holds_plain_rows_in_eights() -> None:
     layer = co.nn.MixedExperts(gate_up, down)
     assert torch.equal(layer(x, ids, w), expected)
     assert_same_tensors(layer.gate_up_proj.packed, co.reorder_experts(gate_up.unpack(), gated=True))
-    assert layer.state_dict().keys() == co.nn.MixedExperts(layer.gate_up_proj.packed, down).state_dict().keys()
+    assert (
+        layer.state_dict().keys()
+        == co.nn.MixedExperts(layer.gate_up_proj.packed, down).state_dict().keys()
+    )
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -247,7 +280,9 @@ def test_experts_that_differ_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             co.reorder_experts([first, other])
-    nf4, fp4 = weights(1, 64, 128, bits=4, group_size=64, book="nf4") + weights(1, 64, 128, bits=4, group_size=64, book="fp4")
+    nf4, fp4 = weights(1, 64, 128, bits=4, group_size=64, book="nf4") + weights(
+        1, 64, 128, bits=4, group_size=64, book="fp4"
+    )
     with pytest.raises(ValueError, match="code books differ"):
         co.reorder_experts([nf4, fp4])
     with pytest.raises(ValueError, match="no weight is given"):
@@ -269,7 +304,10 @@ def test_experts_that_differ_are_refused() -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_experts_in_a_file(tmp_path: Path, gated: bool) -> None:
     random = torch.Generator().manual_seed(0)
-    given = [replace(w, bias=torch.randn(70, generator=random), perm=torch.randperm(96)) for w in weights(3, 70, 96)]
+    given = [
+        replace(w, bias=torch.randn(70, generator=random), perm=torch.randperm(96))
+        for w in weights(3, 70, 96)
+    ]
     linear = co.reorder(given[0])
     stored = {"a.experts": co.reorder_experts(given, gated), "b": linear, "c": torch.ones(3)}
     co.save_packed(tmp_path / "m.safetensors", stored)
@@ -305,11 +343,20 @@ def test_a_file_that_says_nothing_of_gate_and_up_has_their_rows_in_order(tmp_pat
 
 
 def test_experts_of_other_sizes_in_as_many_rows_differ(tmp_path: Path) -> None:
-    for name, experts, n, gated in (("a", 3, 128, False), ("b", 6, 64, False), ("c", 3, 127, False), ("d", 3, 128, True)):
+    for name, experts, n, gated in (
+        ("a", 3, 128, False),
+        ("b", 6, 64, False),
+        ("c", 3, 127, False),
+        ("d", 3, 128, True),
+    ):
         packed = co.PackedExperts(co.reorder(weights(1, 384, 96)[0]), experts, n, gated=gated)
         co.save_packed(tmp_path / f"{name}.safetensors", {"e": packed})
     words = "experts, their rows and whether they are gated are (3, 128, False) and "
-    for other, sizes in (("b", "(6, 64, False)"), ("c", "(3, 127, False)"), ("d", "(3, 128, True)")):
+    for other, sizes in (
+        ("b", "(6, 64, False)"),
+        ("c", "(3, 127, False)"),
+        ("d", "(3, 128, True)"),
+    ):
         found = diff_packed(tmp_path / "a.safetensors", tmp_path / f"{other}.safetensors")
         assert (found.same, found.changed) == (0, {"e": [words + sizes]})
 
@@ -317,17 +364,25 @@ def test_experts_of_other_sizes_in_as_many_rows_differ(tmp_path: Path) -> None:
 def test_experts_are_not_compared_with_one_matrix(tmp_path: Path) -> None:
     save_file({"m.weight": torch.randn(64, 128)}, tmp_path / "floats.safetensors")
     co.save_packed(tmp_path / "m.safetensors", {"m": co.reorder_experts(weights(2, 64, 128))})
-    found = verify_packed(tmp_path / "m.safetensors", co.load_checkpoint(tmp_path / "floats.safetensors"))
+    found = verify_packed(
+        tmp_path / "m.safetensors", co.load_checkpoint(tmp_path / "floats.safetensors")
+    )
     assert "m: holds 2 experts; the checkpoint has one matrix" in found.problems
 
 
 def test_a_model_without_experts_is_not_loaded_with_packed_ones(tmp_path: Path) -> None:
     transformers = import_or_skip("transformers")
-    config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, vocab_size=32)
-    co.save_packed(
-        tmp_path / "m.safetensors", {"model.layers.0.mlp.experts.down_proj": co.reorder_experts(weights(2, 64, 128))}
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, vocab_size=32
     )
-    with pytest.raises(ValueError, match=r"experts\.down_proj' are packed experts; LlamaForCausalLM has none of that name"):
+    co.save_packed(
+        tmp_path / "m.safetensors",
+        {"model.layers.0.mlp.experts.down_proj": co.reorder_experts(weights(2, 64, 128))},
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"experts\.down_proj' are packed experts; LlamaForCausalLM has none of that name",
+    ):
         co.load_model(tmp_path / "m.safetensors", config=config)
 
 
@@ -349,7 +404,10 @@ def rewritten(path: Path, change: Callable[[dict[str, str], dict[str, Tensor]], 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"e": {"experts": 2, "n": 70}}, "'experts' says 2 experts of 70 rows; the weight has 384 rows"),
+        (
+            {"e": {"experts": 2, "n": 70}},
+            "'experts' says 2 experts of 70 rows; the weight has 384 rows",
+        ),
         ({"e": {"experts": 3, "n": 0}}, "experts and n of at least 1"),
         ({"e": {"experts": True, "n": 384}}, "experts and n of at least 1"),
         ({"e": {"experts": 3, "n": 70, "gated": 1}}, "n even where gated is true"),
@@ -360,18 +418,33 @@ def rewritten(path: Path, change: Callable[[dict[str, str], dict[str, Tensor]], 
         ({}, r"e.perm.*has shape \[3, 96\].*make it \[96\]"),
     ],
 )
-def test_a_file_that_lies_of_its_experts_is_refused(tmp_path: Path, value: Any, message: str) -> None:
+def test_a_file_that_lies_of_its_experts_is_refused(
+    tmp_path: Path, value: Any, message: str
+) -> None:
     path = tmp_path / "m.safetensors"
-    co.save_packed(path, {"e": co.reorder_experts([replace(w, perm=torch.randperm(96)) for w in weights(3, 70, 96)])})
+    co.save_packed(
+        path,
+        {
+            "e": co.reorder_experts(
+                [replace(w, perm=torch.randperm(96)) for w in weights(3, 70, 96)]
+            )
+        },
+    )
     rewritten(path, lambda metadata, _: metadata.update(experts=json.dumps(value)))
     with pytest.raises(co.CheckpointError, match=message):
         co.load_packed(path)
 
 
-@pytest.mark.parametrize(("row", "padding"), [(0, False), (69, False), (70, True), (127, True), (128, False), (198, True)])
+@pytest.mark.parametrize(
+    ("row", "padding"),
+    [(0, False), (69, False), (70, True), (127, True), (128, False), (198, True)],
+)
 def test_padding_of_a_bias_is_rows_from_n_on(tmp_path: Path, row: int, padding: bool) -> None:
     path = tmp_path / "m.safetensors"
-    co.save_packed(path, {"e": co.reorder_experts([replace(w, bias=torch.ones(70)) for w in weights(2, 70, 96)])})
+    co.save_packed(
+        path,
+        {"e": co.reorder_experts([replace(w, bias=torch.ones(70)) for w in weights(2, 70, 96)])},
+    )
 
     def change(_: Any, tensors: dict[str, Tensor]) -> None:
         tensors["e.bias"][row] = 3
@@ -408,10 +481,13 @@ def test_the_module(tmp_path: Path) -> None:
     layer = co.nn.MixedExperts(*packed)
     expected = co.mixed_moe(x, *packed, ids, w)
     assert torch.equal(layer(x, ids, w), expected)
-    assert torch.equal(layer(x, ids.where(ids >= 0, 5), w), expected)  # transformers' mark of other ranks' experts
+    # transformers' mark of other ranks' experts
+    assert torch.equal(layer(x, ids.where(ids >= 0, 5), w), expected)
     assert (layer.num_experts, layer.hidden_dim, layer.intermediate_dim) == (5, 96, 40)
     assert set(layer.state_dict()) == {
-        f"{part}{name}" for part in ("gate_up_proj", "down_proj") for name in (".codes", ".scales", "")
+        f"{part}{name}"
+        for part in ("gate_up_proj", "down_proj")
+        for name in (".codes", ".scales", "")
     }
     half = copy.deepcopy(layer).half()
     assert half.gate_up_proj.scales.dtype == torch.float32
@@ -424,7 +500,9 @@ def test_the_module(tmp_path: Path) -> None:
     assert not torch.equal(layer(x, ids, w), expected)
     co.set_activations(layer, "block", False)
     assert (layer.act_quant, layer.act_symmetric) == ("block", False)
-    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x, ids, w), layer(x, ids, w))
+    assert torch.equal(
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x, ids, w), layer(x, ids, w)
+    )
     assert "experts=5, out_features=80, in_features=96, bits=4" in str(layer)
 
 

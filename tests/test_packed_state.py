@@ -1,4 +1,6 @@
-"""The state of a packed model in other people's hands: a plain model refuses it, a packed one takes its own alone."""
+"""The state of a packed model in other people's hands: a plain model refuses it, a packed one
+takes its own alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ import cutlass_ops as co
 class Net(nn.Module):
     def __init__(self, k: int = 64) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = nn.Linear(k, 64), nn.Linear(k, 32, bias=False), nn.Linear(k, 32)
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(k, 64),
+            nn.Linear(k, 32, bias=False),
+            nn.Linear(k, 32),
+        )
         self.conv = nn.Conv1d(2, 8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +74,9 @@ def through_safetensors(state: dict[str, Tensor], path: Path) -> dict[str, Tenso
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("through", [through_torch, through_safetensors])
 @pytest.mark.parametrize("kind", PACKED)
-def test_a_plain_model_refuses_a_packed_state(kind: str, through: Any, strict: bool, tmp_path: Path) -> None:
+def test_a_plain_model_refuses_a_packed_state(
+    kind: str, through: Any, strict: bool, tmp_path: Path
+) -> None:
     model = PACKED[kind](net())
     state = through(model.state_dict(), tmp_path)
     with pytest.raises(RuntimeError, match=f"size mismatch for {FOUND[kind]}"):
@@ -93,7 +101,11 @@ def test_whole_models_through_safetensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "match"),
     [
-        ({"bits": 4}, r"q_proj\.weight is of a packed weight that is .*'bits': 4.*; the layer's is .*'bits': 8"),
+        (
+            {"bits": 4},
+            r"q_proj\.weight is of a packed weight that is .*'bits': 4.*; the layer's is "
+            r".*'bits': 8",
+        ),
         ({"group_size": 64}, "'group_size': 64"),
         ({"symmetric": True}, r"'tensors': \['bias', 'codes', 'scales'\]"),
     ],
@@ -106,28 +118,49 @@ def test_a_packed_model_refuses_another_format(other: dict[str, Any], match: str
 
 def test_a_packed_model_refuses_plain_weights() -> None:
     model = quantized(net())
-    with pytest.raises(RuntimeError, match=r"q_proj\.weight is a plain weight, and the layer is packed"):
+    with pytest.raises(
+        RuntimeError, match=r"q_proj\.weight is a plain weight, and the layer is packed"
+    ):
         model.load_state_dict(net(1).state_dict(), strict=False)
-    unmarked = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[2] != "weight"}
+    unmarked = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name.rpartition(".")[2] != "weight"
+    }
     del unmarked["conv.bias"]
-    assert model.load_state_dict(unmarked, strict=False) == (["conv.weight", "conv.bias"], [])  # as older versions saved
+    # as older versions saved
+    assert model.load_state_dict(unmarked, strict=False) == (["conv.weight", "conv.bias"], [])
 
 
 def test_fused_parts_know_their_rows() -> None:
     state = fused(net()).state_dict()
     state["k_proj.weight"], state["v_proj.weight"] = state["v_proj.weight"], state["k_proj.weight"]
-    with pytest.raises(RuntimeError, match=r"k_proj\.weight is of a packed weight that is \{'fused_rows': \[96, 128\]\}"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"k_proj\.weight is of a packed weight that is \{'fused_rows': \[96, 128\]\}",
+    ):
         fused(net()).load_state_dict(state)
 
 
 def test_experts_are_marked_where_transformers_has_parameters(tmp_path: Path) -> None:
     transformers = import_or_skip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 96}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 96,
+    }
     config = transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=2)
     model = transformers.MixtralForCausalLM(config)
-    plain, packed = copy.deepcopy(model), quantized(copy.deepcopy(model), skip=("self_attn", "lm_head", "gate"))
+    plain, packed = (
+        copy.deepcopy(model),
+        quantized(copy.deepcopy(model), skip=("self_attn", "lm_head", "gate")),
+    )
     state = through_safetensors(packed.state_dict(), tmp_path)
-    with pytest.raises(RuntimeError, match=r"size mismatch for model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for model\.layers\.0\.mlp\.experts\.gate_up_proj"
+    ):
         plain.load_state_dict(state, strict=False)
     packed.load_state_dict(state)
 
@@ -144,7 +177,10 @@ def test_the_hub_mixin_refuses_to_save_a_packed_module(tmp_path: Path) -> None:
         pass
 
     model = quantized(Hub())
-    with pytest.raises(ValueError, match=r"the layers q_proj, k_proj, v_proj are packed.*torch\.save\(model\.state_dict\(\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"the layers q_proj, k_proj, v_proj are packed.*torch\.save\(model\.state_dict\(\)",
+    ):
         model.save_pretrained(tmp_path)
     # what the message says
     torch.save(model.state_dict(), tmp_path / "state.pt")

@@ -1,4 +1,6 @@
-"""Adapters of PEFT on packed models: the gradients of the dequantised model, and errors for what packed weights cannot do."""
+"""Adapters of PEFT on packed models: the gradients of the dequantised model, and errors for what
+packed weights cannot do.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     with torch.no_grad():
         for name, layer in model.named_modules():
             if isinstance(layer, nn.Linear) and name != "lm_head":
-                layer.weight.copy_(co.dequantize(co.quantize(layer.weight, 4, 32, False), torch.float32))
+                layer.weight.copy_(
+                    co.dequantize(co.quantize(layer.weight, 4, 32, False), torch.float32)
+                )
     return model, folder / "packed"
 
 
@@ -50,16 +54,22 @@ def packed(models: tuple[Any, Path], fuse: bool = False) -> Any:
 
 def adapted(model: Any, **options: Any) -> Any:
     """The model with adapters whose every value is another, the same for the same names."""
-    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": NAMES, "task_type": "CAUSAL_LM", **options})
+    config = peft.LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "target_modules": NAMES, "task_type": "CAUSAL_LM", **options}
+    )
     model = peft.get_peft_model(model, config)
     with torch.no_grad():
         for i, (_, parameter) in enumerate(adapters(model)):
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)))
+            parameter.copy_(
+                0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+            )
     return model
 
 
 def adapters(model: Any) -> list[tuple[str, nn.Parameter]]:
-    return sorted((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return sorted(
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    )
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
@@ -76,7 +86,9 @@ def logits(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("target_modules", [NAMES, "all-linear"], ids=["names", "all-linear"])
-@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["kept", "not reentrant", "reentrant"])
+@pytest.mark.parametrize(
+    "checkpointing", [None, False, True], ids=["kept", "not reentrant", "reentrant"]
+)
 def test_gradients_are_those_of_the_dequantised_model(
     models: tuple[Any, Path], target_modules: Any, fuse: bool, checkpointing: bool | None
 ) -> None:
@@ -94,7 +106,9 @@ def test_gradients_are_those_of_the_dequantised_model(
 
 
 @pytest.mark.parametrize("fuse", [False, True])
-def test_the_loss_falls_and_the_adapter_is_saved(models: tuple[Any, Path], fuse: bool, tmp_path: Path) -> None:
+def test_the_loss_falls_and_the_adapter_is_saved(
+    models: tuple[Any, Path], fuse: bool, tmp_path: Path
+) -> None:
     model = packed(models, fuse)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -123,7 +137,9 @@ def test_the_loss_falls_and_the_adapter_is_saved(models: tuple[Any, Path], fuse:
     assert all(torch.equal(tensor, before[name]) for name, tensor in unloaded.state_dict().items())
 
 
-def test_an_adapter_of_an_unfused_model_serves_a_fused_one(models: tuple[Any, Path], tmp_path: Path) -> None:
+def test_an_adapter_of_an_unfused_model_serves_a_fused_one(
+    models: tuple[Any, Path], tmp_path: Path
+) -> None:
     model = adapted(packed(models)).eval()
     model.save_pretrained(tmp_path)
     fused = peft.PeftModel.from_pretrained(packed(models, fuse=True), tmp_path)
@@ -133,11 +149,15 @@ def test_an_adapter_of_an_unfused_model_serves_a_fused_one(models: tuple[Any, Pa
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("fuse", [False, True])
 def test_a_bf16_model(models: tuple[Any, Path], fuse: bool, device: str) -> None:
-    base = transformers.AutoModelForCausalLM.from_pretrained(models[1], dtype=torch.bfloat16).to(device)
+    base = transformers.AutoModelForCausalLM.from_pretrained(models[1], dtype=torch.bfloat16).to(
+        device
+    )
     if fuse:
         co.fuse_linears(base)
     model = adapted(base)
-    assert {(parameter.dtype, parameter.device.type) for _, parameter in adapters(model)} == {(torch.float32, device)}
+    assert {(parameter.dtype, parameter.device.type) for _, parameter in adapters(model)} == {
+        (torch.float32, device)
+    }
     expected = gradients(adapted(copy.deepcopy(models[0])))
     for name, gradient in gradients(model).items():
         assert (gradient.cpu() - expected[name]).norm() <= 0.1 * expected[name].norm(), name
@@ -145,7 +165,9 @@ def test_a_bf16_model(models: tuple[Any, Path], fuse: bool, device: str) -> None
 
 def test_all_linear_leaves_a_packed_head_alone(models: tuple[Any, Path]) -> None:
     model = packed(models)
-    co.replace_linears(model, {"lm_head": co.reorder(co.quantize(model.lm_head.weight.detach(), 8, 32))})
+    co.replace_linears(
+        model, {"lm_head": co.reorder(co.quantize(model.lm_head.weight.detach(), 8, 32))}
+    )
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
     assert len(adapters(model)) == 2 * 7 * 2
     assert isinstance(model.base_model.model.lm_head, co.MixedLinear)
@@ -157,7 +179,9 @@ def test_all_linear_leaves_a_packed_head_alone(models: tuple[Any, Path]) -> None
 #: Methods besides plain LoRA, by the options of their configurations.
 METHODS: dict[str, Any] = {
     "dora": lambda: peft.LoraConfig(r=4, use_dora=True, target_modules="all-linear"),
-    "dora with dropout": lambda: peft.LoraConfig(r=4, use_dora=True, lora_dropout=0.1, target_modules=NAMES),
+    "dora with dropout": lambda: peft.LoraConfig(
+        r=4, use_dora=True, lora_dropout=0.1, target_modules=NAMES
+    ),
     "ia3": lambda: peft.IA3Config(target_modules=NAMES, feedforward_modules=["down_proj"]),
     "miss": lambda: peft.MissConfig(r=4, target_modules=NAMES),
     "oft": lambda: peft.OFTConfig(oft_block_size=16, target_modules="all-linear"),
@@ -168,11 +192,19 @@ METHODS: dict[str, Any] = {
 @pytest.fixture(params=METHODS)
 def method(request: pytest.FixtureRequest) -> Any:
     """What makes the configuration of a method."""
-    if request.param == "oft" and not hasattr(import_module("peft.tuners.oft.model"), "resolve_quantization_backend"):
+    if request.param == "oft" and not hasattr(
+        import_module("peft.tuners.oft.model"), "resolve_quantization_backend"
+    ):
         pytest.skip("this version of PEFT has OFT for the layers of the packages that it knows")
     utils = import_module("peft.utils.quantization_utils")
-    if request.param in ("miss", "vera") and find_spec("torchao") and not hasattr(utils, "is_torchao_ge_v0_18_0"):
-        pytest.skip("this version of PEFT imports what torchao 0.18 does not have, for float layers")
+    if (
+        request.param in ("miss", "vera")
+        and find_spec("torchao")
+        and not hasattr(utils, "is_torchao_ge_v0_18_0")
+    ):
+        pytest.skip(
+            "this version of PEFT imports what torchao 0.18 does not have, for float layers"
+        )
     return METHODS[request.param]
 
 
@@ -219,15 +251,22 @@ def test_other_methods_of_a_bf16_model(models: tuple[Any, Path], method: Any) ->
 
 def test_norms_of_dora_are_those_of_biased_layers_too() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))  # PEFT looks for the device of a parameter
+    # PEFT looks for the device of a parameter
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
     co.quantize_model(model, 4, 32)
     plain = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
-    plain[0].load_state_dict({"weight": co.dequantize(model[0].packed, torch.float32), "bias": model[0].bias})
+    plain[0].load_state_dict(
+        {"weight": co.dequantize(model[0].packed, torch.float32), "bias": model[0].bias}
+    )
     adapted_models = []
     for each in (model, plain):
         torch.manual_seed(1)
-        each = peft.get_peft_model(each, peft.LoraConfig(r=4, use_dora=True, init_lora_weights=False, target_modules=["0"]))
-        each.base_model.model[0].lora_magnitude_vector["default"].weight.data *= torch.linspace(0.5, 2, 64)
+        each = peft.get_peft_model(
+            each, peft.LoraConfig(r=4, use_dora=True, init_lora_weights=False, target_modules=["0"])
+        )
+        each.base_model.model[0].lora_magnitude_vector["default"].weight.data *= torch.linspace(
+            0.5, 2, 64
+        )
         adapted_models.append(each)
     x = torch.randn(3, 64)
     y, expected = (each(x) for each in adapted_models)
@@ -241,10 +280,14 @@ def test_merging_is_refused(models: tuple[Any, Path]) -> None:
             merge()
 
 
-def test_an_adapter_is_merged_into_a_model_that_was_made_float(models: tuple[Any, Path], tmp_path: Path) -> None:
+def test_an_adapter_is_merged_into_a_model_that_was_made_float(
+    models: tuple[Any, Path], tmp_path: Path
+) -> None:
     model = adapted(packed(models)).eval()
     model.save_pretrained(tmp_path)
-    merged = peft.PeftModel.from_pretrained(packed(models).dequantize(), tmp_path).merge_and_unload()
+    merged = peft.PeftModel.from_pretrained(
+        packed(models).dequantize(), tmp_path
+    ).merge_and_unload()
     assert (logits(merged) - logits(model)).norm() <= 1e-5 * logits(model).norm()
 
 
@@ -252,12 +295,20 @@ def test_an_adapter_is_merged_into_a_model_that_was_made_float(models: tuple[Any
     ("options", "message"),
     [
         ({"use_dora": True, "use_bdlora": peft.tuners.lora.BdLoraConfig()}, "use_dora"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which needs the weight's values"),
-        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora', which needs the weight's values"),
+        (
+            {"init_lora_weights": "pissa"},
+            "init_lora_weights is 'pissa', which needs the weight's values",
+        ),
+        (
+            {"init_lora_weights": "olora"},
+            "init_lora_weights is 'olora', which needs the weight's values",
+        ),
     ],
     ids=["bdlora", "pissa", "olora"],
 )
-def test_variants_that_need_the_weight_are_refused(models: tuple[Any, Path], options: Any, message: str) -> None:
+def test_variants_that_need_the_weight_are_refused(
+    models: tuple[Any, Path], options: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         adapted(packed(models), **options)
 
@@ -266,8 +317,13 @@ def test_a_layer_that_only_its_parts_call_is_refused(models: tuple[Any, Path]) -
     kinds = (peft.LoraConfig, peft.IA3Config, peft.VeraConfig)
     for kind in kinds:
         options = {"feedforward_modules": []} if kind is peft.IA3Config else {}
-        with pytest.raises(ValueError, match=r"called by q_proj, k_proj, v_proj alone.*name those in target_modules"):
-            peft.get_peft_model(packed(models, fuse=True), kind(target_modules=["qkv_proj"], **options))
+        with pytest.raises(
+            ValueError,
+            match=r"called by q_proj, k_proj, v_proj alone.*name those in target_modules",
+        ):
+            peft.get_peft_model(
+                packed(models, fuse=True), kind(target_modules=["qkv_proj"], **options)
+            )
 
 
 def test_other_methods_say_that_they_do_not_know_packed_layers(models: tuple[Any, Path]) -> None:
@@ -294,12 +350,15 @@ def test_registered_in_either_order_of_imports(imports: str) -> None:
     program = (
         f"{imports}, sys, torch\n"
         "assert 'cutlass_ops.integrations.peft_lora' in sys.modules\n"
-        "layer = cutlass_ops.MixedLinear(cutlass_ops.reorder(cutlass_ops.quantize(torch.randn(64, 128))))\n"
+        "layer = "
+        "cutlass_ops.MixedLinear(cutlass_ops.reorder(cutlass_ops.quantize(torch.randn(64, 128))))\n"
         "model = torch.nn.Sequential(layer, torch.nn.Linear(64, 1))\n"
         "model = peft.get_peft_model(model, peft.LoraConfig(target_modules=['0']))\n"
         "print(type(model.base_model.model[0]).__name__)\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.stdout == "PackedLoraLinear\n", done.stderr
 
 

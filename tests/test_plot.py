@@ -17,11 +17,21 @@ SCRIPT = Path(__file__).parent.parent / "tools/plot.py"
 
 
 def row(name: str, n: int, m: int, us: float, **peers: float | None) -> dict[str, Any]:
-    return {"format": name, "n": n, "k": 512, "m": m, "us": us, "floor_us": us / 3, "peers_us": {"torch fp16": 1.0, **peers}}
+    return {
+        "format": name,
+        "n": n,
+        "k": 512,
+        "m": m,
+        "us": us,
+        "floor_us": us / 3,
+        "peers_us": {"torch fp16": 1.0, **peers},
+    }
 
 
 def plot(results: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), str(results), *arguments], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), str(results), *arguments], capture_output=True, text=True
+    )
 
 
 def test_the_picture_shows_every_format_and_the_best_peer(tmp_path: Path) -> None:
@@ -36,7 +46,12 @@ def test_the_picture_shows_every_format_and_the_best_peer(tmp_path: Path) -> Non
     done = plot(results)
     assert done.returncode == 0, done.stderr
     picture = (tmp_path / "results.svg").read_text()
-    for text in ("a GPU, torch 2.x", "w4a16, 1024 x 512", "w8a8-block, 1024 x 512", "w4a16, 2048 x 512"):
+    for text in (
+        "a GPU, torch 2.x",
+        "w4a16, 1024 x 512",
+        "w8a8-block, 1024 x 512",
+        "w4a16, 2048 x 512",
+    ):
         assert text in picture
     for us in ("5.25", "4.5", "4.12", "8"):  # this package's
         assert f">{us}<" in picture
@@ -47,7 +62,9 @@ def test_the_picture_shows_every_format_and_the_best_peer(tmp_path: Path) -> Non
     assert (tmp_path / "again.svg").read_text() == picture  # neither a date nor names drawn by lot
 
 
-@pytest.mark.parametrize(("content", "message"), [("{", "Expecting"), ("{}", "has no rows"), ("[1]", "has no rows")])
+@pytest.mark.parametrize(
+    ("content", "message"), [("{", "Expecting"), ("{}", "has no rows"), ("[1]", "has no rows")]
+)
 def test_what_is_no_results_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
     results = tmp_path / "results.json"
     results.write_text(content)

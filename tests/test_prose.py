@@ -1,4 +1,6 @@
-"""Words: the repository's prose and names keep to the field's terms, so that no private ones come back."""
+"""Words: the repository's prose and names keep to the field's terms, so that no
+private ones come back.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,30 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SUFFIXES = {".c", ".cpp", ".cu", ".cuh", ".h", ".inc", ".in", ".md", ".py", ".pyi", ".txt", ".cmake", ".toml", ""}
+SUFFIXES = {
+    ".c",
+    ".cpp",
+    ".cu",
+    ".cuh",
+    ".h",
+    ".inc",
+    ".in",
+    ".md",
+    ".py",
+    ".pyi",
+    ".txt",
+    ".cmake",
+    ".toml",
+    "",
+}
 
-# Regular expressions between word boundaries, and what to write instead. A blank also matches a line break and comment marks.
+# Regular expressions between word boundaries, and what to write instead. A blank also matches a
+# line break and comment marks.
 WORDS = {
-    r"beside (int\d+|x|floats?|results of|outliers|such tiles|few \w+)": "with int8 weights; together with x",
+    r"beside (int\d+|x|floats?|results of|outliers|such tiles|few \w+)": "with int8 weights; "
+    "together "
+    "with "
+    "x",
     r"ask(s|ed) for": "issue (copies), request",
     r"under way": "in flight",
     r"ma(kes?|de) good": "compensates",
@@ -61,27 +82,46 @@ FILES = ("README.md", "CHANGELOG.md", "Makefile", "CMakeLists.txt")
 
 def sources() -> list[Path]:
     inside = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*"))]
-    files = [path for path in inside + [ROOT / name for name in FILES] if path.is_file() and path.suffix in SUFFIXES]
-    return [path for path in files if path != Path(__file__).resolve() and "results" not in path.parts]
+    files = [
+        path
+        for path in inside + [ROOT / name for name in FILES]
+        if path.is_file() and path.suffix in SUFFIXES
+    ]
+    return [
+        path for path in files if path != Path(__file__).resolve() and "results" not in path.parts
+    ]
 
 
 def expression(words: dict[str, str]) -> re.Pattern[str]:
     alternatives = "|".join(rf"(?:{word})" for word in words)
-    return re.compile(rf"(?<![A-Za-z0-9])(?:{alternatives})(?![A-Za-z0-9])".replace(" ", r"(?:\s|[#*/|])+"))
+    return re.compile(
+        rf"(?<![A-Za-z0-9])(?:{alternatives})(?![A-Za-z0-9])".replace(" ", r"(?:\s|[#*/|])+")
+    )
 
 
-PROSE, NAMES, NAMES_OF_KERNELS = expression(WORDS), expression(NAMED), expression(NAMED | KERNEL_NAMES)
+PROSE, NAMES, NAMES_OF_KERNELS = (
+    expression(WORDS),
+    expression(NAMED),
+    expression(NAMED | KERNEL_NAMES),
+)
 
 
 def words(text: str) -> str:
-    """``text`` in small letters, with a blank where a name goes on with a capital: the lines stay."""
+    """``text`` in small letters, with a blank where a name goes on with a
+    capital: the lines stay.
+    """
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_", " ", text).lower()
 
 
 def findings(name: str, text: str) -> list[str]:
-    """``file:line: what`` for each word of ``text`` that has no exception; capitals and CamelCase are no exceptions."""
+    """``file:line: what`` for each word of ``text`` that has no exception; capitals and CamelCase
+    are no exceptions.
+    """
     found = []
-    for where, pattern in ((text, NAMES_OF_KERNELS if name.startswith(KERNELS) else NAMES), (words(text), PROSE)):
+    for where, pattern in (
+        (text, NAMES_OF_KERNELS if name.startswith(KERNELS) else NAMES),
+        (words(text), PROSE),
+    ):
         for match in pattern.finditer(where):
             what = " ".join(re.sub(r"[#*/|]", " ", match.group()).split())
             if not any(name.startswith(path) and what == phrase for path, phrase in EXCEPTIONS):
@@ -100,14 +140,21 @@ def test_words_of_the_field() -> None:
 def test_exceptions_are_used() -> None:
     for path, phrase in EXCEPTIONS:
         files = [file for file in sources() if file.relative_to(ROOT).as_posix().startswith(path)]
-        assert any(phrase in " ".join(words(file.read_text()).split()) for file in files), (path, phrase)
+        assert any(phrase in " ".join(words(file.read_text()).split()) for file in files), (
+            path,
+            phrase,
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "text", "found"),
     [
         ("docs/a.md", "copies are under\nway", ["docs/a.md:1: under way"]),
-        ("csrc/kernels/a.cu", "// what is asked\n  // for here\n", ["csrc/kernels/a.cu:1: asked for"]),
+        (
+            "csrc/kernels/a.cu",
+            "// what is asked\n  // for here\n",
+            ["csrc/kernels/a.cu:1: asked for"],
+        ),
         ("tools/a.py", "mask for\nslab64, beside the point", []),
         ("tools/a.py", "tokens", []),
         (

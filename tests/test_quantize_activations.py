@@ -16,7 +16,9 @@ from cutlass_ops.ops import activations as activations_module
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("block", [32, 128, -1])
-def test_fused_quantisers_are_the_reference_and_the_plain_one(dtype: torch.dtype, block: int) -> None:
+def test_fused_quantisers_are_the_reference_and_the_plain_one(
+    dtype: torch.dtype, block: int
+) -> None:
     random = torch.Generator().manual_seed(7)
     x, other = (torch.randn(2, 3, 700, generator=random).to(dtype) for _ in range(2))
     weight_ = torch.randn(700, generator=random).to(dtype)
@@ -31,7 +33,9 @@ def test_fused_quantisers_are_the_reference_and_the_plain_one(dtype: torch.dtype
             with_residual, stream = co.rms_norm_quantize(x, weight_, 1e-5, other, **options)
             assert torch.equal(stream, total.view(x.shape))
             found += [with_residual, co.silu_mul_quantize(x, other, **options)]
-            for qa, y in zip(found, (plain, summed, reference.silu_mul(x.view(6, 700), flat)), strict=True):
+            for qa, y in zip(
+                found, (plain, summed, reference.silu_mul(x.view(6, 700), flat)), strict=True
+            ):
                 expected = co.quantize_activations(y.view(x.shape), **options)
                 assert (qa.shape, qa.dtype, qa.block, qa.k) == (x.shape, dtype, block, 700)
                 assert qa.perm is order
@@ -46,7 +50,11 @@ def test_fused_quantisers_are_the_reference_and_the_plain_one(dtype: torch.dtype
     ("change", "error", "words"),
     [
         ({"x": 3}, TypeError, ["x", "int"]),
-        ({"weight": torch.zeros(K, dtype=torch.float16)}, TypeError, ["weight", "float16", "x is float32"]),
+        (
+            {"weight": torch.zeros(K, dtype=torch.float16)},
+            TypeError,
+            ["weight", "float16", "x is float32"],
+        ),
         ({"weight": torch.zeros(K - 1)}, ValueError, ["weight", "(199,)", "(200,)"]),
         ({"weight": None}, TypeError, ["weight", "NoneType"]),
         ({"weight": torch.zeros(K, device="meta")}, TypeError, ["weight", "meta", "cpu"]),
@@ -61,7 +69,9 @@ def test_fused_quantisers_are_the_reference_and_the_plain_one(dtype: torch.dtype
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_rms_norm_quantize_refuses(change: Change, error: type[Exception], words: list[str]) -> None:
+def test_rms_norm_quantize_refuses(
+    change: Change, error: type[Exception], words: list[str]
+) -> None:
     arguments: Change = {"x": activations(2, K), "weight": activations(K), **change}
     with pytest.raises(error) as caught:
         co.rms_norm_quantize(**arguments)
@@ -73,7 +83,9 @@ def test_rms_norm_quantize_refuses(change: Change, error: type[Exception], words
 def test_a_norm_takes_the_least_and_the_largest_eps(eps: float) -> None:
     x, gain = torch.full((1, K), 1e-7), torch.ones(K)
     expected = reference.rms_norm(x, gain, eps)[0]
-    assert torch.equal(co.rms_norm_quantize(x, gain, eps).codes, co.quantize_activations(expected).codes)
+    assert torch.equal(
+        co.rms_norm_quantize(x, gain, eps).codes, co.quantize_activations(expected).codes
+    )
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
     torch.testing.assert_close(expected.double(), exact, rtol=1e-6, atol=0)
 

@@ -1,4 +1,6 @@
-"""quantize_model(convs=True): which convolutions become packed, what is left or refused with a word, and what is saved."""
+"""quantize_model(convs=True): which convolutions become packed, what is left or refused with a
+word, and what is saved.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def quantized(model: Any, bits: int = 4, **options: Any) -> Any:
 
 def packed(model: nn.Module) -> dict[str, type]:
     kinds = (co.MixedLinear, co.nn.MixedConv)
-    return {name: type(module) for name, module in model.named_modules() if isinstance(module, kinds)}
+    return {
+        name: type(module) for name, module in model.named_modules() if isinstance(module, kinds)
+    }
 
 
 # ---- what the layers compute
@@ -44,21 +48,33 @@ def packed(model: nn.Module) -> dict[str, type]:
     ("conv", "space"),
     [
         (lambda: nn.Conv1d(64, 64, 3, padding="same", dilation=2), (9,)),
-        (lambda: nn.Conv2d(128, 96, (3, 2), stride=2, padding=(1, 0), groups=2, bias=False), (6, 5)),
+        (
+            lambda: nn.Conv2d(128, 96, (3, 2), stride=2, padding=(1, 0), groups=2, bias=False),
+            (6, 5),
+        ),
         (lambda: nn.Conv3d(64, 70, 2, padding="valid"), (3, 4, 3)),
     ],
 )
 @pytest.mark.parametrize(
-    "options", [{"bits": 4}, {"bits": 8, "act_quant": "block", "symmetric": True}, {"bits": 4, "group_size": -1}]
+    "options",
+    [
+        {"bits": 4},
+        {"bits": 8, "act_quant": "block", "symmetric": True},
+        {"bits": 4, "group_size": -1},
+    ],
 )
-def test_every_convolution_is_the_packed_one(conv: Any, space: tuple[int, ...], options: dict[str, Any]) -> None:
+def test_every_convolution_is_the_packed_one(
+    conv: Any, space: tuple[int, ...], options: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
     plain = conv()
     model = quantized(nn.Sequential(copy.deepcopy(plain).eval(), nn.ReLU()), **options)
     layer = model[0]
     assert type(layer).__name__ == f"Mixed{type(plain).__name__}"
     assert not layer.training
-    form = {"bits": 4, "group_size": 32, "symmetric": False} | {k: v for k, v in options.items() if k != "act_quant"}
+    form = {"bits": 4, "group_size": 32, "symmetric": False} | {
+        k: v for k, v in options.items() if k != "act_quant"
+    }
     expected = co.reorder(co.quantize(plain.weight.detach(), **form)).tensors()
     found = layer.packed.tensors()
     assert (found.pop("bias", None) is None) == (plain.bias is None)
@@ -111,11 +127,17 @@ def normed() -> nn.Module:
     [
         (lambda: Same(64, 64, 3), "Same is not torch.nn.Conv1d, Conv2d or Conv3d itself: 1"),
         (normed, "ParametrizedConv2d is not torch.nn.Conv1d, Conv2d or Conv3d itself: 1"),
-        (lambda: nn.ConvTranspose2d(64, 64, 3), "ConvTranspose2d is not torch.nn.Conv1d, Conv2d or Conv3d itself: 1"),
+        (
+            lambda: nn.ConvTranspose2d(64, 64, 3),
+            "ConvTranspose2d is not torch.nn.Conv1d, Conv2d or Conv3d itself: 1",
+        ),
         (lambda: nn.Conv2d(3, 64, 3), "the packed weight would not be smaller: 1"),  # of an image
         (lambda: nn.Conv2d(256, 256, 3, groups=256), "the packed weight would not be smaller: 1"),
         (lambda: nn.Conv2d(128, 8, 3), "the packed weight would not be smaller: 1"),
-        (lambda: nn.Conv2d(64, 64, 3, padding=1, padding_mode="reflect"), "padding_mode is 'reflect'; 'zeros' is supported: 1"),
+        (
+            lambda: nn.Conv2d(64, 64, 3, padding=1, padding_mode="reflect"),
+            "padding_mode is 'reflect'; 'zeros' is supported: 1",
+        ),
         (lambda: nn.Conv2d(64, 64, 2, padding="same"), "which pads one side more"),
         (lambda: nn.Conv2d(64, 64, 3).double(), "the weight is float64: 1"),
         (tied, "the weight is also another module's: 1.0, 1.1"),
@@ -123,20 +145,31 @@ def normed() -> nn.Module:
         (hooked, "hooks are registered: 1"),
     ],
 )
-def test_convolutions_that_are_left_with_a_word(make: Callable[[], nn.Module], message: str) -> None:
+def test_convolutions_that_are_left_with_a_word(
+    make: Callable[[], nn.Module], message: str
+) -> None:
     model = nn.Sequential(nn.Conv2d(64, 64, 3), make())
     with said(message):
         co.quantize_model(model, 4, 32, convs=True)
     assert packed(model) == {"0": co.nn.MixedConv2d}
     with said():  # whoever named it knows
-        co.quantize_model(nn.Sequential(nn.Conv2d(64, 64, 3), make()), 4, 32, skip=("1",), convs=True)
+        co.quantize_model(
+            nn.Sequential(nn.Conv2d(64, 64, 3), make()), 4, 32, skip=("1",), convs=True
+        )
 
 
 @pytest.mark.parametrize(
     ("bits", "channels", "dtype", "is_packed"),
-    [(4, 16, torch.float32, False), (4, 17, torch.float32, True), (8, 64, torch.float16, False), (8, 65, torch.float16, True)],
+    [
+        (4, 16, torch.float32, False),
+        (4, 17, torch.float32, True),
+        (8, 64, torch.float16, False),
+        (8, 65, torch.float16, True),
+    ],
 )
-def test_a_convolution_is_packed_if_that_is_smaller(bits: int, channels: int, dtype: torch.dtype, is_packed: bool) -> None:
+def test_a_convolution_is_packed_if_that_is_smaller(
+    bits: int, channels: int, dtype: torch.dtype, is_packed: bool
+) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Conv2d(channels, 64, 3)).to(dtype)
     before = model[1].weight.nbytes
     assert ("1" in packed(quantized(model, bits))) == is_packed
@@ -145,11 +178,17 @@ def test_a_convolution_is_packed_if_that_is_smaller(bits: int, channels: int, dt
 
 
 class Autoencoder(nn.Module):
-    """The names of diffusers for the first and last convolution, here of channels enough to be packed."""
+    """The names of diffusers for the first and last convolution, here of channels
+    enough to be packed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv_in, self.body, self.conv_out = nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 3)
+        self.conv_in, self.body, self.conv_out = (
+            nn.Conv2d(64, 64, 3),
+            nn.Conv2d(64, 64, 3),
+            nn.Conv2d(64, 64, 3),
+        )
         self.proj = nn.Linear(64, 64)
 
 
@@ -174,7 +213,9 @@ def test_wrong_arguments_are_refused_before_anything_changes() -> None:
     with pytest.raises(ValueError, match="the model is itself a Conv2d"):
         co.quantize_model(nn.Conv2d(64, 64, 3), convs=True)
     with pytest.raises(
-        ValueError, match=r"no linear layer or convolution to quantise \(the packed weight would not be smaller: 0"
+        ValueError,
+        match=r"no linear layer or convolution to quantise \(the packed weight would not be "
+        r"smaller: 0",
     ):
         co.quantize_model(nn.Sequential(nn.Conv2d(3, 8, 3)), convs=True)
     with torch.no_grad():
@@ -190,12 +231,16 @@ IMAGE = {"pixel_values": randn(2, 3, 32, 32)}
 
 
 def convnext(transformers: Any) -> tuple[Any, dict[str, Tensor]]:
-    config = transformers.ConvNextConfig(num_stages=2, hidden_sizes=[32, 64], depths=[1, 1], layer_scale_init_value=0.5)
+    config = transformers.ConvNextConfig(
+        num_stages=2, hidden_sizes=[32, 64], depths=[1, 1], layer_scale_init_value=0.5
+    )
     return transformers.ConvNextForImageClassification(config), IMAGE
 
 
 def resnet(transformers: Any) -> tuple[Any, dict[str, Tensor]]:
-    config = transformers.ResNetConfig(embedding_size=32, hidden_sizes=[32, 64], depths=[1, 1], layer_type="basic")
+    config = transformers.ResNetConfig(
+        embedding_size=32, hidden_sizes=[32, 64], depths=[1, 1], layer_type="basic"
+    )
     return transformers.ResNetForImageClassification(config), IMAGE
 
 
@@ -238,11 +283,15 @@ def whisper(transformers: Any) -> tuple[Any, dict[str, Tensor]]:
         eos_token_id=2,
         decoder_start_token_id=1,
     )
-    x = {"input_features": randn(1, config.num_mel_bins, 16), "decoder_input_ids": torch.tensor([[1, 5, 7]])}
+    x = {
+        "input_features": randn(1, config.num_mel_bins, 16),
+        "decoder_input_ids": torch.tensor([[1, 5, 7]]),
+    }
     return transformers.WhisperModel(config), x
 
 
-#: Models, how x is quantised, and how many convolutions are packed. The files of segformer have other names than its modules.
+#: Models, how x is quantised, and how many convolutions are packed. The files of segformer have
+#: other names than its modules.
 MODELS: dict[str, tuple[Any, str, int]] = {
     "convnext": (convnext, "none", 1),
     "resnet": (resnet, "block", 3),
@@ -294,13 +343,18 @@ def test_weights_keep_their_dtype(tmp_path: Path) -> None:
     transformers = import_or_skip("transformers")
     model, _ = made("convnext")
     quantized(model, 8).save_pretrained(tmp_path)
-    again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    again = transformers.AutoModelForImageClassification.from_pretrained(
+        tmp_path, dtype=torch.bfloat16
+    )
     assert {parameter.dtype for parameter in again.parameters()} == {torch.bfloat16}
     for name, layer in packed(model).items():
         expected = model.get_submodule(name).packed.tensors()
         found = again.get_submodule(name).packed.tensors()
         assert isinstance(again.get_submodule(name), layer)
-        assert all(torch.equal(t, expected[part]) and t.dtype == expected[part].dtype for part, t in found.items())
+        assert all(
+            torch.equal(t, expected[part]) and t.dtype == expected[part].dtype
+            for part, t in found.items()
+        )
     assert again(IMAGE["pixel_values"].bfloat16()).logits.isfinite().all()
 
 
@@ -308,12 +362,16 @@ def test_replaced_convolutions_are_saved_and_loaded(tmp_path: Path) -> None:
     model, run = made("resnet")
     layer = model.resnet.encoder.stages[1].layers[0].layer[1].convolution
     name = "resnet.encoder.stages.1.layers.0.layer.1.convolution"
-    co.replace_convs(model, {name: co.reorder(co.quantize(layer.weight.detach(), 8, 64))}, act_quant="tensor")
+    co.replace_convs(
+        model, {name: co.reorder(co.quantize(layer.weight.detach(), 8, 64))}, act_quant="tensor"
+    )
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert packed(again) == {name: co.nn.MixedConv2d}
     assert torch.equal(run(again), run(model))
-    with pytest.raises(ValueError, match=f"'{name}' is packed with act_quant 'tensor', and 'none' is requested"):
+    with pytest.raises(
+        ValueError, match=f"'{name}' is packed with act_quant 'tensor', and 'none' is requested"
+    ):
         quantized(again)
 
 
@@ -359,7 +417,10 @@ def test_a_packed_model_becomes_float_again(tmp_path: Path) -> None:
     [
         (lambda t, name: t.pop(f"{name}.codes"), r"the model has no place for .*\.scales"),
         (lambda t, name: t.pop(f"{name}.scales"), "scales' is not in the model's files"),
-        (lambda t, name: t.update({f"{name}.codes": t[f"{name}.codes"][:-1]}), "ignore_mismatched_sizes"),
+        (
+            lambda t, name: t.update({f"{name}.codes": t[f"{name}.codes"][:-1]}),
+            "ignore_mismatched_sizes",
+        ),
         (lambda t, name: t[f"{name}.zeros"].fill_(9), "zeros' holds values outside of -8 .. 7"),
     ],
 )
@@ -380,7 +441,10 @@ def test_a_plain_model_refuses_the_state_of_a_packed_one() -> None:
     state = model.state_dict()
     with pytest.raises(RuntimeError, match=r"size mismatch for encoder\.conv1\.weight"):
         plain.load_state_dict(state, strict=False)
-    with pytest.raises(RuntimeError, match=r"encoder\.conv2\.weight is of a packed weight that is .*'kernel_size': \[3\]"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"encoder\.conv2\.weight is of a packed weight that is .*'kernel_size': \[3\]",
+    ):
         quantized(copy.deepcopy(plain), 8).load_state_dict(state, strict=False)
     again = quantized(made("whisper")[0])
     again.load_state_dict(state)

@@ -32,25 +32,55 @@ GPT: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention
 #: Options, how many layers are packed, and what is said of the others.
 FAMILIES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "Llama": (LLAMA, 14, ()),
-    "GPT2": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}, 8, ()),
+    "GPT2": (
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0},
+        8,
+        (),
+    ),
     "Bloom": ({"hidden_size": 64, "n_layer": 2, "n_head": 4}, 8, ()),
     "Falcon": (GPT, 8, ()),
-    "GPTNeo": ({"hidden_size": 64, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}, 12, ()),
+    "GPTNeo": (
+        {
+            "hidden_size": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+        },
+        12,
+        (),
+    ),
     "Mamba": (
         {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
         2,
         (
-            "MambaMixer reads the weight itself: backbone.layers.0.mixer.x_proj, backbone.layers.0.mixer.dt_proj",
+            "MambaMixer reads the weight itself: backbone.layers.0.mixer.x_proj, "
+            "backbone.layers.0.mixer.dt_proj",
             "backbone.layers.1.mixer.out_proj",
         ),
     ),
     # Two layers of experts each.
     "Mixtral": ({**LLAMA, "num_local_experts": 4}, 10, ()),
-    "Qwen3Moe": ({**LLAMA, "head_dim": 16, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2}, 10, ()),
+    "Qwen3Moe": (
+        {
+            **LLAMA,
+            "head_dim": 16,
+            "moe_intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+        10,
+        (),
+    ),
     "GptOss": ({**LLAMA, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, 10, ()),
     # A list of experts, each with its activation.
     "Llama4Text": (
-        {**LLAMA, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2, "interleave_moe_layer_step": 1},
+        {
+            **LLAMA,
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 2,
+            "interleave_moe_layer_step": 1,
+        },
         14,
         ("stacked weights of no linear layer: ",),
     ),
@@ -62,7 +92,13 @@ def tiny(family: str, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = getattr(transformers, f"{family}Config")(
-            **{"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0, **FAMILIES[family][0], **options}
+            **{
+                "vocab_size": 96,
+                "bos_token_id": 0,
+                "eos_token_id": 0,
+                **FAMILIES[family][0],
+                **options,
+            }
         )
         torch.manual_seed(0)
         return transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -82,9 +118,18 @@ def with_values(model: Any, quantised: Any) -> Any:
             packed = quantised.get_submodule(name)
             if isinstance(packed, co.nn.MixedExperts):
                 for part in ("gate_up_proj", "down_proj"):
-                    weights = torch.stack([co.dequantize(w, torch.float32) for w in getattr(packed, part).packed.unpack()])
+                    weights = torch.stack(
+                        [
+                            co.dequantize(w, torch.float32)
+                            for w in getattr(packed, part).packed.unpack()
+                        ]
+                    )
                     if linear.is_transposed:  # gpt-oss, whose gate and up alternate
-                        weights = torch.stack(weights.chunk(2, 1), 2).flatten(1, 2) if part == "gate_up_proj" else weights
+                        weights = (
+                            torch.stack(weights.chunk(2, 1), 2).flatten(1, 2)
+                            if part == "gate_up_proj"
+                            else weights
+                        )
                         weights = weights.transpose(1, 2)
                     getattr(linear, part).copy_(weights)
                 continue
@@ -122,11 +167,17 @@ def test_models_are_saved_and_loaded(family: str, tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(model))
 
 
-def test_what_was_done_before_an_error_can_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_done_before_an_error_can_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transformers = import_or_skip("transformers")
     model = tiny("Llama")
     layers = iter(range(14))
-    monkeypatch.setattr(module, "reorder", lambda weight: co.reorder(weight) if next(layers) < 5 else fail(MemoryError))
+    monkeypatch.setattr(
+        module,
+        "reorder",
+        lambda weight: co.reorder(weight) if next(layers) < 5 else fail(MemoryError),
+    )
     with pytest.raises(MemoryError, match="5 of 14 layers were quantised before it"):
         co.quantize_model(model)
     model.save_pretrained(tmp_path)
@@ -137,13 +188,19 @@ def test_what_was_done_before_an_error_can_be_saved(tmp_path: Path, monkeypatch:
 
 def test_activations_that_cannot_be_saved_together_are_refused() -> None:
     model = co.quantize_model(tiny("Llama"), skip=("lm_head", "mlp"))
-    with pytest.raises(ValueError, match="q_proj' is packed with act_quant 'none', and 'token' is requested"):
+    with pytest.raises(
+        ValueError, match="q_proj' is packed with act_quant 'none', and 'token' is requested"
+    ):
         co.quantize_model(model, act_quant="token")
     assert len(packed_names(co.quantize_model(model, 8))) == 14
 
 
 def test_optional_reads_of_bloom() -> None:
-    with said("BloomAttention reads the weight itself: transformer.h.0.self_attention.dense, transformer.h.1", "BloomMLP"):
+    with said(
+        "BloomAttention reads the weight itself: transformer.h.0.self_attention.dense, "
+        "transformer.h.1",
+        "BloomMLP",
+    ):
         model = co.quantize_model(tiny("Bloom", pretraining_tp=2, slow_but_exact=True), 8, 32)
     assert len(packed_names(model)) == 4
 
@@ -154,4 +211,6 @@ def test_tied_weights_stay() -> None:
         co.quantize_model(model, 8, 32, skip=())
     assert model.lm_head.weight is model.model.embed_tokens.weight
     with said():
-        assert "lm_head" in packed_names(co.quantize_model(tiny("Llama", tie_word_embeddings=False), 8, 32, skip=()))
+        assert "lm_head" in packed_names(
+            co.quantize_model(tiny("Llama", tie_word_embeddings=False), 8, 32, skip=())
+        )

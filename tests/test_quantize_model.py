@@ -97,7 +97,9 @@ def test_what_is_kept() -> None:
         ("c.weight", False),
         ("c.bias", False),
     ]
-    restored = co.quantize_model(nn.ModuleDict({"a": nn.Linear(32, 8), "b": nn.Embedding(4, 32), "c": nn.Linear(32, 4)}))
+    restored = co.quantize_model(
+        nn.ModuleDict({"a": nn.Linear(32, 8), "b": nn.Embedding(4, 32), "c": nn.Linear(32, 4)})
+    )
     with pytest.raises(RuntimeError, match=r"Missing key\(s\)"):
         restored.load_state_dict(model.state_dict())
     co.quantize_model(model)
@@ -124,7 +126,9 @@ def test_a_module_in_several_places_is_one_packed_layer() -> None:
     assert model["a"][0] is model["a"][1] is model["b"]
     assert isinstance(model["b"], co.MixedLinear)
     with said():
-        assert packed_names(co.quantize_model(nn.ModuleDict({"a": mlp(), "b": mlp()}), skip=("b",))) == ["a.0", "a.3"]
+        assert packed_names(
+            co.quantize_model(nn.ModuleDict({"a": mlp(), "b": mlp()}), skip=("b",))
+        ) == ["a.0", "a.3"]
 
 
 # ---- what is left
@@ -132,12 +136,19 @@ def test_a_module_in_several_places_is_one_packed_layer() -> None:
 
 def test_skip() -> None:
     def names(*skip: str) -> list[str]:
-        layers = {str(i): nn.ModuleDict({"mlp": mlp(), "lm_head": nn.Linear(8, 8)}) for i in (0, 1, 10)}
+        layers = {
+            str(i): nn.ModuleDict({"mlp": mlp(), "lm_head": nn.Linear(8, 8)}) for i in (0, 1, 10)
+        }
         model = nn.ModuleDict({"layers": nn.ModuleDict(layers)})
         with said():
             return packed_names(co.quantize_model(model, skip=skip))
 
-    assert names("lm_head", "layers.1") == ["layers.0.mlp.0", "layers.0.mlp.3", "layers.10.mlp.0", "layers.10.mlp.3"]
+    assert names("lm_head", "layers.1") == [
+        "layers.0.mlp.0",
+        "layers.0.mlp.3",
+        "layers.10.mlp.0",
+        "layers.10.mlp.3",
+    ]
     assert names("lm_head", "mlp.0", "10") == ["layers.0.mlp.3", "layers.1.mlp.3"]
     assert names("layers.0.mlp.0", "lm_head", "layers.10", "mlp.3") == ["layers.1.mlp.0"]
 
@@ -145,12 +156,19 @@ def test_skip() -> None:
 def test_attention_and_encoder_layers_of_torch_are_right_in_their_fast_path() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0)
-    model = nn.Sequential(nn.Linear(32, 32), nn.TransformerEncoder(layer, 2), nn.MultiheadAttention(32, 4), nn.Linear(32, 8))
+    model = nn.Sequential(
+        nn.Linear(32, 32),
+        nn.TransformerEncoder(layer, 2),
+        nn.MultiheadAttention(32, 4),
+        nn.Linear(32, 8),
+    )
     model.eval()
     before = copy.deepcopy(model)
     with said(
-        "NonDynamicallyQuantizableLinear is a subclass of torch.nn.Linear: 1.layers.0.self_attn.out_proj",
-        "TransformerEncoderLayer reads the weight itself: 1.layers.0.linear1, 1.layers.0.linear2, 1.layers.1.linear1",
+        "NonDynamicallyQuantizableLinear is a subclass of torch.nn.Linear: "
+        "1.layers.0.self_attn.out_proj",
+        "TransformerEncoderLayer reads the weight itself: 1.layers.0.linear1, 1.layers.0.linear2, "
+        "1.layers.1.linear1",
     ):
         co.quantize_model(model, 8, 32)
     assert packed_names(model) == ["0", "3"]
@@ -174,11 +192,28 @@ class Reader(nn.Module):
         self.listed = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
         self.named = nn.ModuleDict({"k": nn.Linear(32, 32)})
         self.by_property, self.nested = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.called, self.asked, self.initialised = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
-        self.looped = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)}) for _ in range(2))
-        self.zipped, self.items = nn.ModuleList([nn.Linear(32, 32)]), nn.ModuleDict({"k": nn.Linear(32, 32)})
-        self.passed, self.by_keyword, self.not_passed = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
-        self.variable, self.chosen, self.named_in_text = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.called, self.asked, self.initialised = (
+            nn.Linear(32, 32),
+            nn.Linear(32, 32),
+            nn.Linear(32, 32),
+        )
+        self.looped = nn.ModuleList(
+            nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)}) for _ in range(2)
+        )
+        self.zipped, self.items = (
+            nn.ModuleList([nn.Linear(32, 32)]),
+            nn.ModuleDict({"k": nn.Linear(32, 32)}),
+        )
+        self.passed, self.by_keyword, self.not_passed = (
+            nn.Linear(32, 32),
+            nn.Linear(32, 32),
+            nn.Linear(32, 32),
+        )
+        self.variable, self.chosen, self.named_in_text = (
+            nn.Linear(32, 32),
+            nn.Linear(32, 32),
+            nn.Linear(32, 32),
+        )
         self.initialised.weight.data.zero_()
 
     def _init_weights(self) -> None:
@@ -220,8 +255,21 @@ class Inherits(Reader):
 
 def test_layers_whose_weight_a_module_reads_stay() -> None:
     read = ("plain", "inner.deep", "written", "listed.1", "named.k", "by_property", "nested")
-    read += ("looped.0.a", "looped.1.a", "zipped.0", "items.k", "passed", "by_keyword", "variable", "chosen", "named_in_text")
-    with said("these stay as they are: Inherits reads the weight itself: " + ", ".join(f"1.{name}" for name in read)):
+    read += (
+        "looped.0.a",
+        "looped.1.a",
+        "zipped.0",
+        "items.k",
+        "passed",
+        "by_keyword",
+        "variable",
+        "chosen",
+        "named_in_text",
+    )
+    with said(
+        "these stay as they are: Inherits reads the weight itself: "
+        + ", ".join(f"1.{name}" for name in read)
+    ):
         model = co.quantize_model(nn.Sequential(nn.Linear(32, 32), Inherits()))
     left = ("listed.0", "called", "asked", "initialised", "looped.0.b", "looped.1.b", "not_passed")
     assert packed_names(model) == ["0", *(f"1.{name}" for name in left)]
@@ -264,10 +312,22 @@ class Subclass(nn.Linear):
     [
         (parametrized, "ParametrizedLinear is a subclass of torch.nn.Linear: 1"),
         (normed, "the parameters are bias, weight_g, weight_v, not weight and bias: 1"),
-        (hooked("register_forward_hook", lambda layer, args, y: y + layer.weight.sum()), "hooks are registered: 1"),
-        (hooked("register_forward_pre_hook", lambda layer, args: (2 * args[0],)), "hooks are registered: 1"),
-        (hooked("register_full_backward_hook", lambda layer, of_x, of_y: (2 * of_x[0],)), "hooks are registered: 1"),
-        (hooked("register_full_backward_pre_hook", lambda layer, of_y: (2 * of_y[0],)), "hooks are registered: 1"),
+        (
+            hooked("register_forward_hook", lambda layer, args, y: y + layer.weight.sum()),
+            "hooks are registered: 1",
+        ),
+        (
+            hooked("register_forward_pre_hook", lambda layer, args: (2 * args[0],)),
+            "hooks are registered: 1",
+        ),
+        (
+            hooked("register_full_backward_hook", lambda layer, of_x, of_y: (2 * of_x[0],)),
+            "hooks are registered: 1",
+        ),
+        (
+            hooked("register_full_backward_pre_hook", lambda layer, of_y: (2 * of_y[0],)),
+            "hooks are registered: 1",
+        ),
         (patched, "the layer's forward was replaced: 1"),
         (lambda: Subclass(32, 32), "Subclass is a subclass of torch.nn.Linear: 1"),
         (lambda: nn.Linear(32, 32).double(), "the weight is float64: 1"),
@@ -308,7 +368,10 @@ def test_parameters_of_two_modules_stay(part: str, one_object: bool) -> None:
 def test_layers_of_bitsandbytes_are_left() -> None:
     bnb = import_or_skip("bitsandbytes")
     model = nn.Sequential(nn.Linear(32, 32), bnb.nn.Linear4bit(32, 32), bnb.nn.Linear8bitLt(32, 32))
-    with said("Linear4bit is a subclass of torch.nn.Linear: 1", "Linear8bitLt is a subclass of torch.nn.Linear: 2"):
+    with said(
+        "Linear4bit is a subclass of torch.nn.Linear: 1",
+        "Linear8bitLt is a subclass of torch.nn.Linear: 2",
+    ):
         co.quantize_model(model)
     assert packed_names(model) == ["0"]
 
@@ -322,16 +385,28 @@ def test_layers_of_bitsandbytes_are_left() -> None:
         ({"bits": 3}, ValueError, "bits is 3"),
         ({"group_size": 100}, ValueError, "group_size is 100"),
         ({"symmetric": None}, TypeError, "symmetric is None; True or False"),
-        ({"act_quant": "row"}, ValueError, "act_quant is 'row'; supported are 'none', 'token' and 'block'"),
+        (
+            {"act_quant": "row"},
+            ValueError,
+            "act_quant is 'row'; supported are 'none', 'token' and 'block'",
+        ),
         ({"clip": "mae"}, ValueError, "clip is 'mae'"),
         ({"book": "af4"}, ValueError, "book is 'af4'"),
         ({"book": "nf4", "bits": 8}, ValueError, "bits is 8; 'nf4' has 16 values"),
         ({"book": "nf4", "clip": "mse"}, ValueError, "both book and clip"),
-        ({"book": "nf4", "act_quant": "token"}, ValueError, "act_quant is 'token'; with a code book it is 'none'"),
+        (
+            {"book": "nf4", "act_quant": "token"},
+            ValueError,
+            "act_quant is 'token'; with a code book it is 'none'",
+        ),
         ({"skip": "lm_head"}, TypeError, "skip is 'lm_head'; a tuple of module names"),
         ({"skip": (3,)}, TypeError, r"skip is \(3,\)"),
         ({"skip": ("",)}, TypeError, r"skip is \('',\)"),
-        ({"skip": ("lm_head", "typo")}, ValueError, "skip has 'typo'; the model has no module of that name"),
+        (
+            {"skip": ("lm_head", "typo")},
+            ValueError,
+            "skip has 'typo'; the model has no module of that name",
+        ),
         ({"skip": ("0", "3")}, ValueError, "the model has no linear layer to quantise$"),
     ],
 )
@@ -349,7 +424,9 @@ def test_models_that_are_refused() -> None:
         co.quantize_model(torch.zeros(3))  # type: ignore[type-var]
     with pytest.raises(ValueError, match="the model is itself a Linear"):
         co.quantize_model(nn.Linear(32, 32))
-    with pytest.raises(ValueError, match=r"no linear layer to quantise \(the weight is float64: 0\)"):
+    with pytest.raises(
+        ValueError, match=r"no linear layer to quantise \(the weight is float64: 0\)"
+    ):
         co.quantize_model(nn.Sequential(nn.Linear(32, 32).double()))
     with pytest.raises(ValueError, match=r"no linear layer to quantise$"):
         co.quantize_model(nn.Sequential(nn.Embedding(3, 3)))
@@ -369,7 +446,9 @@ def test_models_that_are_refused() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_weight_that_is_not_finite_is_refused_before_anything_changes(value: float, dtype: torch.dtype) -> None:
+def test_a_weight_that_is_not_finite_is_refused_before_anything_changes(
+    value: float, dtype: torch.dtype
+) -> None:
     model = mlp(dtype)
     model[3].weight.data[5, 7] = value
     with pytest.raises(ValueError, match="'3': the weight has NaN or infinite values"):
@@ -378,11 +457,18 @@ def test_a_weight_that_is_not_finite_is_refused_before_anything_changes(value: f
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, RuntimeError])
-def test_an_error_on_the_way_leaves_a_usable_model(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_on_the_way_leaves_a_usable_model(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = mlp()
     expected = model(randn(2, 96))
-    monkeypatch.setattr(module, "reorder", lambda weight: co.reorder(weight) if weight.n == 70 else fail(error))
-    with pytest.raises(error, match="'3': full; 1 of 2 layers were quantised before it, the others are as they were"):
+    monkeypatch.setattr(
+        module, "reorder", lambda weight: co.reorder(weight) if weight.n == 70 else fail(error)
+    )
+    with pytest.raises(
+        error,
+        match="'3': full; 1 of 2 layers were quantised before it, the others are as they were",
+    ):
         co.quantize_model(model, 8, 32)
     assert packed_names(model) == ["0"]
     assert (model(randn(2, 96)) - expected).norm() <= 0.03 * expected.norm()
@@ -429,7 +515,9 @@ def test_hooks_of_accelerate_are_kept() -> None:
     accelerate = import_or_skip("accelerate")
     model = mlp()
     expected = model(randn(2, 96))
-    accelerate.dispatch_model(model, {"0": "cpu", "1": "cpu", "2": "cpu", "3": "cpu"}, main_device="cpu", force_hooks=True)
+    accelerate.dispatch_model(
+        model, {"0": "cpu", "1": "cpu", "2": "cpu", "3": "cpu"}, main_device="cpu", force_hooks=True
+    )
     hook = model[3]._hf_hook
     with said():
         co.quantize_model(model, 8, 32)
@@ -441,7 +529,9 @@ def test_hooks_of_accelerate_are_kept() -> None:
 def test_offloaded_weights_are_refused() -> None:
     accelerate = import_or_skip("accelerate")
     model = accelerate.cpu_offload(mlp(), torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"'0': the weight is on the meta device \(not loaded, or offloaded\)"):
+    with pytest.raises(
+        ValueError, match=r"'0': the weight is on the meta device \(not loaded, or offloaded\)"
+    ):
         co.quantize_model(model)
 
 
@@ -449,7 +539,9 @@ def test_offloaded_weights_are_refused() -> None:
 def test_layers_stay_on_their_gpu_and_memory_is_bounded() -> None:
     size, count = 2048, 6
     before = torch.cuda.memory_allocated()
-    model = nn.Sequential(*(nn.Linear(size, size, dtype=torch.float16, device="cuda") for _ in range(count)))
+    model = nn.Sequential(
+        *(nn.Linear(size, size, dtype=torch.float16, device="cuda") for _ in range(count))
+    )
     model.append(nn.Linear(size, 8, dtype=torch.float16))
     floats = torch.cuda.memory_allocated() - before
     torch.cuda.reset_peak_memory_stats()
@@ -483,12 +575,21 @@ CLASSES = {
 def test_output_heads_of_any_name_stay_floats(name: str, tmp_path: Path) -> None:
     transformers = import_or_skip("transformers")
     family, heads = CLASSES[name]
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = getattr(transformers, f"{family}Config")(**sizes, **({} if family == "ViT" else {"vocab_size": 96}))
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    config = getattr(transformers, f"{family}Config")(
+        **sizes, **({} if family == "ViT" else {"vocab_size": 96})
+    )
     config.tie_word_embeddings = False
     model = getattr(transformers, name)(config)
     model.save_pretrained(tmp_path / "float")
-    reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", conversion_plan.Options(4, 32))
+    reorder_model(
+        co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", conversion_plan.Options(4, 32)
+    )
     reordered = getattr(transformers, name).from_pretrained(tmp_path / "packed")
     every = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     with said():

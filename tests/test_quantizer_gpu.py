@@ -66,7 +66,9 @@ def special_rows(k: int, dtype: torch.dtype) -> Tensor:
     return torch.stack([row.float() for row in rows]).to(dtype)
 
 
-def assert_quantized_as_on_the_cpu(x: Tensor, on_cpu: Tensor, block: int, symmetric: bool, perm: Tensor | None = None) -> None:
+def assert_quantized_as_on_the_cpu(
+    x: Tensor, on_cpu: Tensor, block: int, symmetric: bool, perm: Tensor | None = None
+) -> None:
     m, k = on_cpu.shape
     k_pad = formats.padded_k(k)
     poison(m * k_pad, (k_pad // 32) * (m + 15) * 4)
@@ -96,7 +98,9 @@ def assert_quantized_as_on_the_cpu(x: Tensor, on_cpu: Tensor, block: int, symmet
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("block", [32, 64, 128, -1])
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, FLOAT], ids=TYPE_NAMES.get)
-def test_quantizer_is_the_reference_bit_for_bit(dtype: torch.dtype, block: int, symmetric: bool) -> None:
+def test_quantizer_is_the_reference_bit_for_bit(
+    dtype: torch.dtype, block: int, symmetric: bool
+) -> None:
     for k in (576, 128, 100, 33, 7, 1, 4224):  # 4224: a token's range and codes are two passes
         on_cpu = special_rows(k, dtype)
         assert_quantized_as_on_the_cpu(on_cpu.to(GPU), on_cpu, block, symmetric)
@@ -105,10 +109,15 @@ def test_quantizer_is_the_reference_bit_for_bit(dtype: torch.dtype, block: int, 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("block", [32, 128, -1])
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, FLOAT], ids=TYPE_NAMES.get)
-def test_quantizer_rounds_every_value_as_the_reference(dtype: torch.dtype, block: int, symmetric: bool) -> None:
-    # Many ranges and values: a reciprocal or product that is fused or approximate shows in some of them.
+def test_quantizer_rounds_every_value_as_the_reference(
+    dtype: torch.dtype, block: int, symmetric: bool
+) -> None:
+    # Many ranges and values: a reciprocal or product that is fused or approximate shows
+    # in some of them.
     rng = torch.Generator().manual_seed(3)
-    on_cpu = (torch.randn(300, 1536, generator=rng) * torch.rand(300, 1, generator=rng).exp2() * 3).to(dtype)
+    on_cpu = (
+        torch.randn(300, 1536, generator=rng) * torch.rand(300, 1, generator=rng).exp2() * 3
+    ).to(dtype)
     assert_quantized_as_on_the_cpu(on_cpu.to(GPU), on_cpu, block, symmetric)
 
 
@@ -134,9 +143,16 @@ def test_quantizer_gathers_in_act_order(block: int, symmetric: bool) -> None:
         assert_quantized_as_on_the_cpu(on_cpu.to(GPU), on_cpu, block, symmetric, perm)
 
 
-def assert_same_activations(found: co.QuantizedActivations, expected: co.QuantizedActivations) -> None:
+def assert_same_activations(
+    found: co.QuantizedActivations, expected: co.QuantizedActivations
+) -> None:
     m = math.prod(expected.shape[:-1])
-    assert (found.block, found.k, found.shape, found.dtype) == (expected.block, expected.k, expected.shape, expected.dtype)
+    assert (found.block, found.k, found.shape, found.dtype) == (
+        expected.block,
+        expected.k,
+        expected.shape,
+        expected.dtype,
+    )
     assert_same(found.codes, expected.codes)  # with the padding
     assert_same(found.scales[:, :m], expected.scales[:, :m])
     assert (found.zeros is None) == (expected.zeros is None)
@@ -144,14 +160,26 @@ def assert_same_activations(found: co.QuantizedActivations, expected: co.Quantiz
         assert_same(found.zeros[:, :m], expected.zeros[:, :m])
 
 
-#: M, K: rows that are one piece a lane, several, too long for the registers, and of columns that vectors do not fit.
-FUSED_SHAPES = ((1, 576), (300, 4096), (5, 8192), (700, 1040), (3, 17408), (2, 30000), (9, 100), (2, 7))
+#: M, K: rows that are one piece a lane, several, too long for the registers, and of columns that
+#: vectors do not fit.
+FUSED_SHAPES = (
+    (1, 576),
+    (300, 4096),
+    (5, 8192),
+    (700, 1040),
+    (3, 17408),
+    (2, 30000),
+    (9, 100),
+    (2, 7),
+)
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("block", [32, 128, -1])
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, FLOAT], ids=TYPE_NAMES.get)
-def test_fused_quantisers_are_the_unfused_ones_bit_for_bit(dtype: torch.dtype, block: int, symmetric: bool) -> None:
+def test_fused_quantisers_are_the_unfused_ones_bit_for_bit(
+    dtype: torch.dtype, block: int, symmetric: bool
+) -> None:
     for m, k in FUSED_SHAPES:
         x, other = make_floats(m, k, dtype), make_floats(m + 1, k, dtype)[1:]
         x[0, : k // 3] *= 50
@@ -161,7 +189,9 @@ def test_fused_quantisers_are_the_unfused_ones_bit_for_bit(dtype: torch.dtype, b
             options: dict[str, Any] = {"block": block, "symmetric": symmetric, "perm": perm}
             y, _ = reference.rms_norm(x, weight, 1e-6)
             poison(m * formats.padded_k(k))
-            assert_same_activations(co.rms_norm_quantize(x, weight, **options), co.quantize_activations(y, **options))
+            assert_same_activations(
+                co.rms_norm_quantize(x, weight, **options), co.quantize_activations(y, **options)
+            )
             y, total = reference.rms_norm(x, weight, 1e-5, other)
             qa, stream = co.rms_norm_quantize(x, weight, 1e-5, other, **options)
             assert_same(stream, total)
@@ -171,14 +201,22 @@ def test_fused_quantisers_are_the_unfused_ones_bit_for_bit(dtype: torch.dtype, b
             assert_same(stream.cpu(), total_on_cpu)
             assert_same(y.cpu(), on_cpu)
             y = reference.silu_mul(x, other)
-            assert_same_activations(co.silu_mul_quantize(x, other, **options), co.quantize_activations(y, **options))
+            assert_same_activations(
+                co.silu_mul_quantize(x, other, **options), co.quantize_activations(y, **options)
+            )
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("block", [64, 128, -1])
-def test_an_x_that_leaves_the_cache_first_is_quantised_as_its_parts_are(block: int, symmetric: bool) -> None:
+def test_an_x_that_leaves_the_cache_first_is_quantised_as_its_parts_are(
+    block: int, symmetric: bool
+) -> None:
     m, k = 1700, 4096
-    x, other, weight = make_floats(m, k, HALF), make_floats(m + 1, k, HALF)[1:], make_floats(1, k, HALF)[0]
+    x, other, weight = (
+        make_floats(m, k, HALF),
+        make_floats(m + 1, k, HALF)[1:],
+        make_floats(1, k, HALF)[0],
+    )
     options: dict[str, Any] = {"block": block, "symmetric": symmetric}
     functions: list[Callable[[Tensor, Tensor], co.QuantizedActivations]] = [
         lambda x, other: co.quantize_activations(x, **options),
@@ -188,7 +226,9 @@ def test_an_x_that_leaves_the_cache_first_is_quantised_as_its_parts_are(block: i
     for quantize in functions:
         whole = quantize(x, other)
         parts = [quantize(*rows) for rows in zip(x.split(m // 2), other.split(m // 2), strict=True)]
-        for found, *expected in zip(whole.natural(), *(part.natural() for part in parts), strict=True):
+        for found, *expected in zip(
+            whole.natural(), *(part.natural() for part in parts), strict=True
+        ):
             if found is not None:
                 assert_same(found, torch.cat(expected))
 
@@ -200,14 +240,21 @@ def test_silu_of_every_value(dtype: torch.dtype) -> None:
     for up in (torch.ones_like(gate), make_floats(*gate.shape, dtype)):
         for symmetric in (True, False):
             y = torch.nn.functional.silu(gate) * up  # what models compute
-            assert_same_activations(co.silu_mul_quantize(gate, up, 32, symmetric), co.quantize_activations(y, 32, symmetric))
+            assert_same_activations(
+                co.silu_mul_quantize(gate, up, 32, symmetric),
+                co.quantize_activations(y, 32, symmetric),
+            )
 
 
 @pytest.mark.parametrize("block", [64, -1])
 def test_fused_quantisers_let_no_nan_pass_for_a_number(block: int) -> None:
     for k in (576, 100):
         for bad in (NAN, INF, -INF):
-            x, other, weight = make_floats(6, k, HALF), make_floats(7, k, HALF)[:6], make_floats(1, k, HALF)[0]
+            x, other, weight = (
+                make_floats(6, k, HALF),
+                make_floats(7, k, HALF)[:6],
+                make_floats(1, k, HALF)[0],
+            )
             x[1, 3] = bad
             other[4, k - 1] = bad
             norm, total = reference.rms_norm(x, weight, 1e-6, other)
@@ -215,7 +262,8 @@ def test_fused_quantisers_let_no_nan_pass_for_a_number(block: int) -> None:
             assert_same(stream, total)
             assert_same_activations(qa, co.quantize_activations(norm, block))
             assert_same_activations(
-                co.silu_mul_quantize(x, other, block), co.quantize_activations(reference.silu_mul(x, other), block)
+                co.silu_mul_quantize(x, other, block),
+                co.quantize_activations(reference.silu_mul(x, other), block),
             )
 
 
@@ -226,7 +274,10 @@ def test_fused_quantisers_read_strided_rows_and_both_halves_of_one_product() -> 
         y = reference.silu_mul(gate.contiguous(), up.contiguous())
         assert_same_activations(co.silu_mul_quantize(gate, up), co.quantize_activations(y))
         for view in VIEWS:
-            x, other = VIEWS[view](make_floats(10, k, HALF)), VIEWS[view](make_floats(20, k, HALF)[10:])
+            x, other = (
+                VIEWS[view](make_floats(10, k, HALF)),
+                VIEWS[view](make_floats(20, k, HALF)[10:]),
+            )
             weight = make_floats(1, k, HALF)[0]
             norm, total = reference.rms_norm(x.reshape(-1, k), weight, 1e-6, other.reshape(-1, k))
             qa, stream = co.rms_norm_quantize(x, weight, 1e-6, other)

@@ -39,7 +39,9 @@ def test_kernel_order_by_hand() -> None:
         (128, 32, 4, []),
     ],
 )
-def test_padding_holds_the_zero_point_of_its_block(k: int, block: int, blocks: int, padding: list[int]) -> None:
+def test_padding_holds_the_zero_point_of_its_block(
+    k: int, block: int, blocks: int, padding: list[int]
+) -> None:
     codes = torch.full((2, k), 5, dtype=torch.int8)
     zeros = torch.full((2, blocks), 3, dtype=torch.int8)
     zeros[:, -1] = torch.tensor([42, -42])
@@ -74,7 +76,9 @@ def test_natural_order_inverts_kernel_order(m: int, k: int) -> None:
         (8, [-63.5, 1], [1, 130], 0.5),
     ],
 )
-def test_symmetric_weights_by_hand(bits: int, w: list[float], codes: list[int], scale: float) -> None:
+def test_symmetric_weights_by_hand(
+    bits: int, w: list[float], codes: list[int], scale: float
+) -> None:
     qw = quantize_weight(torch.tensor([w], dtype=torch.float32), bits, 32, True)
     assert qw.codes.tolist() == [codes]
     assert qw.scales.tolist() == [[scale]]
@@ -95,7 +99,9 @@ def test_symmetric_weights_by_hand(bits: int, w: list[float], codes: list[int], 
         (8, [-100, 155, 0.5], [0, 255, 100], 100, 1.0),
     ],
 )
-def test_asymmetric_weights_by_hand(bits: int, w: list[float], codes: list[int], zero: int, scale: float) -> None:
+def test_asymmetric_weights_by_hand(
+    bits: int, w: list[float], codes: list[int], zero: int, scale: float
+) -> None:
     qw = quantize_weight(torch.tensor([w], dtype=torch.float32), bits, 32, False)
     assert qw.codes.tolist() == [codes]
     assert qw.scales.tolist() == [[scale]]
@@ -104,21 +110,27 @@ def test_asymmetric_weights_by_hand(bits: int, w: list[float], codes: list[int],
 
 
 def test_weight_scales_are_rounded_up_to_the_stored_dtype() -> None:
-    # 1/7 = 1170.29 / 2^13, and fp16 has steps of 2^-13 there; bf16 has steps of 2^-10: 1/7 = 146.29 / 2^10.
+    # 1/7 = 1170.29 / 2^13, and fp16 has steps of 2^-13 there; bf16 has steps of 2^-10:
+    # 1/7 = 146.29 / 2^10.
     for dtype, scale in ((torch.float16, 1171 / 2**13), (torch.bfloat16, 147 / 2**10)):
         qw = quantize_weight(torch.tensor([[1.0, 0.5 * 1171 / 2**13]], dtype=dtype), 4, 32, True)
         assert qw.scales.dtype == dtype
         assert qw.scales.item() == scale
         assert qw.codes[0, 0] == 15
     # A scale that the dtype holds stays what it is.
-    assert quantize_weight(torch.tensor([[0.875]], dtype=torch.float16), 4, 32, True).scales.item() == 0.125
-    # fp16's smallest number is 2^-24: a seventh of it is not 0. 10/7 of it is 2; with 1, 10 would be clamped.
+    assert (
+        quantize_weight(torch.tensor([[0.875]], dtype=torch.float16), 4, 32, True).scales.item()
+        == 0.125
+    )
+    # fp16's smallest number is 2^-24: a seventh of it is not 0. 10/7 of it is 2; with 1, 10
+    # would be clamped.
     for largest, scale, code in ((1, 1, 9), (10, 2, 13)):
         w = torch.tensor([[largest * 2.0**-24]], dtype=torch.float16)
         qw = quantize_weight(w, 4, 32, True)
         assert qw.scales.item() == scale * 2.0**-24
         assert qw.codes.item() == code
-    # Codes are those of the stored scale: w / s is a tie with s = 147 / 1024, but more than 0.5 with 1/7.
+    # Codes are those of the stored scale: w / s is a tie with s = 147 / 1024, but more
+    # than 0.5 with 1/7.
     w = torch.tensor([[1.0, 147 / 2048]], dtype=torch.bfloat16)
     assert quantize_weight(w, 4, 32, True).codes.tolist() == [[15, 8]]
 
@@ -149,7 +161,10 @@ def test_weight_groups_zero_short_and_not_finite(symmetric: bool) -> None:
 
 
 @given(
-    st.lists(st.floats(-60000, 60000, width=16) | st.integers(-9, 9).map(lambda i: i * 2.0**-24), min_size=1),
+    st.lists(
+        st.floats(-60000, 60000, width=16) | st.integers(-9, 9).map(lambda i: i * 2.0**-24),
+        min_size=1,
+    ),
     st.sampled_from([4, 8]),
     st.booleans(),
     st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
@@ -178,22 +193,34 @@ def test_dequantised_weights_by_hand() -> None:
     assert rows[0, [0, 1, 32, 33]].tolist() == [3.5, -4, 16, 10]
     assert rows[1, [0, 1, 32, 33]].tolist() == [7, -8, -32, -20]
     zeros = torch.tensor([[15, 0], [1, 7]], dtype=torch.uint8)
-    rows = dequantize_weight(QuantizedWeight(codes, scales, zeros=zeros, group_size=32), torch.float64)
+    rows = dequantize_weight(
+        QuantizedWeight(codes, scales, zeros=zeros, group_size=32), torch.float64
+    )
     assert rows[0, [0, 1, 32, 33]].tolist() == [0, -7.5, 0, -6]
     assert rows[1, [0, 1, 32, 33]].tolist() == [14, -1, -28, -16]
     offsets = torch.tensor([[0.25, 1.0], [0.0, -3.0]])
-    rows = dequantize_weight(QuantizedWeight(codes, scales, offsets=offsets, group_size=32), torch.float32)
+    rows = dequantize_weight(
+        QuantizedWeight(codes, scales, offsets=offsets, group_size=32), torch.float32
+    )
     assert rows[0, [0, 1, 32, 33]].tolist() == [3.75, -3.75, 17, 11]
     assert rows[1, [0, 1, 32, 33]].tolist() == [7, -8, -35, -23]
     # 8 bits: zero points down to 0 and up to 255.
-    codes8, zeros8 = torch.tensor([[255, 0]], dtype=torch.uint8), torch.tensor([[0]], dtype=torch.uint8)
+    codes8, zeros8 = (
+        torch.tensor([[255, 0]], dtype=torch.uint8),
+        torch.tensor([[0]], dtype=torch.uint8),
+    )
     one = torch.ones(1, 1)
-    assert dequantize_weight(QuantizedWeight(codes8, one, zeros=zeros8, bits=8), torch.float32).tolist() == [[255, 0]]
-    assert dequantize_weight(QuantizedWeight(codes8, one, bits=8), torch.float32).tolist() == [[127, -128]]
+    assert dequantize_weight(
+        QuantizedWeight(codes8, one, zeros=zeros8, bits=8), torch.float32
+    ).tolist() == [[255, 0]]
+    assert dequantize_weight(QuantizedWeight(codes8, one, bits=8), torch.float32).tolist() == [
+        [127, -128]
+    ]
 
 
 def test_dequantising_undoes_the_act_order() -> None:
-    codes = torch.tensor([[9, 10, 11]], dtype=torch.uint8)  # values 1, 2, 3 of input features 2, 0, 1
+    # values 1, 2, 3 of input features 2, 0, 1
+    codes = torch.tensor([[9, 10, 11]], dtype=torch.uint8)
     qw = QuantizedWeight(codes, torch.ones(1, 1), perm=torch.tensor([2, 0, 1]))
     assert dequantize_weight(qw, torch.float16).tolist() == [[2, 3, 1]]
     assert mixed_gemm(torch.tensor([[10.0, 100.0, 1000.0]]), qw).tolist() == [[1000 + 20 + 300]]

@@ -52,7 +52,9 @@ def test_symmetric_codes_by_hand(x: list[float], codes: list[int], scale: float)
         ([-63.75, -63.75], [-128, -128], 127, 0.25),
     ],
 )
-def test_asymmetric_codes_by_hand(x: list[float], codes: list[int], zero: int, scale: float) -> None:
+def test_asymmetric_codes_by_hand(
+    x: list[float], codes: list[int], zero: int, scale: float
+) -> None:
     q, s, z = quantize_activations(torch.tensor([x], dtype=torch.float32), -1, symmetric=False)
     assert same(q, int8(codes))
     assert same(s, torch.tensor([[scale]]))
@@ -61,12 +63,16 @@ def test_asymmetric_codes_by_hand(x: list[float], codes: list[int], zero: int, s
 
 
 def test_each_operation_of_the_quantiser_rounds_by_itself() -> None:
-    # In fp32, 127 / 33.75 is not (1 / 33.75) * 127, and x is 0.5 or more steps with the first alone.
+    # In fp32, 127 / 33.75 is not (1 / 33.75) * 127, and x is 0.5 or more steps with
+    # the first alone.
     x = float.fromhex("0x1.102042p-3")
     assert quantize_activations(torch.tensor([[33.75, x]]), -1, True)[0].tolist() == [[127, 1]]
     # 9 / 127 is not 9 * (1 / 127) = 0x1.224488p-4.
-    assert quantize_activations(torch.tensor([[9.0]]), -1, True)[1].item() == float.fromhex("0x1.22448ap-4")
-    # lo * r is rounded before it is subtracted from -128: fused, the zero points would be -1, -11 and 101.
+    assert quantize_activations(torch.tensor([[9.0]]), -1, True)[1].item() == float.fromhex(
+        "0x1.22448ap-4"
+    )
+    # lo * r is rounded before it is subtracted from -128: fused, the zero points would be
+    # -1, -11 and 101.
     for lo, hi, zero in (
         (-19.640625, 19.640625, 0),
         (-18.203125, 21.640625, -12),
@@ -78,7 +84,8 @@ def test_each_operation_of_the_quantiser_rounds_by_itself() -> None:
 
 
 def test_codes_are_clamped_below() -> None:
-    # lo * r is just below -12.5, so -13; -128 - lo * r is rounded to the tie -115.5, so -116; -13 - 116 is clamped.
+    # lo * r is just below -12.5, so -13; -128 - lo * r is rounded to the tie -115.5, so -116;
+    # -13 - 116 is clamped.
     codes, _, zeros = quantize_activations(torch.tensor([[-11.25, 218.25]]), -1, False)
     assert zeros is not None
     assert zeros.item() == -116
@@ -119,7 +126,9 @@ def test_the_smallest_range_is_quantised() -> None:
 def test_a_block_that_is_not_finite_has_a_nan_scale(symmetric: bool, bad: float) -> None:
     x = torch.tensor([[1.0, bad, 127, 5], [127, 1, 127, 5]])
     codes, scales, zeros = quantize_activations(x, 2, symmetric)
-    good_codes, good_scales, good_zeros = quantize_activations(torch.tensor([[127.0, 1, 127, 5]]), 2, symmetric)
+    good_codes, good_scales, good_zeros = quantize_activations(
+        torch.tensor([[127.0, 1, 127, 5]]), 2, symmetric
+    )
     assert codes[0, :2].tolist() == [0, 0]
     assert scales[0, 0].isnan()
     assert same(codes[0, 2:], good_codes[0, 2:])
@@ -158,11 +167,15 @@ def test_no_rows_and_strided_rows() -> None:
     assert zeros is not None
     assert (codes.shape, scales.shape, zeros.shape) == ((0, 40), (0, 2), (0, 2))
     x = torch.arange(24.0).view(6, 4).t()
-    assert same(quantize_activations(x, 4, True)[0], quantize_activations(x.contiguous(), 4, True)[0])
+    assert same(
+        quantize_activations(x, 4, True)[0], quantize_activations(x.contiguous(), 4, True)[0]
+    )
 
 
 def scalar_quantiser(x: list[np.float32], symmetric: bool) -> tuple[list[int], np.float32, int]:
-    """One block, one number at a time, in numpy's fp32 scalars: each operation is an IEEE operation."""
+    """One block, one number at a time, in numpy's fp32 scalars: each operation is an IEEE
+    operation.
+    """
     f = np.float32
     lo, hi = min(f(0), *x), max(f(0), *x)
     span = max(hi, -lo) if symmetric else hi - lo
@@ -178,14 +191,19 @@ def scalar_quantiser(x: list[np.float32], symmetric: bool) -> tuple[list[int], n
 
 finite = st.floats(-(2.0**120), 2.0**120, width=32)
 
-values = st.lists(finite | st.integers(-300, 300).map(float) | st.integers(-99, 99).map(lambda i: i / 2), min_size=2)
+values = st.lists(
+    finite | st.integers(-300, 300).map(float) | st.integers(-99, 99).map(lambda i: i / 2),
+    min_size=2,
+)
 
 
 @given(values, st.booleans())
 @settings(deadline=None, max_examples=300)
 def test_codes_and_scales_are_those_of_scalar_arithmetic(x: list[float], symmetric: bool) -> None:
     codes, scales, zeros = quantize_activations(torch.tensor([x]), -1, symmetric)
-    expected_codes, expected_scale, expected_zero = scalar_quantiser([np.float32(v) for v in x], symmetric)
+    expected_codes, expected_scale, expected_zero = scalar_quantiser(
+        [np.float32(v) for v in x], symmetric
+    )
     assert codes[0].tolist() == expected_codes
     assert scales.numpy()[0, 0] == expected_scale
     assert (0 if zeros is None else zeros.item()) == expected_zero
@@ -193,13 +211,18 @@ def test_codes_and_scales_are_those_of_scalar_arithmetic(x: list[float], symmetr
 
 @given(values, st.booleans(), st.sampled_from([2, 3, 32, -1]))
 @settings(deadline=None)
-def test_dequantised_activations_are_within_half_a_scale(x: list[float], symmetric: bool, block: int) -> None:
+def test_dequantised_activations_are_within_half_a_scale(
+    x: list[float], symmetric: bool, block: int
+) -> None:
     codes, scales, zeros = quantize_activations(torch.tensor([x]), block, symmetric)
     back = dequantize_activations(codes, scales, zeros, block).double()[0].tolist()
     for i, (value, approximation) in enumerate(zip(x, back, strict=True)):
         scale = scales[0, 0 if block == -1 else i // block].item()
-        # A zero block is off by less than 2^-100; the rest is fp32's rounding of products of up to 255 steps.
-        assert abs(value - approximation) <= max(scale * (0.5 + 255 * 2**-22), TINY if scale == 1 else 0)
+        # A zero block is off by less than 2^-100; the rest is fp32's rounding of products of
+        # up to 255 steps.
+        assert abs(value - approximation) <= max(
+            scale * (0.5 + 255 * 2**-22), TINY if scale == 1 else 0
+        )
         if value == 0:
             assert approximation == 0
 
@@ -210,7 +233,8 @@ def test_a_constant_block_is_exact(c: float, negative: bool) -> None:
     codes, scales, zeros = quantize_activations(torch.full((1, 7), c), -1, False)
     assert zeros is not None
     assert set((codes.int() - zeros.int()).flatten().tolist()) == {-255 if negative else 255}
-    assert abs(255 * scales.item() - c * (-1 if negative else 1)) <= abs(c) * 2**-24  # s itself is rounded
+    # s itself is rounded
+    assert abs(255 * scales.item() - c * (-1 if negative else 1)) <= abs(c) * 2**-24
 
 
 @pytest.mark.gpu
@@ -218,10 +242,14 @@ def test_a_constant_block_is_exact(c: float, negative: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_every_device_finds_the_same_codes(symmetric: bool, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(6)
-    x = (torch.randn(257, 1000, generator=g) * 10.0 ** torch.randint(-3, 4, (257, 1), generator=g)).to(dtype)
+    x = (
+        torch.randn(257, 1000, generator=g) * 10.0 ** torch.randint(-3, 4, (257, 1), generator=g)
+    ).to(dtype)
     for block in (32, 128, -1):
         on_cpu = quantize_activations(x, block, symmetric)
-        for here, there in zip(on_cpu, quantize_activations(x.cuda(), block, symmetric), strict=True):
+        for here, there in zip(
+            on_cpu, quantize_activations(x.cuda(), block, symmetric), strict=True
+        ):
             assert (here is None and there is None) or same(here, there.cpu())
     on_cpu, on_gpu = (quantize_weight(w, 4, 64, symmetric) for w in (x, x.cuda()))
     assert same(on_cpu.codes, on_gpu.codes.cpu())
@@ -232,4 +260,7 @@ def test_dequantised_activations_by_hand() -> None:
     codes, scales = int8([3, -128, 7], [0, 1, 2]), torch.tensor([[0.5, 4.0], [1.0, -2.0]])
     assert dequantize_activations(codes, scales, None, 2).tolist() == [[1.5, -64, 28], [0, 1, -4]]
     zeros = int8([-1, 127], [1, -128])
-    assert dequantize_activations(codes, scales, zeros, 2).tolist() == [[2, -63.5, -480], [-1, 0, -260]]
+    assert dequantize_activations(codes, scales, zeros, 2).tolist() == [
+        [2, -63.5, -480],
+        [-1, 0, -260],
+    ]

@@ -32,7 +32,9 @@ from cutlass_ops.weights.weight import QuantizedWeight
 # ---- products
 
 
-def weight_of_one_row(k: int, codes: dict[int, int], scales: list[float], group: int, **rest: object) -> QuantizedWeight:
+def weight_of_one_row(
+    k: int, codes: dict[int, int], scales: list[float], group: int, **rest: object
+) -> QuantizedWeight:
     """A 4-bit row of codes 8 except in ``codes``."""
     row = torch.full((1, k), 8, dtype=torch.uint8)
     for column, code in codes.items():
@@ -71,9 +73,11 @@ def test_asymmetric_product_by_hand() -> None:
     # Where a code is its zero point the weight is of no account (here 8 - 2 and 8 - 9).
     # I = 3 * 3 + -129 * 13 = -1668 and 130 * -9 = -1170; y = 0.25 * -1668 + 0.5 * -1170
     assert gemm_quantized(codes, scales, zeros, 32, qw).item() == -1002
-    # With offsets: I = 3 * -3 + -129 * 7 = -912 and 130 * -8 = -1040; 0.25 * -912 + 0.5 * -1040 = -748.
-    # S = 0.5 * (3 - 129) = -63 and 2 * 130 = 260; 1.5 * -63 - 0.25 * 260 = -159.5
-    qw = weight_of_one_row(64, {0: 5, 1: 15, 40: 0}, [0.5, 0.25], 32, offsets=torch.tensor([[1.5, -0.25]]))
+    # With offsets: I = 3 * -3 + -129 * 7 = -912 and 130 * -8 = -1040; 0.25 * -912 + 0.5 * -1040 =
+    # -748. S = 0.5 * (3 - 129) = -63 and 2 * 130 = 260; 1.5 * -63 - 0.25 * 260 = -159.5
+    qw = weight_of_one_row(
+        64, {0: 5, 1: 15, 40: 0}, [0.5, 0.25], 32, offsets=torch.tensor([[1.5, -0.25]])
+    )
     assert gemm_quantized(codes, scales, zeros, 32, qw).item() == -748 - 159.5
 
 
@@ -87,7 +91,14 @@ def test_mixed_gemm_quantises_by_block_or_token_by_hand() -> None:
     # One scale of 8: 127 / 8 = 15.875 is 16.
     assert mixed_gemm(x, qw, act_quant="token").item() == 128 + 1016
     # Asymmetric, by block: scales 127 / 255 and 1016 / 255; 0.5 is 1.004 steps, one step.
-    y = mixed_gemm(x, qw, act_quant="block", act_symmetric=False, compute_dtype=torch.float64, out_dtype=torch.float64)
+    y = mixed_gemm(
+        x,
+        qw,
+        act_quant="block",
+        act_symmetric=False,
+        compute_dtype=torch.float64,
+        out_dtype=torch.float64,
+    )
     assert y.item() == pytest.approx(127 + 2 * 127 / 255 + 1016, rel=1e-7)
 
 
@@ -100,7 +111,9 @@ def test_an_identity_gives_the_weight_bit_for_bit(bits: int, dtype: torch.dtype,
     qw = QuantizedWeight(
         torch.randint(0, 2**bits, (n, k), generator=g, dtype=torch.uint8),
         torch.randn(n, groups, generator=g).to(dtype),
-        zeros=torch.randint(0, 2**bits, (n, groups), generator=g, dtype=torch.uint8) if kind == "zeros" else None,
+        zeros=torch.randint(0, 2**bits, (n, groups), generator=g, dtype=torch.uint8)
+        if kind == "zeros"
+        else None,
         offsets=torch.randn(n, groups, generator=g) if kind == "offsets" else None,
         bits=bits,
         group_size=32,
@@ -125,14 +138,22 @@ def problems(draw: st.DrawFn) -> tuple[QuantizedWeight, Tensor, Tensor, Tensor |
     qw = QuantizedWeight(
         torch.randint(0, 2**bits, (n, k), generator=g, dtype=torch.uint8),
         (signs * 2 ** torch.randint(0, 2, (n, groups), generator=g)).to(torch.float16),
-        zeros=torch.randint(0, 2**bits, (n, groups), generator=g, dtype=torch.uint8) if kind == "zeros" else None,
-        offsets=torch.randint(-9, 10, (n, groups), generator=g).float() if kind == "offsets" else None,
+        zeros=torch.randint(0, 2**bits, (n, groups), generator=g, dtype=torch.uint8)
+        if kind == "zeros"
+        else None,
+        offsets=torch.randint(-9, 10, (n, groups), generator=g).float()
+        if kind == "offsets"
+        else None,
         bits=bits,
         group_size=group,
     )
     codes = torch.randint(-128, 128, (m, k), generator=g).to(torch.int8)
     scales = 2.0 ** torch.randint(0, 2, (m, blocks), generator=g)
-    zeros = torch.randint(-128, 128, (m, blocks), generator=g).to(torch.int8) if draw(st.booleans()) else None
+    zeros = (
+        torch.randint(-128, 128, (m, blocks), generator=g).to(torch.int8)
+        if draw(st.booleans())
+        else None
+    )
     return qw, codes, scales, zeros, block
 
 
@@ -153,11 +174,15 @@ def test_products_are_exact_in_integers(
     # The operands, column by column: no steps, no centred sums.
     a = spread(scales, block, k) * (codes.numpy().astype(np.int64) - spread(zeros, block, k))
     middle = spread(qw.zeros, group, k) if qw.zeros is not None else formats.midpoint(qw.bits)
-    w = spread(qw.scales, group, k) * (qw.codes.numpy().astype(np.int64) - middle) + spread(qw.offsets, group, k)
+    w = spread(qw.scales, group, k) * (qw.codes.numpy().astype(np.int64) - middle) + spread(
+        qw.offsets, group, k
+    )
     expected = a @ w.T
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference.blocks, "CHUNK", chunk)  # 1: rows in chunks of 64
-        y = gemm_quantized(codes, scales, zeros, block, qw, compute_dtype=torch.float64, out_dtype=torch.float64)
+        y = gemm_quantized(
+            codes, scales, zeros, block, qw, compute_dtype=torch.float64, out_dtype=torch.float64
+        )
         y32 = gemm_quantized(codes, scales, zeros, block, qw)
         x = torch.from_numpy(a).float()
         unquantised = mixed_gemm(x, qw, compute_dtype=torch.float64, out_dtype=torch.float64)
@@ -174,17 +199,21 @@ def test_products_are_exact_in_integers(
 @pytest.mark.parametrize("w_zeros", [False, True])
 @pytest.mark.parametrize("x_zeros", [False, True])
 def test_sums_beyond_fp32_are_still_exact(x_zeros: bool, w_zeros: bool, bits: int) -> None:
-    # The fewest products of extreme codes that are above 2^24 together, and products of 1 that make their sum odd: fp32
-    # has only even numbers there.
+    # The fewest products of extreme codes that are above 2^24 together, and products of 1 that make
+    # their sum odd: fp32 has only even numbers there.
     x, x_one, zero = (127, -127, -128) if x_zeros else (-128, -1, 0)
     w, w_one, w_zero = (2**bits - 1, 1, 0) if w_zeros else (0, 2 ** (bits - 1) - 1, 2 ** (bits - 1))
     largest, one = (x - zero) * (w - w_zero), (x_one - zero) * (w_one - w_zero)
     assert one == math.copysign(1, largest)
     count = 2**24 // abs(largest) + 1
     ones = 2 if count * largest % 2 else 1
-    codes, matrix = (torch.tensor([[code] * count + [unit] * ones]) for code, unit in ((x, x_one), (w, w_one)))
+    codes, matrix = (
+        torch.tensor([[code] * count + [unit] * ones]) for code, unit in ((x, x_one), (w, w_one))
+    )
     zeros = torch.tensor([[w_zero]], dtype=torch.uint8) if w_zeros else None
-    qw = QuantizedWeight(matrix.to(torch.uint8), torch.ones(1, 1), zeros=zeros, bits=bits, group_size=-1)
+    qw = QuantizedWeight(
+        matrix.to(torch.uint8), torch.ones(1, 1), zeros=zeros, bits=bits, group_size=-1
+    )
     expected = count * largest + ones * one
     assert abs(expected) > 2**24
     assert expected % 2
@@ -210,7 +239,9 @@ def test_fp32_products_are_near_the_fp64_product_of_the_dequantised_operands(
     else:
         block = -1 if act_quant == "token" else min(group, 128) if group != -1 else 128
         codes, scales, zeros = quantize_activations(x, block, symmetric)
-        integers = codes.double() - (0 if zeros is None else torch.from_numpy(spread(zeros, block, k)))
+        integers = codes.double() - (
+            0 if zeros is None else torch.from_numpy(spread(zeros, block, k))
+        )
         width = k if block == -1 else block
         operand = integers * scales.double().repeat_interleave(width, 1)[:, :k]
     oracle = operand @ dequantize_weight(qw, torch.float64).t()
@@ -277,7 +308,8 @@ def test_no_rows(act_quant: str) -> None:
         ("relu6", [0.0, 0.0, 0.0, 1.0, 6.0]),
         (("clamp", -2.0, 0.5), [-2.0, -1.0, 0.0, 0.5, 0.5]),
         (("clamp", 0.5, 0.5), [0.5] * 5),
-        # x * Phi(x), from a table of the normal distribution: Phi(1) = 0.8413447461, Phi(-7) = 1.27981e-12
+        # x * Phi(x), from a table of the normal distribution: Phi(1) = 0.8413447461,
+        # Phi(-7) = 1.27981e-12
         ("gelu", [-8.95868780e-12, -0.1586552539, 0.0, 0.8413447461, 8.0]),
         # x / (1 + exp(-x)): e = 2.718281828, exp(7) = 1096.633158, exp(8) = 2980.957987
         ("silu", [-7 / 1097.633158, -1 / 3.718281828, 0.0, 1 / 1.3678794412, 8 / 1.00033546263]),
@@ -285,8 +317,12 @@ def test_no_rows(act_quant: str) -> None:
 )
 def test_activations_by_hand(activation: reference.Activation, expected: list[float]) -> None:
     total = torch.tensor([[-7.0, -1.0, 0.0, 1.0, 8.0]], dtype=torch.float64)
-    assert epilogue(total, activation=activation, out_dtype=torch.float64)[0].tolist() == pytest.approx(expected, rel=1e-8)
-    assert epilogue(total.float(), activation=activation)[0].tolist() == pytest.approx(expected, rel=1e-6, abs=1e-8)
+    assert epilogue(total, activation=activation, out_dtype=torch.float64)[
+        0
+    ].tolist() == pytest.approx(expected, rel=1e-8)
+    assert epilogue(total.float(), activation=activation)[0].tolist() == pytest.approx(
+        expected, rel=1e-6, abs=1e-8
+    )
 
 
 def test_bias_comes_before_the_activation_and_the_residual_after_it() -> None:
@@ -296,10 +332,15 @@ def test_bias_comes_before_the_activation_and_the_residual_after_it() -> None:
 
 
 def test_the_result_is_rounded_once() -> None:
-    # fp16 has steps of 2 above 2048: 2049 + 2^-10 is nearer to 2050; 2049 alone is a tie and becomes 2048.
-    y = epilogue(torch.tensor([[2049.0]]), residual=torch.tensor([[2.0**-10]]), out_dtype=torch.float16)
+    # fp16 has steps of 2 above 2048: 2049 + 2^-10 is nearer to 2050; 2049 alone is a tie
+    # and becomes 2048.
+    y = epilogue(
+        torch.tensor([[2049.0]]), residual=torch.tensor([[2.0**-10]]), out_dtype=torch.float16
+    )
     assert y.item() == 2050
-    y = epilogue(torch.tensor([[2048.0]]), bias=torch.tensor([1.0 + 2.0**-10]), out_dtype=torch.float16)
+    y = epilogue(
+        torch.tensor([[2048.0]]), bias=torch.tensor([1.0 + 2.0**-10]), out_dtype=torch.float16
+    )
     assert y.item() == 2050
 
 
@@ -322,7 +363,10 @@ def test_overflow_gives_inf_or_saturates() -> None:
     )
     assert epilogue(torch.tensor([[3.4e38]]), out_dtype=torch.bfloat16).item() == INF
     largest = torch.finfo(torch.bfloat16).max
-    assert epilogue(torch.tensor([[3.4e38]]), out_dtype=torch.bfloat16, saturate=True).item() == largest
+    assert (
+        epilogue(torch.tensor([[3.4e38]]), out_dtype=torch.bfloat16, saturate=True).item()
+        == largest
+    )
 
 
 @pytest.mark.parametrize("act_quant", ["none", "block"])
@@ -334,7 +378,12 @@ def test_mixed_gemm_passes_every_option_to_the_epilogue(act_quant: str) -> None:
     assert y.dtype == torch.float16
     assert y.item() == 127
     assert mixed_gemm(x, qw, act_quant=act_quant, bias=torch.tensor([-200.0])).item() == -73
-    assert mixed_gemm(x, qw, act_quant=act_quant, bias=torch.tensor([-200.0]), activation="relu").item() == 0
+    assert (
+        mixed_gemm(
+            x, qw, act_quant=act_quant, bias=torch.tensor([-200.0]), activation="relu"
+        ).item()
+        == 0
+    )
     biased = weight_of_one_row(32, {0: 9}, [1.0], 32, bias=torch.tensor([3.0]))
     assert mixed_gemm(x, biased, act_quant=act_quant).item() == 130
     residual = torch.tensor([[-1e6]])
@@ -363,8 +412,11 @@ def test_rms_norm_by_hand() -> None:
 
 
 def test_rms_norm_rounds_the_sum_and_the_quotient_to_the_dtype() -> None:
-    # r is 0.4: 3 r in fp16 is 1.2001953125, and 1.5 of it is halfway between 1843 and 1844 steps; 1.5 of 1.2 is nearer to 1843.
-    y, _ = rms_norm(torch.tensor([[3.0, -4.0, 0.0, 0.0]]).half(), torch.full((4,), 1.5).half(), 1e-15)
+    # r is 0.4: 3 r in fp16 is 1.2001953125, and 1.5 of it is halfway between 1843 and 1844 steps;
+    # 1.5 of 1.2 is nearer to 1843.
+    y, _ = rms_norm(
+        torch.tensor([[3.0, -4.0, 0.0, 0.0]]).half(), torch.full((4,), 1.5).half(), 1e-15
+    )
     assert y[0, 0].item() == 1844 / 1024
     # 2048 + 1 is no fp16: the residual that goes on is 2048, and its norm is taken.
     x = torch.full((1, 8), 2048.0).half()
@@ -374,20 +426,28 @@ def test_rms_norm_rounds_the_sum_and_the_quotient_to_the_dtype() -> None:
 
 
 def test_squares_are_summed_in_the_order_that_is_specified() -> None:
-    # fp32 forgets 1 beside 2^24. Column by column 2^24 + 1 + 1 + ... would stay 2^24; neighbours in pairs do not.
+    # fp32 forgets 1 beside 2^24. Column by column 2^24 + 1 + 1 + ... would stay 2^24; neighbours
+    # in pairs do not.
     x = torch.ones(1, 1024)
     x[0, 0] = 4096.0
     # The pair (2^24, 1) loses its 1; all other pairs keep theirs, and every later sum is even.
     assert _sum_of_squares(x).item() == 2**24 + 1022
     x[0, 1] = 0.0
     assert _sum_of_squares(x).item() == 2**24 + 1022
-    # Runs of 512 columns, 32 apart in the order of K: (2^24 + 1) + 1 loses both ones that 2^24 + (1 + 1) would keep.
+    # Runs of 512 columns, 32 apart in the order of K: (2^24 + 1) + 1 loses both ones that 2^24 +
+    # (1 + 1) would keep.
     runs = torch.zeros(1, 512 * 65)
     runs[0, 0] = 4096.0
     runs[0, 512 * 32] = runs[0, 512 * 64] = 1.0
     assert _sum_of_squares(runs).item() == 2**24
-    # Which runs share a lane: those 32 apart and no others. Beside 2^24 in lane 0 two ones of another lane are a 2.
-    for first, second, total in ((16, 48, 2**24 + 2), (32, 96, 2**24), (31, 63, 2**24 + 2), (33, 65, 2**24 + 2)):
+    # Which runs share a lane: those 32 apart and no others. Beside 2^24 in lane 0 two ones of
+    # another lane are a 2.
+    for first, second, total in (
+        (16, 48, 2**24 + 2),
+        (32, 96, 2**24),
+        (31, 63, 2**24 + 2),
+        (33, 65, 2**24 + 2),
+    ):
         runs = torch.zeros(1, 512 * 97)
         runs[0, 0] = 4096.0
         runs[0, 512 * first] = runs[0, 512 * second] = 1.0
@@ -398,9 +458,14 @@ def test_squares_are_summed_in_the_order_that_is_specified() -> None:
 @pytest.mark.parametrize("k", [1, 7, 576, 4096, 20000])
 def test_rms_norm_is_near_the_exact_one(dtype: torch.dtype, k: int) -> None:
     random = torch.Generator().manual_seed(k)
-    x, weight = torch.randn(3, k, generator=random).to(dtype), torch.randn(k, generator=random).to(dtype)
+    x, weight = (
+        torch.randn(3, k, generator=random).to(dtype),
+        torch.randn(k, generator=random).to(dtype),
+    )
     y, _ = rms_norm(x, weight, 1e-5)
-    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    exact = (
+        x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    )
     unit = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-21}[dtype]
     assert ((y.double() - exact).abs() <= unit * exact.abs() + 1e-6).all()
 
@@ -409,7 +474,8 @@ def test_silu_mul() -> None:
     gate = torch.tensor([[0.0, 1.0, -1.0, 20.0, -100.0, 60000.0]]).half()
     up = torch.tensor([[5.0, 2.0, 2.0, 3.0, 3.0, 2.0]]).half()
     y = silu_mul(gate, up)
-    # silu(1) = 0.73106: in fp16 0.73096; silu(-1) = -0.26894: -0.26904. The product of the last column overflows.
+    # silu(1) = 0.73106: in fp16 0.73096; silu(-1) = -0.26894: -0.26904. The product of the last
+    # column overflows.
     assert y.tolist() == [[0.0, 1.4619140625, -0.5380859375, 60.0, 0.0, INF]]
     assert y.dtype == torch.float16
     values = torch.randn(4, 999, generator=torch.Generator().manual_seed(1))
@@ -427,13 +493,17 @@ def simple() -> QuantizedWeight:
 
 def test_wrong_arguments_are_named() -> None:
     qw, x = simple(), torch.ones(3, 64)
-    with pytest.raises(TypeError, match="x has dtype float64; supported are float16, bfloat16, float32"):
+    with pytest.raises(
+        TypeError, match="x has dtype float64; supported are float16, bfloat16, float32"
+    ):
         mixed_gemm(x.double(), qw)
     with pytest.raises(ValueError, match=r"x has shape \(64,\)"):
         mixed_gemm(x[0], qw)
     with pytest.raises(ValueError, match=r"63 columns; the weight \(2, 64\) takes 64"):
         mixed_gemm(x[:, 1:], qw)
-    with pytest.raises(ValueError, match="act_quant is 'row'; supported are 'none', 'token' and 'block'"):
+    with pytest.raises(
+        ValueError, match="act_quant is 'row'; supported are 'none', 'token' and 'block'"
+    ):
         mixed_gemm(x, qw, act_quant="row")
     for activation in ("tanh", ("clamp", 1.0), ("relu", 0.0, 1.0)):
         with pytest.raises(ValueError, match=r"activation is .*; supported are None"):
@@ -457,7 +527,9 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_wrong_quantised_activations_are_named() -> None:
     qw, codes = simple(), torch.zeros(3, 64, dtype=torch.int8)
-    with pytest.raises(ValueError, match="block is 48 and group_size is 64; one must divide the other"):
+    with pytest.raises(
+        ValueError, match="block is 48 and group_size is 64; one must divide the other"
+    ):
         gemm_quantized(codes, torch.ones(3, 2), None, 48, qw)
     with pytest.raises(ValueError, match=r"scales has shape \(3, 2\); \(3, 1\) is expected"):
         gemm_quantized(codes, torch.ones(3, 2), None, 64, qw)

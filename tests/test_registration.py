@@ -33,8 +33,11 @@ def test_registered_where_transformers_is_imported_already(monkeypatch: pytest.M
     tables = (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
     for table in tables:
         monkeypatch.delitem(table, "cutlass_ops")
-    monkeypatch.setitem(sys.modules, "cutlass_ops.integrations.hf_quantizer", None)  # it does not import
-    with pytest.warns(UserWarning, match="this transformers cannot load packed models of cutlass_ops"):
+    # it does not import
+    monkeypatch.setitem(sys.modules, "cutlass_ops.integrations.hf_quantizer", None)
+    with pytest.warns(
+        UserWarning, match="this transformers cannot load packed models of cutlass_ops"
+    ):
         registration.register_when_imported()
     monkeypatch.delitem(sys.modules, "cutlass_ops.integrations.hf_quantizer")
     registration.register_when_imported()
@@ -55,4 +58,7 @@ assert "cutlass_ops.integrations.hf_quantizer" in sys.modules and hook not in sy
 
 def test_an_unknown_choice_of_import_hooks_is_refused() -> None:
     done = imported("", hooks="off")
-    assert "ValueError: CUTLASS_OPS_IMPORT_HOOKS is 'off' in the environment; it must be 0 or 1" in done.stderr
+    assert (
+        "ValueError: CUTLASS_OPS_IMPORT_HOOKS is 'off' in the environment; it must be 0 or 1"
+        in done.stderr
+    )

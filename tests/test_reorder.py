@@ -59,7 +59,9 @@ def assert_same(a: QuantizedWeight | PackedWeight, b: QuantizedWeight | PackedWe
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
     extras=st.booleans(),
 )
-def test_unpack_undoes_reorder(n: int, k: int, bits: int, group_size: int, kind: str, dtype: torch.dtype, extras: bool) -> None:
+def test_unpack_undoes_reorder(
+    n: int, k: int, bits: int, group_size: int, kind: str, dtype: torch.dtype, extras: bool
+) -> None:
     weight = random_weight(n, k, bits, group_size, kind, dtype, extras)
     assert_same(reorder(weight).unpack(), weight)
 
@@ -87,7 +89,11 @@ def test_group_vectors_stand_where_lanes_read_them() -> None:
 def test_zero_points_of_8_bits_stay_in_int8() -> None:
     codes = torch.zeros(2, 32, dtype=torch.uint8)
     weight = QuantizedWeight(
-        codes, torch.ones(2, 1), zeros=torch.tensor([[0], [255]], dtype=torch.uint8), bits=8, group_size=32
+        codes,
+        torch.ones(2, 1),
+        zeros=torch.tensor([[0], [255]], dtype=torch.uint8),
+        bits=8,
+        group_size=32,
     )
     packed = reorder(weight)
     assert packed.zeros is not None
@@ -97,7 +103,9 @@ def test_zero_points_of_8_bits_stay_in_int8() -> None:
 def test_reorder_takes_views() -> None:
     wide = random_weight(40, 96)
     view = QuantizedWeight(wide.codes[::2, 32:], wide.scales[::2, 1:], group_size=32)
-    copy = QuantizedWeight(wide.codes[::2, 32:].clone(), wide.scales[::2, 1:].clone(), group_size=32)
+    copy = QuantizedWeight(
+        wide.codes[::2, 32:].clone(), wide.scales[::2, 1:].clone(), group_size=32
+    )
     assert_same(reorder(view), reorder(copy))
 
 
@@ -118,7 +126,11 @@ def test_weights_packed_as_one_part_by_slicing(bits: int, kind: str) -> None:
     whole = packed.unpack()
     for part in parts:
         here = slice(start, start + part.n)
-        cut = {name: getattr(whole, name)[here] for name in PARTS if name != "perm" and getattr(whole, name) is not None}
+        cut = {
+            name: getattr(whole, name)[here]
+            for name in PARTS
+            if name != "perm" and getattr(whole, name) is not None
+        }
         assert_same(replace(whole, **cut), part)
         start += part.n
     x = torch.randn(3, 200, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
@@ -126,7 +138,9 @@ def test_weights_packed_as_one_part_by_slicing(bits: int, kind: str) -> None:
         found = mixed_gemm(x, packed, act_quant=act_quant).split(rows, dim=-1)
         for y, part in zip(found, parts, strict=True):
             expected = mixed_gemm(x, reorder(part), act_quant=act_quant)
-            torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+            torch.testing.assert_close(
+                y, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max())
+            )
 
 
 def test_a_missing_bias_among_others_changes_no_sum() -> None:
@@ -137,14 +151,21 @@ def test_a_missing_bias_among_others_changes_no_sum() -> None:
         assert bias is not None
         assert bias.dtype == torch.float16
         start = 8 if order[1] is without else 0
-        assert torch.equal(bias[start : start + 5].view(torch.int16), torch.full((5,), -(1 << 15), dtype=torch.int16))  # -0.0
+        # -0.0
+        assert torch.equal(
+            bias[start : start + 5].view(torch.int16),
+            torch.full((5,), -(1 << 15), dtype=torch.int16),
+        )
     assert reorder([without, without]).bias is None
 
 
 @pytest.mark.parametrize(
     ("other", "match"),
     [
-        (random_weight(8, 96), "codes is uint8 of 96 columns on cpu and uint8 of 64 columns on cpu"),
+        (
+            random_weight(8, 96),
+            "codes is uint8 of 96 columns on cpu and uint8 of 64 columns on cpu",
+        ),
         (random_weight(8, 64, bits=8), "bits is 8 and 4"),
         (random_weight(8, 64, group_size=64), "group_size is 64 and 32"),
         (random_weight(8, 64, kind="zeros"), "zeros is uint8 of 2 columns on cpu and None"),
@@ -229,12 +250,21 @@ def test_the_file_is_ordinary_safetensors(tmp_path: Path) -> None:
     metadata = header.pop("__metadata__")
     assert metadata["format"] == "pt"
     assert (metadata["layout"], metadata["layout_version"]) == ("cutlass_ops.slab64", "2")
-    assert json.loads(metadata["weights"])["a.down"] == {"n": 1, "k": 1, "bits": 8, "group_size": -1}
-    # Every tensor starts at a multiple of its element's size, in memory too: a mapped file starts at a page.
+    assert json.loads(metadata["weights"])["a.down"] == {
+        "n": 1,
+        "k": 1,
+        "bits": 8,
+        "group_size": -1,
+    }
+    # Every tensor starts at a multiple of its element's size, in memory too: a mapped file
+    # starts at a page.
     sizes = {"U8": 1, "I8": 1, "BOOL": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}
     for name, entry in header.items():
         assert (8 + length + entry["data_offsets"][0]) % sizes[entry["dtype"]] == 0, name
-    assert all((8 + length + header[f"{w}.codes"]["data_offsets"][0]) % 64 == 0 for w in ("a.up", "a.down", "a.gate"))
+    assert all(
+        (8 + length + header[f"{w}.codes"]["data_offsets"][0]) % 64 == 0
+        for w in ("a.up", "a.down", "a.gate")
+    )
 
 
 def test_a_file_without_weights(tmp_path: Path) -> None:
@@ -246,17 +276,29 @@ def test_a_file_without_weights(tmp_path: Path) -> None:
     ("tensors", "error", "match"),
     [
         ({"w": 3}, TypeError, "'w' is a int"),
-        ({"w": "weight", "w.scales": torch.zeros(1)}, ValueError, r"tensor 'w\.scales' cannot keep its name"),
-        ({"w": "weight", "w.bias": torch.zeros(2)}, ValueError, r"tensor 'w\.bias' cannot keep its name"),
+        (
+            {"w": "weight", "w.scales": torch.zeros(1)},
+            ValueError,
+            r"tensor 'w\.scales' cannot keep its name",
+        ),
+        (
+            {"w": "weight", "w.bias": torch.zeros(2)},
+            ValueError,
+            r"tensor 'w\.bias' cannot keep its name",
+        ),
         ({"__metadata__": torch.zeros(1)}, ValueError, "__metadata__"),
         ({"w": torch.zeros(1, dtype=torch.complex128)}, ValueError, "complex128"),
     ],
 )
-def test_save_refuses(tmp_path: Path, tensors: dict[str, object], error: type[Exception], match: str) -> None:
+def test_save_refuses(
+    tmp_path: Path, tensors: dict[str, object], error: type[Exception], match: str
+) -> None:
     path = tmp_path / "w.safetensors"
     weight = reorder(random_weight(2, 32))
     with pytest.raises(error, match=match):
-        save_packed(path, {name: weight if value == "weight" else value for name, value in tensors.items()})  # type: ignore[misc]
+        save_packed(
+            path, {name: weight if value == "weight" else value for name, value in tensors.items()}
+        )  # type: ignore[misc]
     assert not list(tmp_path.iterdir())
 
 
@@ -278,7 +320,9 @@ def test_loaded_tensors_survive_the_replacement_of_their_file(tmp_path: Path) ->
 
 
 def interrupted(path: Path) -> None:
-    with stream_safetensors(path, {"x": (torch.float32, (4,)), "y": (torch.float32, (4,))}, {}) as write:
+    with stream_safetensors(
+        path, {"x": (torch.float32, (4,)), "y": (torch.float32, (4,))}, {}
+    ) as write:
         write("x", torch.zeros(4))
         raise KeyboardInterrupt
 
@@ -302,7 +346,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         ([("x", torch.zeros(4)), ("x", torch.zeros(4))], "written before"),
     ],
 )
-def test_the_writer_takes_what_was_announced_once(tmp_path: Path, written: list[tuple[str, torch.Tensor]], match: str) -> None:
+def test_the_writer_takes_what_was_announced_once(
+    tmp_path: Path, written: list[tuple[str, torch.Tensor]], match: str
+) -> None:
     def run() -> None:
         with stream_safetensors(tmp_path / "w", {"x": (torch.float32, (4,))}, {}) as write:
             for name, tensor in written:
@@ -324,7 +370,9 @@ def test_a_killed_run_leaves_the_old_file(tmp_path: Path) -> None:
             print("written", flush=True)
             time.sleep(600)
     """)
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=tmp_path) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=tmp_path
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"written\n"
         process.send_signal(signal.SIGKILL)
@@ -334,7 +382,9 @@ def test_a_killed_run_leaves_the_old_file(tmp_path: Path) -> None:
 def test_new_files_have_the_usual_mode(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     save_packed(tmp_path / "w", {})
-    assert stat.S_IMODE((tmp_path / "w").stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
+    assert stat.S_IMODE((tmp_path / "w").stat().st_mode) == stat.S_IMODE(
+        (tmp_path / "other").stat().st_mode
+    )
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
@@ -382,15 +432,23 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
         thread.join()
         print(peak - before)
     """)
-    if not Path("/proc/self/status").exists() or "RssAnon" not in Path("/proc/self/status").read_text():
+    if (
+        not Path("/proc/self/status").exists()
+        or "RssAnon" not in Path("/proc/self/status").read_text()
+    ):
         pytest.skip("this system does not tell anonymous memory from mapped files")
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path
+    )
     # The quantiser has a few copies of one tensor; all 24 of them would be 24 times the largest.
     assert int(run.stdout) < 12 * largest
 
 
 def test_packing_a_large_layer_is_fast_and_small() -> None:
-    weight = QuantizedWeight(torch.randint(0, 16, (8192, 8192), dtype=torch.uint8), torch.ones(8192, 64, dtype=torch.float16))
+    weight = QuantizedWeight(
+        torch.randint(0, 16, (8192, 8192), dtype=torch.uint8),
+        torch.ones(8192, 64, dtype=torch.float16),
+    )
     begin = time.perf_counter()
     packed = reorder(weight)
     assert time.perf_counter() - begin < 20  # it takes 0.1 s; this is no benchmark

@@ -75,12 +75,16 @@ def test_float_weights_are_quantised_on_the_way(tmp_path: Path) -> None:
     assert {name for name, value in loaded.items() if isinstance(value, torch.Tensor)} == rest
     assert all(torch.equal(loaded[name], plain[name]) for name in rest)  # type: ignore[arg-type]
     assert sorted(seen) == sorted(["m.safetensors", *done.weights, *done.tensors])
-    assert packed_info(tmp_path / "p.safetensors").sources == {"m.safetensors": sha256(tmp_path / "m.safetensors")}
+    assert packed_info(tmp_path / "p.safetensors").sources == {
+        "m.safetensors": sha256(tmp_path / "m.safetensors")
+    }
     found = verify_packed(tmp_path / "p.safetensors", source)
     assert found.problems == []
     assert found.same_source
     differences = {
-        name: float((dequantize(loaded[name], torch.float32) - plain[f"{name}.weight"].float()).abs().max())  # type: ignore[arg-type]
+        name: float(
+            (dequantize(loaded[name], torch.float32) - plain[f"{name}.weight"].float()).abs().max()
+        )  # type: ignore[arg-type]
         for name in done.weights
     }
     # Half a step of 8 bits over a range of about 6; of the two weights, the larger one.
@@ -97,9 +101,13 @@ def test_float_weights_are_quantised_on_the_way(tmp_path: Path) -> None:
         ("proj", "up|norm", ["model.layers.0.mlp.down_proj"]),
     ],
 )
-def test_include_and_exclude(tmp_path: Path, include: str | None, exclude: str | None, packed: list[str]) -> None:
+def test_include_and_exclude(
+    tmp_path: Path, include: str | None, exclude: str | None, packed: list[str]
+) -> None:
     source = load_checkpoint(float_checkpoint(tmp_path / "m.safetensors"))
-    done = reorder_checkpoint(source, tmp_path / "p.safetensors", bits=4, include=include, exclude=exclude)
+    done = reorder_checkpoint(
+        source, tmp_path / "p.safetensors", bits=4, include=include, exclude=exclude
+    )
     assert sorted(done.weights) == sorted(packed)
     assert verify_packed(tmp_path / "p.safetensors", source).problems == []
 
@@ -153,7 +161,10 @@ def test_a_link_to_the_checkpoint_does_not_overwrite_it(tmp_path: Path, link: st
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("bias", [torch.zeros(71), torch.zeros(69), torch.zeros(70, 1), torch.zeros(70, dtype=torch.int32)])
+@pytest.mark.parametrize(
+    "bias",
+    [torch.zeros(71), torch.zeros(69), torch.zeros(70, 1), torch.zeros(70, dtype=torch.int32)],
+)
 def test_a_bias_that_does_not_fit_its_weight_is_named(tmp_path: Path, bias: torch.Tensor) -> None:
     path = float_checkpoint(tmp_path / "m.safetensors", **{f"{UP}.bias": bias})
     with pytest.raises(CheckpointError, match=rf"tensor '{UP}\.bias' cannot keep its name"):
@@ -167,7 +178,11 @@ def test_a_bias_that_does_not_fit_its_weight_is_named(tmp_path: Path, bias: torc
 
 
 def test_matrices_without_elements_stay_as_they_are(tmp_path: Path) -> None:
-    empty = {"a.weight": torch.zeros(0, 32), "b.weight": torch.zeros(4, 0), "c.weight": torch.zeros(4, 0, 3)}
+    empty = {
+        "a.weight": torch.zeros(0, 32),
+        "b.weight": torch.zeros(4, 0),
+        "c.weight": torch.zeros(4, 0, 3),
+    }
     source = load_checkpoint(float_checkpoint(tmp_path / "m.safetensors", **empty))
     for include in (None, "."):
         done = reorder_checkpoint(source, tmp_path / "p.safetensors", bits=4, include=include)
@@ -196,13 +211,26 @@ def test_names_that_clash_in_the_packed_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["lm_head", "model.embed_tokens", "transformer.wte", "a.norm1", "h.0.ln_1", "shared", "output", "token_embd"],
+    [
+        "lm_head",
+        "model.embed_tokens",
+        "transformer.wte",
+        "a.norm1",
+        "h.0.ln_1",
+        "shared",
+        "output",
+        "token_embd",
+    ],
 )
 def test_what_is_no_linear_layer_by_name(name: str) -> None:
     import re
 
     assert re.search(DEFAULT_EXCLUDE, name)
-    for linear in ("attention.output.dense", "mlp.shared_experts.up_proj", "model.layers.0.self_attn.q_proj"):
+    for linear in (
+        "attention.output.dense",
+        "mlp.shared_experts.up_proj",
+        "model.layers.0.self_attn.q_proj",
+    ):
         assert not re.search(DEFAULT_EXCLUDE, linear)
 
 
@@ -264,7 +292,9 @@ def rewrite(path: Path, name: str, position: int | None) -> None:
         ("lm_head.weight", None, "lm_head.weight: in the checkpoint"),
     ],
 )
-def test_verify_sees_one_wrong_bit(packed_pair: tuple[Path, Path], name: str, position: int | None, problem: str) -> None:
+def test_verify_sees_one_wrong_bit(
+    packed_pair: tuple[Path, Path], name: str, position: int | None, problem: str
+) -> None:
     source, packed = packed_pair
     rewrite(packed, name, position)
     found = verify_packed(packed, load_checkpoint(source))
@@ -300,7 +330,9 @@ def test_verify_sees_what_is_too_much(packed_pair: tuple[Path, Path], tmp_path: 
     assert found.same_source is False
 
 
-def test_the_first_difference_that_is_no_number_stays_the_largest(packed_pair: tuple[Path, Path]) -> None:
+def test_the_first_difference_that_is_no_number_stays_the_largest(
+    packed_pair: tuple[Path, Path],
+) -> None:
     """Names in order: down_proj before up_proj."""
     source, packed = packed_pair
     checkpoint = load_checkpoint(source)
@@ -308,7 +340,10 @@ def test_the_first_difference_that_is_no_number_stays_the_largest(packed_pair: t
     assert list(packed_info(packed).weights) == [down, UP]
     rewrite(packed, f"{UP}.codes", 0)
     # Copies, as older safetensors write into the file that the loaded tensors are a map of.
-    facts, tensors = metadata_of(packed), {name: value.clone() for name, value in load_file(packed).items()}
+    facts, tensors = (
+        metadata_of(packed),
+        {name: value.clone() for name, value in load_file(packed).items()},
+    )
     for damaged, largest_at in (([UP], UP), ([down], down), ([down, UP], down)):
         changed = {name: value.clone() for name, value in tensors.items()}
         for name in damaged:
@@ -318,6 +353,8 @@ def test_the_first_difference_that_is_no_number_stays_the_largest(packed_pair: t
         assert found.largest_difference is not None
         assert math.isnan(found.largest_difference)
         assert found.largest_at == largest_at
-        assert [p for p in found.problems if p.endswith("is nan")] == [f"{name}: scales[0, 0] is nan" for name in damaged]
+        assert [p for p in found.problems if p.endswith("is nan")] == [
+            f"{name}: scales[0, 0] is nan" for name in damaged
+        ]
     assert whole.largest_difference is not None
     assert not math.isnan(whole.largest_difference)

@@ -1,4 +1,6 @@
-"""Rooms of the package: a module imports its room and those below, and the top level stays short."""
+"""Rooms of the package: a module imports its room and those below, and the top
+level stays short.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "cutlass_ops"
 
-# From the ground up; docs/contributing.md says what each holds. Rooms of one line do not import each other.
+# From the ground up; docs/contributing.md says what each holds. Rooms of one line do not
+# import each other.
 FLOORS = (
     ("version", "weights"),
     ("reference",),
@@ -24,11 +27,17 @@ FLOORS = (
 
 
 def top_level() -> set[str]:
-    return {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    return {
+        path.stem
+        for path in PACKAGE.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
 
 
 def imported(path: Path) -> set[str]:
-    """Rooms and modules of the top level that a module imports, lazily too; the package itself is "" (``_C``)."""
+    """Rooms and modules of the top level that a module imports, lazily too; the package
+    itself is "" (``_C``).
+    """
     found = set()
     inside = path.relative_to(PACKAGE.parent).with_suffix("").parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -38,7 +47,11 @@ def imported(path: Path) -> set[str]:
             names = [(*module, alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [tuple(alias.name.split(".")) for alias in node.names]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cutlass_ops."):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.startswith("cutlass_ops.")
+        ):
             names = [tuple(node.value.split("."))]  # for import_module
         else:
             continue
@@ -55,21 +68,31 @@ def test_rooms_import_only_what_is_below_them() -> None:
         room = path.relative_to(PACKAGE).with_suffix("").parts[0]
         if room != "__init__":
             wrong += [
-                f"{path.name} of {room} imports {to}" for to in imported(path) if to != room and height[to] >= height[room]
+                f"{path.name} of {room} imports {to}"
+                for to in imported(path)
+                if to != room and height[to] >= height[room]
             ]
     assert wrong == []
 
 
 def test_the_guide_names_files_that_exist() -> None:
-    """Each path in docs/contributing.md, from the repository's root or the package's; a name alone, anywhere in the sources."""
+    """Each path in docs/contributing.md, from the repository's root or the package's; a name alone,
+    anywhere in the sources.
+    """
     root = PACKAGE.parent
     named = re.findall(r"`([\w./*-]+)`", (root / "docs" / "contributing.md").read_text())
-    files = [name for name in named if "/" in name or name.endswith((".py", ".h", ".cpp", ".cu", ".md"))]
+    files = [
+        name for name in named if "/" in name or name.endswith((".py", ".h", ".cpp", ".cu", ".md"))
+    ]
     paths = [name for name in files if "NAME" not in name]
     assert len(paths) > 60
     missing = []
     for path in paths:
-        anywhere = [] if "/" in path else [f"{folder}/**/{path}" for folder in ("csrc", "cutlass_ops")]
-        if not any(next(root.glob(pattern), None) for pattern in (path, f"cutlass_ops/{path}", *anywhere)):
+        anywhere = (
+            [] if "/" in path else [f"{folder}/**/{path}" for folder in ("csrc", "cutlass_ops")]
+        )
+        if not any(
+            next(root.glob(pattern), None) for pattern in (path, f"cutlass_ops/{path}", *anywhere)
+        ):
             missing.append(path)
     assert missing == []

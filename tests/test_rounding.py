@@ -1,5 +1,6 @@
-"""What is stored of a quantised weight differs from the file's values only where that is said; models none of whose
-quantised weights can be packed."""
+"""What is stored of a quantised weight differs from the file's values only where that is said;
+models none of whose quantised weights can be packed.
+"""
 
 import json
 import warnings
@@ -60,10 +61,17 @@ def model_file(tmp_path: Path) -> Path:
         writer.add_tensor(f"{name}.weight", np.ones(SIZE, np.float32))
     for name in (
         "token_embd",
-        *(f"blk.0.{part}" for part in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up")),
+        *(
+            f"blk.0.{part}"
+            for part in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up")
+        ),
     ):
-        values = random.standard_normal((WORDS if name == "token_embd" else SIZE, SIZE)).astype(np.float32)
-        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, Type.Q8_0), raw_dtype=Type.Q8_0)
+        values = random.standard_normal((WORDS if name == "token_embd" else SIZE, SIZE)).astype(
+            np.float32
+        )
+        writer.add_tensor(
+            f"{name}.weight", gguf.quants.quantize(values, Type.Q8_0), raw_dtype=Type.Q8_0
+        )
     writer.add_tensor("blk.0.ffn_down.weight", q6_k(SIZE, SIZE), raw_dtype=Type.Q6_K)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -96,20 +104,25 @@ def test_every_command_and_load_model_say_what_is_rounded(model_file: Path, tmp_
     text = run("reorder", model_file, "-o", tmp_path / "plain", "--exclude", "lm_head")
     assert "are rounded to 11 bits (model.embed_tokens.weight)" in text
     assert (
-        "model.layers.0.mlp.down_proj" in json.loads(run("reorder", model_file, "-o", tmp_path / "packed", "--json"))["rounded"]
+        "model.layers.0.mlp.down_proj"
+        in json.loads(run("reorder", model_file, "-o", tmp_path / "packed", "--json"))["rounded"]
     )
     with pytest.warns(UserWarning, match=SAID):
         co.load_model(model_file)
 
 
 def with_a_table(model_file: Path, **config: Any) -> Checkpoint:
-    """The checkpoint, of a model that is not known: whether it looks plain rows up is not known either."""
+    """The checkpoint, of a model that is not known: whether it looks plain rows up is
+    not known either.
+    """
     checkpoint = co.load_checkpoint(model_file)
     return replace(checkpoint, config={**checkpoint.config, "model_type": "another", **config})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_quantised_table_is_stored_in_the_models_dtype(dtype: str, model_file: Path, tmp_path: Path) -> None:
+def test_a_quantised_table_is_stored_in_the_models_dtype(
+    dtype: str, model_file: Path, tmp_path: Path
+) -> None:
     checkpoint = with_a_table(model_file, dtype=dtype)
     done = reorder_model(checkpoint, tmp_path / "packed")
     table = load_packed(tmp_path / "packed")["model.embed_tokens.weight"]
@@ -137,7 +150,9 @@ def test_a_table_that_differs_is_found(model_file: Path, tmp_path: Path) -> None
         return changed
 
     head = replace(checkpoint.entries["lm_head"], values=other)
-    found = verify_packed(tmp_path / "packed", replace(checkpoint, entries={**checkpoint.entries, "lm_head": head}))
+    found = verify_packed(
+        tmp_path / "packed", replace(checkpoint, entries={**checkpoint.entries, "lm_head": head})
+    )
     assert f"{name}: differs from the checkpoint's" in found.problems
 
 
@@ -145,15 +160,21 @@ def test_values_beyond_the_models_dtype_are_refused(model_file: Path, tmp_path: 
     checkpoint = with_a_table(model_file)
     head = checkpoint.entries["lm_head"]
     entries = {**checkpoint.entries, "lm_head": replace(head, values=lambda: head.values() * 1e5)}
-    with pytest.raises(co.CheckpointError, match=r"holds values up to .*; torch\.float16 has no such"):
+    with pytest.raises(
+        co.CheckpointError, match=r"holds values up to .*; torch\.float16 has no such"
+    ):
         reorder_model(replace(checkpoint, entries=entries), tmp_path / "packed")
 
 
 def test_a_weight_left_out_has_no_rounding_of_codes(model_file: Path, tmp_path: Path) -> None:
     checkpoint = co.load_checkpoint(model_file)
     checkpoint = replace(checkpoint, config={**checkpoint.config, "dtype": "float32"})
-    assert reorder_model(checkpoint, tmp_path / "whole").rounded.keys() == {"model.layers.0.mlp.down_proj"}
-    assert reorder_model(checkpoint, tmp_path / "packed", Options(exclude="down_proj")).rounded == {}
+    assert reorder_model(checkpoint, tmp_path / "whole").rounded.keys() == {
+        "model.layers.0.mlp.down_proj"
+    }
+    assert (
+        reorder_model(checkpoint, tmp_path / "packed", Options(exclude="down_proj")).rounded == {}
+    )
 
 
 @pytest.mark.parametrize("kind", [Type.Q8_K, Type.Q2_K])
@@ -161,7 +182,11 @@ def test_leaving_out_is_advised_only_where_it_works(kind: Type, tmp_path: Path) 
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "other")
     block = gguf.GGML_QUANT_SIZES[kind][1]
     writer.add_tensor("a.weight", np.zeros((4, block), np.uint8), raw_dtype=kind)
-    writer.add_tensor("b.weight", gguf.quants.quantize(np.ones((32, 32), np.float32), Type.Q8_0), raw_dtype=Type.Q8_0)
+    writer.add_tensor(
+        "b.weight",
+        gguf.quants.quantize(np.ones((32, 32), np.float32), Type.Q8_0),
+        raw_dtype=Type.Q8_0,
+    )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -180,14 +205,20 @@ def test_leaving_out_is_advised_only_where_it_works(kind: Type, tmp_path: Path) 
 
 @pytest.fixture
 def experts_alone(tmp_path: Path) -> tuple[Path, Any]:
-    """A mixture of experts of which the routed experts alone are quantised; the model of its values."""
+    """A mixture of experts of which the routed experts alone are quantised; the model of its
+    values.
+    """
     torch.manual_seed(0)
     config = transformers.Qwen2MoeConfig(
-        hidden_size=64, intermediate_size=64, moe_intermediate_size=64, shared_expert_intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=4, num_experts=2, num_experts_per_tok=1, vocab_size=96, dtype="float32",
+        hidden_size=64, intermediate_size=64, moe_intermediate_size=64,
+        shared_expert_intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=4, num_experts=2, num_experts_per_tok=1,
+        vocab_size=96, dtype="float32",
     )  # fmt: skip
     model = transformers.Qwen2MoeForCausalLM(config).eval()
-    state = {name: value.clone() for name, value in model.state_dict().items() if ".experts." not in name}
+    state = {
+        name: value.clone() for name, value in model.state_dict().items() if ".experts." not in name
+    }
     experts = model.model.layers[0].mlp.experts
     with torch.no_grad():
         for e in range(2):
@@ -197,23 +228,38 @@ def experts_alone(tmp_path: Path) -> tuple[Path, Any]:
                 codes = (matrix / scales).round()
                 matrix.copy_(codes * scales)
                 module = f"model.layers.0.mlp.experts.{e}.{name}_proj"
-                state |= {f"{module}.weight": codes.to(torch.int8), f"{module}.weight_scale": scales}
+                state |= {
+                    f"{module}.weight": codes.to(torch.int8),
+                    f"{module}.weight_scale": scales,
+                }
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": groups,
+    }
     source = tmp_path / "experts"
     source.mkdir()
-    (source / "config.json").write_text(json.dumps({**config.to_dict(), "quantization_config": settings}))
+    (source / "config.json").write_text(
+        json.dumps({**config.to_dict(), "quantization_config": settings})
+    )
     save_file(state, source / "model.safetensors")
     return source, model
 
 
-def test_experts_that_alone_are_quantised_are_packed(experts_alone: tuple[Path, Any], tmp_path: Path) -> None:
+def test_experts_that_alone_are_quantised_are_packed(
+    experts_alone: tuple[Path, Any], tmp_path: Path
+) -> None:
     source, model = experts_alone
     reorder_model(co.load_checkpoint(source), tmp_path / "packed")
     ids = torch.arange(8)[None]
     for loaded in (co.load_model(source), co.load_model(tmp_path / "packed")):
-        packed = [module for module in loaded.modules() if isinstance(module, (co.MixedLinear, co.nn.MixedExperts))]
+        packed = [
+            module
+            for module in loaded.modules()
+            if isinstance(module, (co.MixedLinear, co.nn.MixedExperts))
+        ]
         assert packed
         assert all(isinstance(module, co.nn.MixedExperts) for module in packed)
         assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=1e-4)

@@ -37,7 +37,12 @@ pytestmark = pytest.mark.gpu
 
 
 RUNS = [
-    pytest.param(Format(bits, kind, group_size), activations, m, id=f"w{bits}-{kind}-g{group_size}-{activations}-m{m}")
+    pytest.param(
+        Format(bits, kind, group_size),
+        activations,
+        m,
+        id=f"w{bits}-{kind}-g{group_size}-{activations}-m{m}",
+    )
     for bits, kind, group_size in ((4, "symmetric", 128), (4, "zeros", 32), (8, "offsets", 128))
     for activations in ("floats", "token", "block-asym")
     for m in (1, 40, 300)
@@ -45,11 +50,17 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("fmt", "activations", "m"), RUNS)
-def test_every_run_and_every_stream_give_the_same_bits(fmt: Format, activations: str, m: int) -> None:
+def test_every_run_and_every_stream_give_the_same_bits(
+    fmt: Format, activations: str, m: int
+) -> None:
     act_quant, symmetric = ACTIVATION_KINDS[activations]
     packed = co.reorder(make_weight(fmt, 1000, 1536, exact=False))
     x = make_floats(m, 1536, HALF)
-    options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric, "out_dtype": FLOAT}
+    options: dict[str, Any] = {
+        "act_quant": act_quant,
+        "act_symmetric": symmetric,
+        "out_dtype": FLOAT,
+    }
     first = multiply(x, packed, **options)
     assert not first.isnan().any()
     for _ in range(5):
@@ -83,14 +94,24 @@ def test_runs_on_the_current_stream(activations: str) -> None:
     assert same_bits(y, expected)
 
 
-# decode_gemm (3) and wgmma_decode (16) read weights before they wait for their predecessor, and the quantiser of 16 tokens lets
-# its successor start before it waits itself; M = 40 has split-K slices and splitk_reduce.
+# decode_gemm (3) and wgmma_decode (16) read weights before they wait for their predecessor, and the
+# quantiser of 16 tokens lets its successor start before it waits itself; M = 40 has split-K slices
+# and splitk_reduce.
 @pytest.mark.parametrize(
     ("m", "act_quant"),
-    [(3, "block"), (16, "none"), (16, "block"), (16, "token"), (17, "block"), (40, "block"), (40, "none")],
+    [
+        (3, "block"),
+        (16, "none"),
+        (16, "block"),
+        (16, "token"),
+        (17, "block"),
+        (40, "block"),
+        (40, "none"),
+    ],
 )
 def test_back_to_back_products_that_feed_each_other(m: int, act_quant: str) -> None:
-    # Kernels may start before their predecessor ends (programmatic dependent launch); they must still read what it wrote.
+    # Kernels may start before their predecessor ends (programmatic dependent launch); they must
+    # still read what it wrote.
     packed = co.reorder(make_weight(Format(8, "symmetric", 128), 1536, 1536, exact=False))
     options: dict[str, Any] = {"act_quant": act_quant, "activation": ("clamp", -2.0, 2.0)}
 
@@ -125,8 +146,12 @@ def test_never_synchronizes(activations: str) -> None:
 @pytest.mark.parametrize("group_size", [32, 128, -1])
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_fp32_as_it_is(bits: int, kind: str, group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In panels, with the epilogue of every other product, captured in a CUDA graph, and with gradients."""
+def test_fp32_as_it_is(
+    bits: int, kind: str, group_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In panels, with the epilogue of every other product, captured in a CUDA graph,
+    and with gradients.
+    """
     n, k = 200, 576
     monkeypatch.setattr(products, "_PANEL_VALUES", 70 * k)
     for perm in (False, True):
@@ -147,7 +172,9 @@ def test_fp32_as_it_is(bits: int, kind: str, group_size: int, monkeypatch: pytes
     assert co.mixed_gemm(x, packed).isnan().all(1).nonzero().tolist() == [[3]]
     wide = torch.zeros(7, 2 * k, device=GPU)
     wide[:, :k] = make_floats(7, k, FLOAT)
-    assert same_bits(co.mixed_gemm(wide[:, :k], packed), co.mixed_gemm(wide[:, :k].contiguous(), packed))
+    assert same_bits(
+        co.mixed_gemm(wide[:, :k], packed), co.mixed_gemm(wide[:, :k].contiguous(), packed)
+    )
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -202,13 +229,16 @@ def test_graph_capture_and_replay_with_new_inputs(activations: str, m: int) -> N
 @pytest.mark.parametrize("act_quant", ["none", "block"])
 @pytest.mark.parametrize(("n", "k"), [(17152, 2048), (27136, 8192)])
 def test_replays_of_split_k_tiles(n: int, k: int, act_quant: str) -> None:
-    # A replay finds in the workspace what the one before left there, and must wait for its split-K slices. On 66 clusters the
-    # tail is one tile, or 40, whose last slices are computed two by a cluster.
+    # A replay finds in the workspace what the one before left there, and must wait for its
+    # split-K slices. On 66 clusters the tail is one tile, or 40, whose last slices are computed
+    # two by a cluster.
     packed = co.reorder(make_weight(Format(8), n, k, exact=False))
     if co.explain(100, packed, act_quant).tail_tiles == 0:
         pytest.skip("this GPU's waves leave no tiles over")
     x = make_floats(100, k, HALF)
-    assert_close(co.mixed_gemm(x, packed, act_quant=act_quant), oracle(x, packed.unpack(), act_quant))
+    assert_close(
+        co.mixed_gemm(x, packed, act_quant=act_quant), oracle(x, packed.unpack(), act_quant)
+    )
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -229,7 +259,9 @@ def test_two_devices() -> None:
         pytest.skip("there is one GPU")
     qw = make_weight(Format(4, "zeros", 32), 200, 700, exact=False)
     x = make_floats(5, 700, HALF)
-    expected = {act: co.mixed_gemm(x, co.reorder(qw), act_quant=act) for act in ("none", "token", "block")}
+    expected = {
+        act: co.mixed_gemm(x, co.reorder(qw), act_quant=act) for act in ("none", "token", "block")
+    }
     packed = co.reorder(qw).to("cuda:1")
     assert torch.cuda.current_device() == 0
     for act, y in expected.items():
@@ -245,11 +277,17 @@ def test_two_devices() -> None:
 # ---- bits that do not depend on M, and kernels of earlier architectures
 
 
-@pytest.mark.parametrize("fmt", [Format(4), Format(8), Format(4, "zeros", 64), Format(4, "offsets")], ids=str)
+@pytest.mark.parametrize(
+    "fmt", [Format(4), Format(8), Format(4, "zeros", 64), Format(4, "offsets")], ids=str
+)
 @pytest.mark.parametrize("activations", ACTIVATION_KINDS)
 def test_a_row_has_the_same_bits_whatever_m_is(activations: str, fmt: Format) -> None:
     act_quant, symmetric = ACTIVATION_KINDS[activations]
-    options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric, "batch_invariant": True}
+    options: dict[str, Any] = {
+        "act_quant": act_quant,
+        "act_symmetric": symmetric,
+        "batch_invariant": True,
+    }
     for n, k in ((320, 4096), (9000, 512), (200, 700)):
         packed = co.reorder(make_weight(fmt, n, k, exact=False, bias=True))
         x = make_floats(1000, k, HALF)
@@ -258,8 +296,11 @@ def test_a_row_has_the_same_bits_whatever_m_is(activations: str, fmt: Format) ->
         assert_close(whole, want, not is_exact(whole, x, packed, **options))
         for m in (1, 3, 17, 64, 129, 1000):
             for start in {0, 1000 - m, (1000 - m) // 3}:
-                assert same_bits(co.mixed_gemm(x[start : start + m], packed, **options), whole[start : start + m])
-        wide = torch.nn.functional.pad(x, (3, 2), value=NAN)[:, 3:-2]  # rows that do not start on 16 bytes
+                assert same_bits(
+                    co.mixed_gemm(x[start : start + m], packed, **options), whole[start : start + m]
+                )
+        # rows that do not start on 16 bytes
+        wide = torch.nn.functional.pad(x, (3, 2), value=NAN)[:, 3:-2]
         assert same_bits(co.mixed_gemm(wide[7:8], packed, **options), whole[7:8])
         if act_quant != "none":
             qa = co.quantize_activations(x[5:40], block_of(act_quant, fmt.group_size), symmetric)
@@ -289,5 +330,6 @@ def test_kernels_of_an_earlier_architecture(activations: str, fmt: Format) -> No
         y = co.mixed_gemm(x, packed, out_dtype=FLOAT, architecture=80, **options)
         assert_same(y, oracle(x, packed.unpack(), act_quant, symmetric).float())
         assert (
-            co.explain(m, packed, **options, architecture=80).kernel == co.explain(m, packed, **options, device="sm_80").kernel
+            co.explain(m, packed, **options, architecture=80).kernel
+            == co.explain(m, packed, **options, device="sm_80").kernel
         )

@@ -1,8 +1,9 @@
-"""The plugin in SGLang's engine on a CPU: tiny models give the tokens of their dequantised weights in the same engine.
+"""The plugin in SGLang's engine on a CPU: tiny models give the tokens of their dequantised weights
+in the same engine.
 
-Needs SGLang in a separate environment, as it requires other versions. Its kernels are not published for CPUs: where they are
-missing, a module of that name lets SGLang import them, and raises if one is called. One process runs all engines, each with
-its own processes.
+Needs SGLang in a separate environment, as it requires other versions. Its kernels are not published
+for CPUs: where they are missing, a module of that name lets SGLang import them, and raises if one
+is called. One process runs all engines, each with its own processes.
 """
 
 import json
@@ -32,7 +33,8 @@ RUNS: list[tuple[str, str, str, dict[str, str], int]] = [
     ("ct", "ct/quantised", "bfloat16", {}, 1),
     ("ct-asymmetric", "ct-asymmetric/quantised", "bfloat16", {}, 1),
     ("gptq", "gptq/quantised", "bfloat16", {}, 1),
-    ("awq", "awq/quantised", "float16", {}, 1),  # SGLang has AWQ without AMX and Marlin in fp16 alone
+    # SGLang has AWQ without AMX and Marlin in fp16 alone
+    ("awq", "awq/quantised", "float16", {}, 1),
     ("w8a8", "w8a8/quantised", "bfloat16", {"act_quant": "none"}, 1),
     ("w8a8 default", "w8a8/quantised", "bfloat16", {}, 1),
     ("ct two ranks", "ct/quantised", "bfloat16", {"act_quant": "none"}, 2),
@@ -166,12 +168,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, st
         (folder / "kernels" / "sgl_kernel").mkdir(parents=True)
         (folder / "kernels" / "sgl_kernel" / "__init__.py").write_text(KERNELS)
         paths.append(str(folder / "kernels"))
-    environment = {"HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     return folder, os.environ | environment
 
 
-@pytest.mark.parametrize(("kind", "scheme"), [("gptq", "GPTQMarlinLinearScheme"), ("awq", "AWQMarlinLinearScheme")])
-def test_a_layer_that_sglang_has_for_gpus(models: tuple[Path, dict[str, str]], kind: str, scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "scheme"), [("gptq", "GPTQMarlinLinearScheme"), ("awq", "AWQMarlinLinearScheme")]
+)
+def test_a_layer_that_sglang_has_for_gpus(
+    models: tuple[Path, dict[str, str]], kind: str, scheme: str
+) -> None:
     folder, environment = models
     command = [sys.executable, "-c", LAYER, folder / kind / "quantised", folder / kind / "dense"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -180,7 +190,9 @@ def test_a_layer_that_sglang_has_for_gpus(models: tuple[Path, dict[str, str]], k
 
 
 @pytest.fixture(scope="module")
-def runs(models: tuple[Path, dict[str, str]]) -> tuple[dict[str, tuple[list[list[int]], set[str]]], str]:
+def runs(
+    models: tuple[Path, dict[str, str]],
+) -> tuple[dict[str, tuple[list[list[int]], set[str]]], str]:
     """Tokens and the modes of our layers, by a run's name; and the log."""
     folder, environment = models
     script = folder / "engine.py"
@@ -217,7 +229,8 @@ def runs(models: tuple[Path, dict[str, str]]) -> tuple[dict[str, tuple[list[list
         ("gptq", "ct"),  # the same weights
         ("awq", "awq"),
         ("w8a8", "w8a8"),
-        ("ct two ranks", "ct two ranks"),  # sums of two ranks' products are rounded otherwise, with dense layers too
+        # sums of two ranks' products are rounded otherwise, with dense layers too
+        ("ct two ranks", "ct two ranks"),
         ("directory", "ct"),
         ("directory two ranks", "ct two ranks"),
         ("mixed", "mixed"),
@@ -239,5 +252,10 @@ def test_how_activations_are_quantised(runs, run: str, mode: str) -> None:
 
 
 def test_the_log_names_the_methods(runs) -> None:
-    for name in ("AWQLinearMethod", "GPTQLinearMethod", "CompressedTensorsLinearMethod", "packed linear layers"):
+    for name in (
+        "AWQLinearMethod",
+        "GPTQLinearMethod",
+        "CompressedTensorsLinearMethod",
+        "packed linear layers",
+    ):
         assert f"Using cutlass_ops for {name}" in runs[1]

@@ -24,10 +24,14 @@ N, K = 64, 128
 
 @pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """SGLang on a CPU that has our kernels and no AMX; ``settings`` are the plugin's, ``lines`` the log's."""
+    """SGLang on a CPU that has our kernels and no AMX; ``settings`` are the plugin's,
+    ``lines`` the log's.
+    """
     settings: dict[str, Any] = {}
     lines: list[str] = []
-    state = SimpleNamespace(settings=settings, lines=lines, is_cpu=True, is_cuda=False, has_amx=False)
+    state = SimpleNamespace(
+        settings=settings, lines=lines, is_cpu=True, is_cuda=False, has_amx=False
+    )
     state.enable_deterministic_inference = False
     overrides = SimpleNamespace(json_model_override_args=None)
 
@@ -73,7 +77,12 @@ def scheme(name: str, **fields: Any) -> Any:
 
 def weight(kind: str, bits: int) -> co.QuantizedWeight:
     values = torch.randn(N, K, generator=torch.Generator().manual_seed(3))
-    return co.quantize(values, bits, -1 if kind == "w8a8" else GROUP, symmetric=kind not in ("awq", "ct-asymmetric"))
+    return co.quantize(
+        values,
+        bits,
+        -1 if kind == "w8a8" else GROUP,
+        symmetric=kind not in ("awq", "ct-asymmetric"),
+    )
 
 
 def case(kind: str, bits: int) -> tuple[Any, Any, co.QuantizedWeight]:
@@ -96,13 +105,26 @@ def case(kind: str, bits: int) -> tuple[Any, Any, co.QuantizedWeight]:
             order = torch.argsort(groups, stable=True)
             codes = torch.empty_like(one.codes)
             codes[:, order] = one.codes
-            parameters = stored("gptq", co.QuantizedWeight(codes, one.scales, bits=bits, group_size=GROUP)) | {"g_idx": groups}
+            parameters = stored(
+                "gptq", co.QuantizedWeight(codes, one.scales, bits=bits, group_size=GROUP)
+            ) | {"g_idx": groups}
             one = co.QuantizedWeight(one.codes, one.scales, bits=bits, group_size=GROUP, perm=order)
         return method_of("GPTQMarlinLinearMethod", config, parameters), None, one
     method = method_of("CompressedTensorsLinearMethod", None, stored(kind, one))
     if kind == "w8a8":
-        return method, scheme("CompressedTensorsW8A8Int8", is_static_input_scheme=False, input_symmetric=False), one
-    fields = {"pack_factor": 32 // bits, "group_size": GROUP, "symmetric": one.zeros is None, "has_g_idx": False}
+        return (
+            method,
+            scheme(
+                "CompressedTensorsW8A8Int8", is_static_input_scheme=False, input_symmetric=False
+            ),
+            one,
+        )
+    fields = {
+        "pack_factor": 32 // bits,
+        "group_size": GROUP,
+        "symmetric": one.zeros is None,
+        "has_g_idx": False,
+    }
     return method, scheme("CompressedTensorsWNA16", **fields), one
 
 
@@ -135,15 +157,25 @@ def test_a_layer_is_packed_and_multiplied(kind: str, bits: int, cpu: SimpleNames
     assert type(ours).__name__ == type(method).__name__
     assert linear.taken(ours) is ours
     kept = getattr(layer, MODULE)
-    assert (kept.act_quant, kept.act_symmetric) == (("token", False) if kind == "w8a8" else ("none", True))
+    assert (kept.act_quant, kept.act_symmetric) == (
+        ("token", False) if kind == "w8a8" else ("none", True)
+    )
     found = kept.packed.unpack()
     for part in ("codes", "scales", "zeros", "perm"):
         expected = getattr(one, part)
-        assert (getattr(found, part) is None) if expected is None else torch.equal(getattr(found, part), expected)
+        assert (
+            (getattr(found, part) is None)
+            if expected is None
+            else torch.equal(getattr(found, part), expected)
+        )
     x, bias = torch.randn(3, K).bfloat16(), torch.randn(N).bfloat16()
-    y = co.mixed_gemm(x, co.reorder(one), bias, act_quant=kept.act_quant, act_symmetric=kept.act_symmetric)
+    y = co.mixed_gemm(
+        x, co.reorder(one), bias, act_quant=kept.act_quant, act_symmetric=kept.act_symmetric
+    )
     assert torch.equal(ours.apply(layer, x, bias), y)
-    assert not {"scales", "qzeros", "g_idx", "weight_scale", "weight_zero_point"} & set(layer._parameters)
+    assert not {"scales", "qzeros", "g_idx", "weight_scale", "weight_zero_point"} & set(
+        layer._parameters
+    )
     ours.process_weights_after_loading(layer)  # a second time changes nothing
     assert getattr(layer, MODULE) is kept
 
@@ -151,8 +183,12 @@ def test_a_layer_is_packed_and_multiplied(kind: str, bits: int, cpu: SimpleNames
 @pytest.mark.parametrize("version", ["", "gptq_v2"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_zero_points_of_gptq_are_read_by_the_files_version(bits: int, version: str) -> None:
-    zeros = torch.randint(0 if version else 1, 2**bits, (4, 32), generator=torch.Generator().manual_seed(5))
-    parts = (zeros - (0 if version else 1)).unflatten(-1, (-1, 32 // bits)) << torch.arange(0, 32, bits)
+    zeros = torch.randint(
+        0 if version else 1, 2**bits, (4, 32), generator=torch.Generator().manual_seed(5)
+    )
+    parts = (zeros - (0 if version else 1)).unflatten(-1, (-1, 32 // bits)) << torch.arange(
+        0, 32, bits
+    )
     words = parts.sum(-1).to(torch.uint32).view(torch.int32)
     found = linear._gptq_zeros(words, bits, version)
     assert found is not None
@@ -164,24 +200,40 @@ def test_zero_points_in_the_middle_are_none() -> None:
 
 
 LEFT = {
-    "GPTQ codes have 3 bits": ("gptq", lambda method, form, cpu: setattr(method.quant_config, "weight_bits", 3)),
-    "AWQ codes have 8 bits": ("awq", lambda method, form, cpu: setattr(method.quant_config, "weight_bits", 8)),
-    "x has one scale": ("w8a8", lambda method, form, cpu: setattr(form, "is_static_input_scheme", True)),
+    "GPTQ codes have 3 bits": (
+        "gptq",
+        lambda method, form, cpu: setattr(method.quant_config, "weight_bits", 3),
+    ),
+    "AWQ codes have 8 bits": (
+        "awq",
+        lambda method, form, cpu: setattr(method.quant_config, "weight_bits", 8),
+    ),
+    "x has one scale": (
+        "w8a8",
+        lambda method, form, cpu: setattr(form, "is_static_input_scheme", True),
+    ),
     "group_size is 16": ("ct", lambda method, form, cpu: setattr(form, "group_size", 16)),
     "use AMX on this CPU": ("awq", lambda method, form, cpu: setattr(cpu, "has_amx", True)),
-    "neither an NVIDIA GPU nor a CPU": ("ct", lambda method, form, cpu: setattr(cpu, "is_cpu", False)),
+    "neither an NVIDIA GPU nor a CPU": (
+        "ct",
+        lambda method, form, cpu: setattr(cpu, "is_cpu", False),
+    ),
 }
 
 
 @pytest.mark.parametrize("reason", LEFT)
-def test_a_layer_is_left_to_sglang_with_a_line_that_says_why(reason: str, cpu: SimpleNamespace) -> None:
+def test_a_layer_is_left_to_sglang_with_a_line_that_says_why(
+    reason: str, cpu: SimpleNamespace
+) -> None:
     kind, change = LEFT[reason]
     method, form, _ = case(kind, 8 if kind == "w8a8" else 4)
     change(method, form, cpu)
     ours, layer = loaded(method, form)
     assert ours.apply(layer, torch.zeros(1, K)) == "theirs"
     assert len(cpu.lines) == 1
-    assert cpu.lines[0].startswith(f"cutlass_ops leaves linear layers of {N} x {K} to SGLang's kernels: ")
+    assert cpu.lines[0].startswith(
+        f"cutlass_ops leaves linear layers of {N} x {K} to SGLang's kernels: "
+    )
     assert reason in cpu.lines[0]
 
 
@@ -211,14 +263,21 @@ def test_products_are_batch_invariant_where_sglang_is_deterministic(
     cpu.enable_deterministic_inference = is_set
     flags: list[bool] = []
     ours, layer = loaded(*case("ct", 4)[:2])
-    monkeypatch.setattr(layers_module.gemm, "mixed_gemm", lambda *args, batch_invariant: flags.append(batch_invariant))
+    monkeypatch.setattr(
+        layers_module.gemm,
+        "mixed_gemm",
+        lambda *args, batch_invariant: flags.append(batch_invariant),
+    )
     ours.apply(layer, torch.zeros(1, K))
     assert flags == [is_set]
 
 
 def test_a_setting_that_does_not_exist_is_an_error(cpu: SimpleNamespace) -> None:
     cpu.settings["reference"] = True
-    with pytest.raises(ValueError, match="json_model_override_args has 'reference' for cutlass_ops; known are act_quant"):
+    with pytest.raises(
+        ValueError,
+        match="json_model_override_args has 'reference' for cutlass_ops; known are act_quant",
+    ):
         loaded(*case("ct", 4)[:2])
 
 
@@ -243,7 +302,9 @@ def test_a_missing_configuration_is_named_and_the_others_are_hooked(
     assert "cutlass_ops leaves the layers of Missing to SGLang" in caplog.text
 
 
-def test_packed_directories_are_registered_also_for_cpus_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_directories_are_registered_also_for_cpus_with_amx(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     methods: list[dict[str, Any]] = [{}, {}]
     calls: list[None] = []
     hooks: list[Any] = []
@@ -252,7 +313,9 @@ def test_packed_directories_are_registered_also_for_cpus_with_amx(monkeypatch: p
         "QUANTIZATION_METHODS": methods[0],
         "CPU_QUANTIZATION_METHODS": methods[1],
         "take_layers": lambda: calls.append(None),
-        "HookRegistry": SimpleNamespace(register=lambda target, hook, kind: hooks.append((target, hook, kind))),
+        "HookRegistry": SimpleNamespace(
+            register=lambda target, hook, kind: hooks.append((target, hook, kind))
+        ),
         "HookType": SimpleNamespace(BEFORE="before"),
     }.items():
         monkeypatch.setattr(sglang, name, value, raising=False)
@@ -270,7 +333,8 @@ def test_packed_directories_are_registered_also_for_cpus_with_amx(monkeypatch: p
 def layers(cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """SGLang's classes of layers and methods in miniature."""
     kinds: dict[str, Any] = {
-        name: type(name, (torch.nn.Module,), {}) for name in ("FusedMoE", "LinearBase", "VocabParallelEmbedding")
+        name: type(name, (torch.nn.Module,), {})
+        for name in ("FusedMoE", "LinearBase", "VocabParallelEmbedding")
     }
     kinds["ParallelLMHead"] = type("ParallelLMHead", (kinds["VocabParallelEmbedding"],), {})
     kinds["UnquantizedEmbeddingMethod"] = type("UnquantizedEmbeddingMethod", (), {})
@@ -282,12 +346,19 @@ def layers(cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
 
 def config(modules: dict[str, int], mapping: dict[str, list[str]], **options: Any) -> Any:
     """The configuration of a directory with these layers, by their bits."""
-    formats = {name: WeightFormat(bits, 32, (("scales", torch.float16),)) for name, bits in modules.items()}
-    fields = quantization_config(formats, **options) | {"packed_modules_mapping": mapping, "hf_config": object()}
+    formats = {
+        name: WeightFormat(bits, 32, (("scales", torch.float16),)) for name, bits in modules.items()
+    }
+    fields = quantization_config(formats, **options) | {
+        "packed_modules_mapping": mapping,
+        "hf_config": object(),
+    }
     return directory.CutlassOpsConfig.from_config(fields)
 
 
-def test_fused_layers_are_known_also_where_the_model_does_not_name_them(layers: dict[str, Any]) -> None:
+def test_fused_layers_are_known_also_where_the_model_does_not_name_them(
+    layers: dict[str, Any],
+) -> None:
     modules = {"m.q_proj": 4, "m.k_proj": 4, "m.v_proj": 4, "m.o_proj": 8, "m.one": 8, "m.two": 8}
     found = config(modules, {"both": ["one", "two"]})
     for name, bits in (("m.qkv_proj", 4), ("m.o_proj", 8), ("m.both", 8)):
@@ -305,8 +376,14 @@ def test_layers_that_differ_and_are_fused_are_each_packed(layers: dict[str, Any]
 
 def test_layers_that_are_not_packed_are_sglangs(layers: dict[str, Any]) -> None:
     found = config({"m.one": 4}, {}, not_converted=["m.two", "lm_head"])
-    assert type(found.get_quant_method(layers["LinearBase"](), "m.two")).__name__ == "UnquantizedLinearMethod"
-    assert type(found.get_quant_method(layers["ParallelLMHead"](), "lm_head")).__name__ == "UnquantizedEmbeddingMethod"
+    assert (
+        type(found.get_quant_method(layers["LinearBase"](), "m.two")).__name__
+        == "UnquantizedLinearMethod"
+    )
+    assert (
+        type(found.get_quant_method(layers["ParallelLMHead"](), "lm_head")).__name__
+        == "UnquantizedEmbeddingMethod"
+    )
     assert found.get_quant_method(layers["VocabParallelEmbedding"](), "embed") is None
     assert found.get_quant_method(torch.nn.Module(), "attention") is None
 
@@ -328,7 +405,10 @@ def test_a_packed_layer_that_sglang_makes_without_the_configuration_is_refused(n
     names = [(f"m.{name}.scales", torch.zeros(1)), (f"m.{name}.codes", torch.zeros(1))]
     arguments, _ = directory.named_as_the_model(model, names, "cpu")
     assert (arguments[0], arguments[2]) == (model, "cpu")
-    with pytest.raises(ValueError, match=rf"m\.{name} is packed, but SGLang's Module makes it without the configuration"):
+    with pytest.raises(
+        ValueError,
+        match=rf"m\.{name} is packed, but SGLang's Module makes it without the configuration",
+    ):
         list(arguments[1])
 
 
@@ -336,16 +416,27 @@ def test_weights_of_layers_that_are_packed_or_elsewhere_are_passed_on() -> None:
     model = torch.nn.Module()
     model.one = torch.nn.Module()
     model.one.codes = torch.nn.Parameter(torch.zeros(1))
-    model.one.weight = torch.nn.Parameter(torch.zeros(0))  # as of fused layers of which one stays floats
-    names = [("one.codes", torch.zeros(1)), ("elsewhere.two.codes", torch.zeros(1)), ("one.weight", torch.zeros(1))]
+    # as of fused layers of which one stays floats
+    model.one.weight = torch.nn.Parameter(torch.zeros(0))
+    names = [
+        ("one.codes", torch.zeros(1)),
+        ("elsewhere.two.codes", torch.zeros(1)),
+        ("one.weight", torch.zeros(1)),
+    ]
     assert list(directory.named_as_the_model(model, names)[0][1]) == names
 
 
 def embedding(layers: dict[str, Any], holder: str) -> Any:
     """A packed embedding of 64 x 32, and its weight, which has the name ``holder``."""
-    packed = co.reorder(co.quantize(torch.randn(64, 32, generator=torch.Generator().manual_seed(7)), 8, 32))
-    form = WeightFormat(8, 32, tuple((part, t.dtype) for part, t in packed.tensors().items() if part != "codes"))
-    found = directory.CutlassOpsConfig.from_config(quantization_config({holder: form}, embeddings={"embed": holder}))
+    packed = co.reorder(
+        co.quantize(torch.randn(64, 32, generator=torch.Generator().manual_seed(7)), 8, 32)
+    )
+    form = WeightFormat(
+        8, 32, tuple((part, t.dtype) for part, t in packed.tensors().items() if part != "codes")
+    )
+    found = directory.CutlassOpsConfig.from_config(
+        quantization_config({holder: form}, embeddings={"embed": holder})
+    )
     layer = layers["VocabParallelEmbedding"]()
     layer.tp_group, layer.org_vocab_size = (0, 1), 64
     layer.quant_method = found.get_quant_method(layer, "embed")
@@ -358,14 +449,21 @@ def test_an_embedding_gets_the_tensors_of_the_head_that_it_is_tied_to(
     head: str, layers: dict[str, Any], cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "get_group_rank_size", lambda group: group, raising=False)
-    quiet = replace(engine.ENGINE, is_cuda=lambda: False, logger=SimpleNamespace(info_once=lambda line: None))
+    quiet = replace(
+        engine.ENGINE, is_cuda=lambda: False, logger=SimpleNamespace(info_once=lambda line: None)
+    )
     monkeypatch.setattr(directory.PackedLinearMethod, "engine", quiet)
     layer, packed = embedding(layers, "lm_head" if head else "embed")
     model = torch.nn.Module()
     model.embed = layer
     if head:
-        model.lm_head = layer if head == "same" else torch.nn.ParameterDict({"codes": torch.zeros(1)})
-    stored = [(f"{'lm_head' if head else 'embed'}.{part}", tensor) for part, tensor in packed.tensors().items()]
+        model.lm_head = (
+            layer if head == "same" else torch.nn.ParameterDict({"codes": torch.zeros(1)})
+        )
+    stored = [
+        (f"{'lm_head' if head else 'embed'}.{part}", tensor)
+        for part, tensor in packed.tensors().items()
+    ]
     names = []
     for name, tensor in directory.named_as_the_model(model, stored)[0][1]:
         names.append(name)
@@ -376,7 +474,9 @@ def test_an_embedding_gets_the_tensors_of_the_head_that_it_is_tied_to(
     assert of_head == (["lm_head.codes", "lm_head.scales"] if head == "other" else [])
     layer.quant_method.process_weights_after_loading(layer)
     ids = torch.tensor([[3, 63]])
-    assert torch.equal(layer.quant_method.embedding(layer, ids), co.dequantize(packed, torch.bfloat16)[ids])
+    assert torch.equal(
+        layer.quant_method.embedding(layer, ids), co.dequantize(packed, torch.bfloat16)[ids]
+    )
 
 
 def test_ranks_that_share_a_layer_are_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:

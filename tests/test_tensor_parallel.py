@@ -14,7 +14,15 @@ import pytest
 import torch
 from model_directories import DOWN0, OPTIONS, Q0, source
 
-from cutlass_ops import CheckpointError, PackedWeight, dequantize, load_checkpoint, load_packed, quantize, reorder
+from cutlass_ops import (
+    CheckpointError,
+    PackedWeight,
+    dequantize,
+    load_checkpoint,
+    load_packed,
+    quantize,
+    reorder,
+)
 from cutlass_ops.checkpoints.safetensors_files import opened
 from cutlass_ops.files import model_directory
 from cutlass_ops.files.conversion_plan import Options
@@ -51,7 +59,11 @@ def test_which_layer_is_split_how() -> None:
     with pytest.raises(ValueError, match="several layers in one"):
         split_style("h.0.qkv_proj")
     assert split_style("h.0.qkv_proj", parse_overrides(["qkv=replicate"])) == "replicate"
-    for text, match in (("lm_head", "REGEX=STYLE"), ("a=rows", "REGEX=STYLE"), ("(=colwise", "no regular expression")):
+    for text, match in (
+        ("lm_head", "REGEX=STYLE"),
+        ("a=rows", "REGEX=STYLE"),
+        ("(=colwise", "no regular expression"),
+    ):
         with pytest.raises(ValueError, match=match):
             parse_overrides([text])
 
@@ -82,20 +94,26 @@ def test_groups_where_ranks_part(k: int, group_size: int, size: int, expected: i
 @pytest.mark.parametrize(("k", "group_size"), [(192, 32), (576, 128), (320, -1), (1152, 384)])
 def test_slices_are_slices_of_the_values(kind: str, k: int, group_size: int) -> None:
     random = torch.Generator().manual_seed(k)
-    weight = quantize(torch.randn(24, k, generator=random), 4, group_size, symmetric=kind != "zeros")
+    weight = quantize(
+        torch.randn(24, k, generator=random), 4, group_size, symmetric=kind != "zeros"
+    )
     extras: dict[str, Any] = {"bias": torch.randn(24, generator=random)}
     if kind == "offsets":
         extras["offsets"] = torch.randn(weight.scales.shape, generator=random)
     if kind == "book":
         extras["book"] = torch.randn(16, generator=random)
-    weight = type(weight)(**{**{f: getattr(weight, f) for f in weight.__dataclass_fields__}, **extras})
+    weight = type(weight)(
+        **{**{f: getattr(weight, f) for f in weight.__dataclass_fields__}, **extras}
+    )
     values, bias = dequantize(weight, torch.float32), weight.bias
     assert bias is not None
     rows = [slice_weight(weight, "colwise", rank, 2) for rank in range(2)]
     assert torch.equal(torch.cat([dequantize(part, torch.float32) for part in rows]), values)
     assert torch.equal(torch.cat([part.bias for part in rows]), bias)  # type: ignore[misc]
     columns = [slice_weight(weight, "rowwise", rank, 2) for rank in range(2)]
-    assert torch.equal(torch.cat([dequantize(part, torch.float32) for part in columns], dim=1), values)
+    assert torch.equal(
+        torch.cat([dequantize(part, torch.float32) for part in columns], dim=1), values
+    )
     assert torch.equal(sum(part.bias for part in columns), bias)  # type: ignore[arg-type, misc]
     for part in (*rows, *columns):
         assert torch.equal(reorder(part).unpack().codes, part.codes)
@@ -103,7 +121,9 @@ def test_slices_are_slices_of_the_values(kind: str, k: int, group_size: int) -> 
 
 def test_biases_of_float_layers_are_split_with_them(source: Path, tmp_path: Path) -> None:
     checkpoint, out = load_checkpoint(source), tmp_path / "out"
-    done = reorder_model(checkpoint, out, Options(bits=4, group_size=32, exclude="q_proj|o_proj"), ranks=2)
+    done = reorder_model(
+        checkpoint, out, Options(bits=4, group_size=32, exclude="q_proj|o_proj"), ranks=2
+    )
     parts = [load_packed(out / f"rank-{rank}-of-2") for rank in range(2)]
     plain = dict(checkpoint.plain())
     o0 = "model.layers.0.self_attn.o_proj"
@@ -126,7 +146,9 @@ def test_no_rank_has_a_part_of_an_attention_head() -> None:
             if heads % size == 0:
                 check_heads(f"layers.0.{name}", config, size)
                 continue
-            with pytest.raises(ValueError, match=f"over {size} ranks: config.json has {key}; .*=replicate'"):
+            with pytest.raises(
+                ValueError, match=f"over {size} ranks: config.json has {key}; .*=replicate'"
+            ):
                 check_heads(f"layers.0.{name}", config, size)
     check_heads("layers.0.o_proj", config, 5)
     check_heads("layers.0.q_proj", {"num_attention_heads": "12"}, 5)
@@ -184,7 +206,9 @@ def test_ranks_hold_slices_of_the_unsplit_model(source: Path, tmp_path: Path) ->
     assert parts[0]["model.layers.1.mlp.up_proj.weight"].shape == (96, 128)  # floats are split too
     assert parts[0][DOWN0].group_size == 32  # type: ignore[union-attr]
     for rank in range(2):
-        config = json.loads((out / f"rank-{rank}-of-2" / "config.json").read_text())["quantization_config"]
+        config = json.loads((out / f"rank-{rank}-of-2" / "config.json").read_text())[
+            "quantization_config"
+        ]
         assert config["tensor_parallel"] == {"rank": rank, "size": 2, "styles": dict(done.styles)}
         slices = packed_info(out / f"rank-{rank}-of-2").slices
         assert slices is not None
@@ -196,7 +220,14 @@ def test_the_advice_to_replicate_holds(source: Path, tmp_path: Path) -> None:
     checkpoint, splits, advice = load_checkpoint(source), [], []
     for _ in range(3):
         try:
-            reorder_model(checkpoint, tmp_path / "out", OPTIONS, ranks=4, splits=parse_overrides(splits), dry_run=True)
+            reorder_model(
+                checkpoint,
+                tmp_path / "out",
+                OPTIONS,
+                ranks=4,
+                splits=parse_overrides(splits),
+                dry_run=True,
+            )
             break
         except ValueError as error:
             advice += re.findall(r"--tp-split '(.*?)'", str(error))
@@ -211,20 +242,26 @@ def test_the_advice_to_replicate_holds(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_full_disk_is_named(name: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named(
+    name: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     out = tmp_path / "out"
     if name == "config.json":
-        monkeypatch.setattr(model_directory, "_config", lambda *_: monkeypatch.setattr(os, "fsync", full) or {})
+        monkeypatch.setattr(
+            model_directory, "_config", lambda *_: monkeypatch.setattr(os, "fsync", full) or {}
+        )
     else:
         monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match=rf"No space left on device: '{out / name}'"):
         reorder_model(load_checkpoint(source), out, OPTIONS)
 
 
-def test_a_file_that_may_not_be_read_is_said_to_be_there(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_may_not_be_read_is_said_to_be_there(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path, *_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
@@ -236,7 +273,10 @@ def test_a_file_that_may_not_be_read_is_said_to_be_there(source: Path, monkeypat
 
 def test_what_cannot_be_split(source: Path, tmp_path: Path) -> None:
     checkpoint, out = load_checkpoint(source), tmp_path / "out"
-    with pytest.raises(ValueError, match=r"k_proj' cannot be split over 3 ranks: config\.json has num_key_value_heads 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"k_proj' cannot be split over 3 ranks: config\.json has num_key_value_heads 2",
+    ):
         reorder_model(checkpoint, out, OPTIONS, ranks=3)
     with pytest.raises(ValueError, match="num_key_value_heads 2"):
         reorder_model(checkpoint, out, OPTIONS, ranks=4, splits=(("down", "replicate"),))

@@ -1,4 +1,6 @@
-"""The reader of torchao's safetensors, against the package's own files and dequantiser, and against words written by hand."""
+"""The reader of torchao's safetensors, against the package's own files and dequantiser, and against
+words written by hand.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +44,27 @@ def described(kind: str, parts: list[str], **data: Any) -> str:
 
 
 def save_by_hand(path: Path, parts: dict[str, torch.Tensor], kind: str, **data: Any) -> Path:
-    metadata = {"m.weight": described(kind, list(parts), **data), "tensor_names": '["m.weight"]', "note": "short"}
+    metadata = {
+        "m.weight": described(kind, list(parts), **data),
+        "tensor_names": '["m.weight"]',
+        "note": "short",
+    }
     save_file({f"m._weight_{name}": value for name, value in parts.items()}, path, metadata)
     return path
 
 
 def tile_packed(codes: torch.Tensor) -> torch.Tensor:
-    """int32 [N/8, K/128, 32, 4] of codes [N, K], word by word as PyTorch's int4mm.cu describes it."""
+    """int32 [N/8, K/128, 32, 4] of codes [N, K], word by word as PyTorch's
+    int4mm.cu describes it.
+    """
     n, k = codes.shape
     words = torch.zeros(n // 8, k // 128, 32, 4, dtype=torch.int64)
     lane = torch.arange(32)
     for j in range(4):
         for place, column in enumerate((0, 8, 16, 24, 1, 9, 17, 25)):
             columns = 32 * j + 2 * (lane % 4) + column
-            chosen = codes.view(n // 8, 8, k // 128, 128)[:, lane // 4, :, columns]  # [32, n / 8, k / 128]
+            # [32, n / 8, k / 128]
+            chosen = codes.view(n // 8, 8, k // 128, 128)[:, lane // 4, :, columns]
             words[..., j] |= chosen.permute(1, 2, 0).long() << 4 * place
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
@@ -76,9 +85,13 @@ def test_golden_words(tmp_path: Path) -> None:
     )
     weight = load_checkpoint(path)["m"]
     expected = torch.zeros(8, 1024, dtype=torch.uint8)
-    expected[3, [256 + 66 + c for c in (0, 1, 8, 9, 16, 17, 24, 25)]] = torch.arange(8, dtype=torch.uint8)
+    expected[3, [256 + 66 + c for c in (0, 1, 8, 9, 16, 17, 24, 25)]] = torch.arange(
+        8, dtype=torch.uint8
+    )
     assert torch.equal(weight.codes, expected)
-    assert reference.dequantize_weight(weight, torch.float32).unique().tolist() == [(q - 8) * 0.5 + 3 for q in range(8)]
+    assert reference.dequantize_weight(weight, torch.float32).unique().tolist() == [
+        (q - 8) * 0.5 + 3 for q in range(8)
+    ]
     assert load_checkpoint(path).metadata == {"note": "short"}
 
 
@@ -86,7 +99,11 @@ def test_plain_bytes_by_hand(tmp_path: Path) -> None:
     qdata = torch.tensor([[0x10] * 16, [0x8F] * 16], dtype=torch.uint8).view(torch.int8)
     path = save_by_hand(
         tmp_path / "m.safetensors",
-        {"qdata": qdata, "scale": torch.tensor([[0.5, 2.0]]), "zero_point": torch.tensor([[1.0, -1.0]]).bfloat16()},
+        {
+            "qdata": qdata,
+            "scale": torch.tensor([[0.5, 2.0]]),
+            "zero_point": torch.tensor([[1.0, -1.0]]).bfloat16(),
+        },
         "Int4Tensor",
         block_size=[1, 32],
         shape=[2, 32],
@@ -99,7 +116,10 @@ def test_plain_bytes_by_hand(tmp_path: Path) -> None:
     assert reference.dequantize_weight(weight, torch.float32).tolist() == values
 
 
-@pytest.mark.parametrize(("n", "k", "group"), [(8, 1024, 32), (20, 1088, 64), (192, 576, 128), (9, 2048, 256), (3, 100, 128)])
+@pytest.mark.parametrize(
+    ("n", "k", "group"),
+    [(8, 1024, 32), (20, 1088, 64), (192, 576, 128), (9, 2048, 256), (3, 100, 128)],
+)
 def test_tile_packed_weights(tmp_path: Path, torchao: Any, n: int, k: int, group: int) -> None:
     from torchao.quantization import Int4TilePackedTo4dTensor
     from torchao.quantization.quant_primitives import (
@@ -114,10 +134,19 @@ def test_tile_packed_weights(tmp_path: Path, torchao: Any, n: int, k: int, group
     padded[:n, :k] = torch.randn(n, k, generator=RANDOM)
     size = (1, group)
     scale, zero = _choose_qparams_affine_tinygemm(
-        padded, MappingType.ASYMMETRIC, size, torch.int32, 0, 15, scale_dtype=torch.bfloat16, zero_point_dtype=torch.bfloat16
+        padded,
+        MappingType.ASYMMETRIC,
+        size,
+        torch.int32,
+        0,
+        15,
+        scale_dtype=torch.bfloat16,
+        zero_point_dtype=torch.bfloat16,
     )
     codes = _quantize_affine_tinygemm(padded, size, scale, zero, torch.int32, 0, 15)
-    theirs = _dequantize_affine_tinygemm(codes, size, scale, zero, torch.int32, 0, 15, output_dtype=torch.float32)[:n, :k]
+    theirs = _dequantize_affine_tinygemm(
+        codes, size, scale, zero, torch.int32, 0, 15, output_dtype=torch.float32
+    )[:n, :k]
     scale, zero = scale.reshape(len(padded), -1), zero.reshape(len(padded), -1)
     tensor = Int4TilePackedTo4dTensor(
         tile_packed(codes.to(torch.uint8)),
@@ -143,8 +172,12 @@ def test_plain_int4_weights(tmp_path: Path, torchao: Any, symmetric: bool) -> No
         zero = torch.zeros_like(zero)
     qdata = ((codes[:, ::2] & 15) | (codes[:, 1::2] & 15) << 4).to(torch.uint8).view(torch.int8)
     tensor = Int4Tensor(qdata, scale, zero, [1, 64], torch.Size((24, 192)))
-    checkpoint = load_checkpoint(save_flat(tmp_path / "m.safetensors", {"m.weight": tensor, "m.bias": torch.ones(24)}))
-    expected = codes.float() * scale.t().float().repeat_interleave(64, 1) + zero.t().float().repeat_interleave(64, 1)
+    checkpoint = load_checkpoint(
+        save_flat(tmp_path / "m.safetensors", {"m.weight": tensor, "m.bias": torch.ones(24)})
+    )
+    expected = codes.float() * scale.t().float().repeat_interleave(
+        64, 1
+    ) + zero.t().float().repeat_interleave(64, 1)
     assert torch.equal(reference.dequantize_weight(checkpoint["m"], torch.float32), expected)
     assert torch.equal(checkpoint.entries["m"].values(), expected)
     assert checkpoint["m"].bias is not None
@@ -155,7 +188,9 @@ def test_plain_int4_weights(tmp_path: Path, torchao: Any, symmetric: bool) -> No
 
 def quantised(torchao: Any, config: Any, dtype: torch.dtype) -> torch.nn.Module:
     torch.manual_seed(3)
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(256, 24), "b": torch.nn.Linear(128, 8, bias=False)}).to(dtype)
+    model = torch.nn.ModuleDict(
+        {"a": torch.nn.Linear(256, 24), "b": torch.nn.Linear(128, 8, bias=False)}
+    ).to(dtype)
     torchao.quantization.quantize_(model, config)
     return model
 
@@ -166,11 +201,15 @@ def int8_config(torchao: Any, name: str) -> Any:
 
     return {
         "int8 rows": lambda: Int8WeightOnlyConfig(version=2),
-        "int4 groups": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
+        "int4 groups": lambda: IntxWeightOnlyConfig(
+            weight_dtype=torch.int4, granularity=PerGroup(32)
+        ),
         "int4 asymmetric": lambda: IntxWeightOnlyConfig(
             weight_dtype=torch.int4, granularity=PerGroup(64), mapping_type=MappingType.ASYMMETRIC
         ),
-        "int3 groups": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int3, granularity=PerGroup(128)),
+        "int3 groups": lambda: IntxWeightOnlyConfig(
+            weight_dtype=torch.int3, granularity=PerGroup(128)
+        ),
         "int6 asymmetric": lambda: IntxWeightOnlyConfig(
             weight_dtype=torch.int6, granularity=PerGroup(128), mapping_type=MappingType.ASYMMETRIC
         ),
@@ -181,7 +220,15 @@ def int8_config(torchao: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["int8 rows", "int4 groups", "int4 asymmetric", "int3 groups", "int6 asymmetric", "int8 asymmetric rows"]
+    "name",
+    [
+        "int8 rows",
+        "int4 groups",
+        "int4 asymmetric",
+        "int3 groups",
+        "int6 asymmetric",
+        "int8 asymmetric rows",
+    ],
 )
 def test_files_of_the_package(tmp_path: Path, torchao: Any, name: str) -> None:
     model = quantised(torchao, int8_config(torchao, name), torch.float32)
@@ -193,13 +240,23 @@ def test_files_of_the_package(tmp_path: Path, torchao: Any, name: str) -> None:
         theirs = model[module].weight.dequantize()  # type: ignore[index,union-attr]
         weight = checkpoint[module]
         assert weight.bits == (8 if name[3] in "68" else 4)
-        assert weight.symmetric == (name == "int8 rows" or (name == "int3 groups" and module == "b"))  # b is one group wide
+        # b is one group wide
+        assert weight.symmetric == (
+            name == "int8 rows" or (name == "int3 groups" and module == "b")
+        )
         assert torch.equal(reference.dequantize_weight(weight, torch.float32), theirs)
         assert torch.equal(checkpoint.entries[module].values(), theirs)
         quantized = checkpoint.entries[module].quantized
         assert quantized is not None
-        parts = {"scales": weight.scales, "zeros": weight.zeros, "offsets": weight.offsets, "bias": weight.bias}
-        assert quantized.dtypes == {part: value.dtype for part, value in parts.items() if value is not None}
+        parts = {
+            "scales": weight.scales,
+            "zeros": weight.zeros,
+            "offsets": weight.offsets,
+            "bias": weight.bias,
+        }
+        assert quantized.dtypes == {
+            part: value.dtype for part, value in parts.items() if value is not None
+        }
 
 
 def test_float_zero_points(tmp_path: Path, torchao: Any) -> None:
@@ -230,20 +287,34 @@ def test_each_shard_has_its_metadata(tmp_path: Path, torchao: Any) -> None:
     state = model.state_dict()
     weight_map = {}
     for shard, module in (("model-1.safetensors", "a"), ("model-2.safetensors", "b")):
-        save_flat(tmp_path / shard, {name: value for name, value in state.items() if name.startswith(module)})
+        save_flat(
+            tmp_path / shard,
+            {name: value for name, value in state.items() if name.startswith(module)},
+        )
         whole = load_checkpoint(tmp_path / shard)
-        weight_map.update({part: shard for entry in whole.entries.values() for part in entry.parts or (entry.name,)})
+        weight_map.update(
+            {
+                part: shard
+                for entry in whole.entries.values()
+                for part in entry.parts or (entry.name,)
+            }
+        )
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     checkpoint = load_checkpoint(tmp_path)
     assert list(checkpoint) == ["a", "b"]
     for module in ("a", "b"):
         ours = reference.dequantize_weight(checkpoint[module], torch.bfloat16)
         theirs = model[module].weight.dequantize().float()  # type: ignore[index,union-attr]
-        # Their product is rounded to bf16, as ours is, but the scale's product is taken in bf16 too.
+        # Their product is rounded to bf16, as ours is, but the scale's product is
+        # taken in bf16 too.
         torch.testing.assert_close(ours.float(), theirs, rtol=2.0**-7, atol=0)
 
 
-PLAIN = {"qdata": torch.zeros(4, 64, dtype=torch.int8), "scale": torch.ones(4, 2), "zero_point": torch.zeros(4, 2).char()}
+PLAIN = {
+    "qdata": torch.zeros(4, 64, dtype=torch.int8),
+    "scale": torch.ones(4, 2),
+    "zero_point": torch.zeros(4, 2).char(),
+}
 INT8 = {"block_size": [1, 32], "dtype": {"_type": "torch.dtype", "_data": "float32"}}
 
 
@@ -253,13 +324,20 @@ INT8 = {"block_size": [1, 32], "dtype": {"_type": "torch.dtype", "_data": "float
         ("Float8Tensor", {}, {}, "is a Float8Tensor; Int4Tensor, "),
         ("Int8Tensor", {"act_pre_scale": torch.ones(64)}, INT8, "has an act_pre_scale"),
         ("Int8Tensor", {}, {"block_size": [1, 1, 32]}, "more than two dimensions"),
-        ("Int8Tensor", {"scale": torch.ones(4, 4), "zero_point": torch.zeros(4, 4).char()}, {"block_size": [1, 16]}, "is 16"),
+        (
+            "Int8Tensor",
+            {"scale": torch.ones(4, 4), "zero_point": torch.zeros(4, 4).char()},
+            {"block_size": [1, 16]},
+            "is 16",
+        ),
     ],
 )
 def test_what_cannot_be_packed(
     tmp_path: Path, kind: str, parts: dict[str, torch.Tensor], data: dict[str, Any], match: str
 ) -> None:
-    checkpoint = load_checkpoint(save_by_hand(tmp_path / "m.safetensors", {**PLAIN, **parts}, kind, **data))
+    checkpoint = load_checkpoint(
+        save_by_hand(tmp_path / "m.safetensors", {**PLAIN, **parts}, kind, **data)
+    )
     with pytest.raises(CheckpointError, match=rf"tensor 'm\.weight': .*{match}"):
         checkpoint["m"]
 
@@ -286,9 +364,24 @@ def change(**parts: torch.Tensor) -> dict[str, torch.Tensor]:
         ("Int4Tensor", PLAIN, {**INT8, "shape": [4, 128, 1]}, r"shape is \[4, 128, 1\]"),
         ("Int4Tensor", PLAIN, {**INT8, "shape": [4, 64]}, r"qdata is I8 \[4, 64\]; .* \[4, 32\]"),
         ("Int4Tensor", PLAIN, {**INT8, "shape": [1 << 39, 1 << 39]}, "qdata is I8"),
-        ("Int4TilePackedTo4dTensor", PLAIN, {**INT8, "shape": [4, 64]}, r"qdata is I8 \[4, 64\]; int32 \[1, 8, 32, 4\]"),
-        ("Int4TilePackedTo4dTensor", PLAIN, {"block_size": [1, 96], "shape": [4, 64]}, "a divisor of 1024"),
-        ("Int4Tensor", {"qdata": PLAIN["qdata"]}, {**INT8, "shape": [4, 128]}, "has no tensor 'scale'"),
+        (
+            "Int4TilePackedTo4dTensor",
+            PLAIN,
+            {**INT8, "shape": [4, 64]},
+            r"qdata is I8 \[4, 64\]; int32 \[1, 8, 32, 4\]",
+        ),
+        (
+            "Int4TilePackedTo4dTensor",
+            PLAIN,
+            {"block_size": [1, 96], "shape": [4, 64]},
+            "a divisor of 1024",
+        ),
+        (
+            "Int4Tensor",
+            {"qdata": PLAIN["qdata"]},
+            {**INT8, "shape": [4, 128]},
+            "has no tensor 'scale'",
+        ),
     ],
 )
 def test_metadata_that_contradicts_the_tensors(
@@ -301,7 +394,13 @@ def test_metadata_that_contradicts_the_tensors(
 
 @pytest.mark.parametrize("part", ["scale", "zero_point", "scale_and_zero"])
 def test_parts_without_codes(tmp_path: Path, part: str) -> None:
-    path = save_by_hand(tmp_path / "m.safetensors", {part: torch.ones(4, 2)}, "Int4Tensor", block_size=[1, 32], shape=[4, 64])
+    path = save_by_hand(
+        tmp_path / "m.safetensors",
+        {part: torch.ones(4, 2)},
+        "Int4Tensor",
+        block_size=[1, 32],
+        shape=[4, 64],
+    )
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
     with pytest.raises(CheckpointError, match=r"'m\._weight_qdata': is missing"):
         load_checkpoint(path)
@@ -309,7 +408,9 @@ def test_parts_without_codes(tmp_path: Path, part: str) -> None:
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("part", ["qdata", "zero_point"])
-def test_values_reach_the_limits_of_their_bits_and_no_further(tmp_path: Path, part: str, bits: int) -> None:
+def test_values_reach_the_limits_of_their_bits_and_no_further(
+    tmp_path: Path, part: str, bits: int
+) -> None:
     limit = 1 << (bits - 1)
     for value in (-limit, limit - 1, -limit - 1, limit):
         if not -128 <= value <= 127:
@@ -317,7 +418,13 @@ def test_values_reach_the_limits_of_their_bits_and_no_further(tmp_path: Path, pa
         parts = {**PLAIN, part: PLAIN[part].clone()}
         parts[part][1, 1] = value
         target = {"_type": "torch.dtype", "_data": f"int{bits}"}
-        path = save_by_hand(tmp_path / "m.safetensors", parts, "IntxUnpackedToInt8Tensor", target_dtype=target, **INT8)
+        path = save_by_hand(
+            tmp_path / "m.safetensors",
+            parts,
+            "IntxUnpackedToInt8Tensor",
+            target_dtype=target,
+            **INT8,
+        )
         entry = load_checkpoint(path).entries["m"]
         if -limit <= value < limit:
             expected = torch.zeros(4, 64)
@@ -326,9 +433,14 @@ def test_values_reach_the_limits_of_their_bits_and_no_further(tmp_path: Path, pa
             else:
                 expected[1, 32:] = -value
             assert torch.equal(entry.values(), expected)
-            assert torch.equal(reference.dequantize_weight(load_checkpoint(path)["m"], torch.float32), expected)
+            assert torch.equal(
+                reference.dequantize_weight(load_checkpoint(path)["m"], torch.float32), expected
+            )
             continue
-        with pytest.raises(CheckpointError, match=rf"{part} has values from .*; with {bits} bits -{limit} \.\. {limit - 1} "):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"{part} has values from .*; with {bits} bits -{limit} \.\. {limit - 1} ",
+        ):
             entry.values()
 
 
@@ -345,7 +457,11 @@ def test_values_reach_the_limits_of_their_bits_and_no_further(tmp_path: Path, pa
 )
 def test_metadata_that_is_none(tmp_path: Path, text: str | None, match: str) -> None:
     metadata = {"tensor_names": "[]"} | ({} if text is None else {"m.weight": text})
-    save_file({f"m._weight_{name}": value for name, value in PLAIN.items()}, tmp_path / "m.safetensors", metadata)
+    save_file(
+        {f"m._weight_{name}": value for name, value in PLAIN.items()},
+        tmp_path / "m.safetensors",
+        metadata,
+    )
     with pytest.raises(CheckpointError, match=match) as raised:
         load_checkpoint(tmp_path / "m.safetensors")
     assert len(str(raised.value)) < 1000

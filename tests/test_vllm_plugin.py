@@ -21,11 +21,14 @@ from cutlass_ops.vllm import awq, experts, linear
 def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, list[Any]]]:
     """vLLM's lists of kernels, where the plugin looks for them."""
     lists: dict[str, dict[str, list[Any]]] = {
-        name: {"cuda": ["theirs"], "cpu": ["theirs"]} for name in ("_POSSIBLE_KERNELS", "_POSSIBLE_INT8_KERNELS")
+        name: {"cuda": ["theirs"], "cpu": ["theirs"]}
+        for name in ("_POSSIBLE_KERNELS", "_POSSIBLE_INT8_KERNELS")
     }
 
     def register_linear_kernel(kernel: Any, platform: str, kind: str) -> None:
-        lists["_POSSIBLE_KERNELS" if kind == "mp" else "_POSSIBLE_INT8_KERNELS"][platform].append(kernel)
+        lists["_POSSIBLE_KERNELS" if kind == "mp" else "_POSSIBLE_INT8_KERNELS"][platform].append(
+            kernel
+        )
 
     for name, value in {
         "MISSING": None,
@@ -49,7 +52,9 @@ def test_our_kernels_come_first_and_once(tables: dict[str, dict[str, list[Any]]]
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_amx_is_requested_where_torch_can(exists: bool, tables: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amx_is_requested_where_torch_can(
+    exists: bool, tables: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests: list[None] = []
     monkeypatch.delattr(torch.cpu, "_init_amx", raising=False)
     if exists:
@@ -65,9 +70,17 @@ FOUR_BITS = ["uint4", "uint4b8"]
 
 @pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """vLLM on a CPU that has our kernels and neither AMX nor zentorch; ``settings`` are the plugin's."""
+    """vLLM on a CPU that has our kernels and neither AMX nor zentorch; ``settings``
+    are the plugin's.
+    """
     settings: dict[str, Any] = {}
-    state = SimpleNamespace(settings=settings, is_cpu=True, is_zen=False, has_amx=False, instruction_sets=["avx2", "scalar"])
+    state = SimpleNamespace(
+        settings=settings,
+        is_cpu=True,
+        is_zen=False,
+        has_amx=False,
+        instruction_sets=["avx2", "scalar"],
+    )
     platform = SimpleNamespace(is_cpu=lambda: state.is_cpu, is_zen_cpu=lambda: state.is_zen)
     config = SimpleNamespace(additional_config={"cutlass_ops": settings})
     for module, name, value in (
@@ -87,7 +100,11 @@ def layer(weight_type: str, act_type: torch.dtype = torch.bfloat16) -> SimpleNam
     """vLLM's description of a linear layer."""
     shape = (256, 64)
     return SimpleNamespace(
-        full_weight_shape=shape, partition_weight_shape=shape, weight_type=weight_type, act_type=act_type, group_size=128
+        full_weight_shape=shape,
+        partition_weight_shape=shape,
+        weight_type=weight_type,
+        act_type=act_type,
+        group_size=128,
     )
 
 
@@ -100,11 +117,17 @@ def test_a_cpu_has_kernels_for_every_type_of_weight(cpu: SimpleNamespace, weight
 def test_four_bit_layers_stay_with_zentorch(cpu: SimpleNamespace, weight_type: str) -> None:
     cpu.is_zen = True
     reason = linear._reason_against(layer(weight_type))
-    assert (reason is not None and "zentorch" in reason) if weight_type in FOUR_BITS else reason is None
+    assert (
+        (reason is not None and "zentorch" in reason)
+        if weight_type in FOUR_BITS
+        else reason is None
+    )
 
 
 @pytest.mark.parametrize("act_quant", ["block", "token"])
-def test_four_bit_layers_are_ours_where_the_user_quantises_activations(cpu: SimpleNamespace, act_quant: str) -> None:
+def test_four_bit_layers_are_ours_where_the_user_quantises_activations(
+    cpu: SimpleNamespace, act_quant: str
+) -> None:
     cpu.is_zen = cpu.has_amx = True
     cpu.settings["act_quant"] = act_quant
     assert linear._reason_against(layer("uint4")) is None
@@ -123,11 +146,15 @@ def test_four_bit_layers_stay_with_vllm_where_it_uses_amx(
 
 def test_no_layer_is_ours_on_a_cpu_without_fast_kernels(cpu: SimpleNamespace) -> None:
     cpu.instruction_sets = ["scalar"]
-    assert linear._reason_against(layer("uint4b8")) == "the package has no fast kernels for this CPU"
+    assert (
+        linear._reason_against(layer("uint4b8")) == "the package has no fast kernels for this CPU"
+    )
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
-def test_layers_with_8_bit_activations_stay_with_vllm_on_a_cpu_alone(cpu: SimpleNamespace, is_cpu: bool) -> None:
+def test_layers_with_8_bit_activations_stay_with_vllm_on_a_cpu_alone(
+    cpu: SimpleNamespace, is_cpu: bool
+) -> None:
     cpu.is_cpu = is_cpu
     reason = linear._reason_against_int8(SimpleNamespace(is_static_input_scheme=False))
     assert reason == ("vLLM's kernel is faster on a CPU" if is_cpu else None)
@@ -137,13 +164,19 @@ def test_experts_stay_with_vllm_on_a_cpu(cpu: SimpleNamespace) -> None:
     assert experts._reason_of_device(128) == "experts have kernels for GPUs alone"
 
 
-def test_a_setting_that_does_not_exist_is_an_error_whatever_the_layers(cpu: SimpleNamespace) -> None:
+def test_a_setting_that_does_not_exist_is_an_error_whatever_the_layers(
+    cpu: SimpleNamespace,
+) -> None:
     cpu.settings["reference"] = True
-    with pytest.raises(ValueError, match="additional_config has 'reference' for cutlass_ops; known are act_quant"):
+    with pytest.raises(
+        ValueError, match="additional_config has 'reference' for cutlass_ops; known are act_quant"
+    ):
         linear._reason_against_int8(SimpleNamespace(is_static_input_scheme=True))
 
 
-def test_experts_of_another_class_are_left_to_vllm_with_a_reason(cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_another_class_are_left_to_vllm_with_a_reason(
+    cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
     monkeypatch.setattr(experts, "_log_left", lines.append)
     method = type("AutoAWQMoEMethod", (), {})()
@@ -159,9 +192,13 @@ def test_experts_of_another_class_are_left_to_vllm_with_a_reason(cpu: SimpleName
 def invariant(cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """vLLM in batch-invariant mode; how the products were called."""
     for module in (awq, experts, linear):
-        monkeypatch.setattr(module, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True), raising=False)
+        monkeypatch.setattr(
+            module, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True), raising=False
+        )
     flags: list[bool] = []
-    monkeypatch.setattr(layers.gemm, "mixed_gemm", lambda *args, batch_invariant: flags.append(batch_invariant))
+    monkeypatch.setattr(
+        layers.gemm, "mixed_gemm", lambda *args, batch_invariant: flags.append(batch_invariant)
+    )
     return flags
 
 
@@ -194,7 +231,9 @@ def int8_kernel(module: torch.nn.Module) -> Any:
 
 @pytest.mark.parametrize("kernel_of", [int4_kernel, int8_kernel])
 @pytest.mark.parametrize("is_set", [True, False])
-def test_kernels_are_batch_invariant_where_vllm_is(invariant: list[bool], is_set: bool, kernel_of: Any) -> None:
+def test_kernels_are_batch_invariant_where_vllm_is(
+    invariant: list[bool], is_set: bool, kernel_of: Any
+) -> None:
     linear.envs.VLLM_BATCH_INVARIANT = is_set
     module = torch.nn.Module()
     kernel = kernel_of(module)
@@ -203,7 +242,9 @@ def test_kernels_are_batch_invariant_where_vllm_is(invariant: list[bool], is_set
     assert invariant == [is_set]
 
 
-def test_layers_are_ours_in_batch_invariant_mode(invariant: list[bool], cpu: SimpleNamespace) -> None:
+def test_layers_are_ours_in_batch_invariant_mode(
+    invariant: list[bool], cpu: SimpleNamespace
+) -> None:
     assert linear._reason_against(layer("uint4")) is None
 
 
@@ -220,7 +261,9 @@ def awq_method() -> Any:
     return method
 
 
-def test_awq_is_ours_in_batch_invariant_mode(invariant: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_awq_is_ours_in_batch_invariant_mode(
+    invariant: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
     quiet = SimpleNamespace(info_once=lambda line, *arguments: lines.append(line % arguments))
     engine = replace(awq.ENGINE, logger=quiet, settings=dict, batch_invariant=lambda: True)
@@ -239,31 +282,43 @@ def test_awq_is_ours_in_batch_invariant_mode(invariant: list[bool], monkeypatch:
 def test_awq_without_marlin_is_vllms_otherwise(invariant: list[bool]) -> None:
     awq.envs.VLLM_BATCH_INVARIANT = False
     original = awq_method()
-    assert experts._wrapped(lambda config, module, prefix: original)(None, None, "layers.0") is original
+    assert (
+        experts._wrapped(lambda config, module, prefix: original)(None, None, "layers.0")
+        is original
+    )
 
 
 @pytest.fixture
 def packed_directory(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that loads packed directories, with vLLM's classes in miniature; and a configuration."""
+    """The module that loads packed directories, with vLLM's classes in miniature; and
+    a configuration.
+    """
     from cutlass_ops.vllm import directory
 
     class Layer(torch.nn.Module):
         num_embeddings_per_partition, params_dtype = 64, torch.bfloat16
 
     kinds: dict[str, Any] = {
-        name: type(name, (Layer,), {}) for name in ("RoutedExperts", "LinearBase", "VocabParallelEmbedding")
+        name: type(name, (Layer,), {})
+        for name in ("RoutedExperts", "LinearBase", "VocabParallelEmbedding")
     }
     kinds["ParallelLMHead"] = type("ParallelLMHead", (kinds["VocabParallelEmbedding"],), {})
-    kinds["UnquantizedEmbeddingMethod"] = kinds["UnquantizedLinearMethod"] = type("Unquantized", (), {})
+    kinds["UnquantizedEmbeddingMethod"] = kinds["UnquantizedLinearMethod"] = type(
+        "Unquantized", (), {}
+    )
     for name, kind in kinds.items():
         monkeypatch.setattr(directory, name, kind, raising=False)
-    monkeypatch.setattr(directory, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True), raising=False)
+    monkeypatch.setattr(
+        directory, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True), raising=False
+    )
     monkeypatch.setattr(directory.CutlassOpsConfig, "packed_modules_mapping", {}, raising=False)
     return directory
 
 
 def quantization(**embeddings: str) -> dict[str, Any]:
-    weights = {name: WeightFormat(8, 32, (("scales", torch.float16),)) for name in ("lm_head", *embeddings)}
+    weights = {
+        name: WeightFormat(8, 32, (("scales", torch.float16),)) for name in ("lm_head", *embeddings)
+    }
     return quantization_config(weights, embeddings=embeddings)
 
 
@@ -289,31 +344,48 @@ def test_ranks_share_the_heads_of_keys_and_values(packed_directory: Any) -> None
 
 def test_an_embedding_that_is_not_packed_is_vllms(packed_directory: Any) -> None:
     for fields, prefix in ((quantization(), ""), (quantization(embed="embed"), "other")):
-        method = packed_directory.CutlassOpsConfig(fields).get_quant_method(packed_directory.VocabParallelEmbedding(), prefix)
+        method = packed_directory.CutlassOpsConfig(fields).get_quant_method(
+            packed_directory.VocabParallelEmbedding(), prefix
+        )
         assert type(method) is packed_directory.UnquantizedEmbeddingMethod
 
 
 @pytest.mark.parametrize("rows", [64, 128])
-def test_a_tied_embedding_gets_the_heads_weight(rows: int, packed_directory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tied_embedding_gets_the_heads_weight(
+    rows: int, packed_directory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = packed_directory.CutlassOpsConfig(quantization(embed="lm_head"))
     embedding, head = packed_directory.VocabParallelEmbedding(), packed_directory.ParallelLMHead()
-    looks_up, multiplies = config.get_quant_method(embedding, ""), config.get_quant_method(head, "lm_head")
+    looks_up, multiplies = (
+        config.get_quant_method(embedding, ""),
+        config.get_quant_method(head, "lm_head"),
+    )
     looks_up.create_weights(embedding)
-    with pytest.raises(ValueError, match="embed is tied to the output head, which another rank of the pipeline has"):
+    with pytest.raises(
+        ValueError, match="embed is tied to the output head, which another rank of the pipeline has"
+    ):
         looks_up.embedding(embedding, torch.tensor([0]))
     packed = co.reorder(co.quantize(torch.randn(rows, 32), 8, 32))
-    multiplies.shards = SimpleNamespace(part=SimpleNamespace(sizes=[rows]), loaded=set(), weights=lambda tensors: [packed])
+    multiplies.shards = SimpleNamespace(
+        part=SimpleNamespace(sizes=[rows]), loaded=set(), weights=lambda tensors: [packed]
+    )
     multiplies.parts = list(packed.tensors())
     for part, tensor in packed.tensors().items():
         head.register_buffer(part, tensor)
     quiet = SimpleNamespace(info_once=lambda text: None)
-    engine = replace(packed_directory.ENGINE, settings=dict, logger=quiet, random_weights=lambda: True)
+    engine = replace(
+        packed_directory.ENGINE, settings=dict, logger=quiet, random_weights=lambda: True
+    )
     monkeypatch.setattr(packed_directory.PackedLinearMethod, "engine", engine)
     if rows != 64:
-        with pytest.raises(ValueError, match="lm_head has 128 rows on this rank; the embedding tied to it has 64"):
+        with pytest.raises(
+            ValueError, match="lm_head has 128 rows on this rank; the embedding tied to it has 64"
+        ):
             multiplies.process_weights_after_loading(head)
         return
     multiplies.process_weights_after_loading(head)
     assert multiplies.batch_invariant is True
     ids = torch.tensor([[3, 63]])
-    assert torch.equal(looks_up.embedding(embedding, ids), co.dequantize(packed, torch.bfloat16)[ids])
+    assert torch.equal(
+        looks_up.embedding(embedding, ids), co.dequantize(packed, torch.bfloat16)[ids]
+    )

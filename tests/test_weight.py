@@ -1,4 +1,6 @@
-"""The two forms of a weight: what they accept, what they refuse, and the order of the packed one."""
+"""The two forms of a weight: what they accept, what they refuse, and the order
+of the packed one.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,23 @@ def test_sizes_by_hand() -> None:
     assert [formats.midpoint(bits) for bits in (4, 8)] == [8, 128]
     assert [formats.padded_rows(n) for n in (1, 64, 65, 192)] == [64, 64, 128, 192]
     assert [formats.padded_k(k) for k in (1, 128, 129, 576)] == [128, 128, 256, 640]
-    assert [formats.group_count(576, g) for g in (32, 64, 128, 256, 1024, -1)] == [18, 9, 5, 3, 1, 1]
+    assert [formats.group_count(576, g) for g in (32, 64, 128, 256, 1024, -1)] == [
+        18,
+        9,
+        5,
+        3,
+        1,
+        1,
+    ]
     # Groups of 32 and 64 fill the padded K of 640; longer ones have no padding group.
-    assert [formats.padded_groups(576, g) for g in (32, 64, 128, 256, 1024, -1)] == [20, 10, 5, 3, 1, 1]
+    assert [formats.padded_groups(576, g) for g in (32, 64, 128, 256, 1024, -1)] == [
+        20,
+        10,
+        5,
+        3,
+        1,
+        1,
+    ]
     assert [formats.activation_block(g) for g in (32, 64, 128, 256, -1)] == [32, 64, 128, 128, 128]
 
 
@@ -35,7 +51,12 @@ def test_unsupported_bits(bits: int) -> None:
 
 @pytest.mark.parametrize("value", [[7] * 100_000, "7" * 100_000, (10**4000,) * 3])
 def test_a_message_does_not_hold_all_of_a_value(value: Any) -> None:
-    checks: list[Any] = [formats.check_bits, formats.check_group_size, formats.check_flat_block_size, formats.check_quant_type]
+    checks: list[Any] = [
+        formats.check_bits,
+        formats.check_group_size,
+        formats.check_flat_block_size,
+        formats.check_quant_type,
+    ]
     for check in (*checks, lambda size: formats.check_kernel_size(size, 64)):
         with pytest.raises(ValueError, match=r"supported are|expected|does not divide") as error:
             check(value if check is not formats.check_quant_type else str(value)[:4000])
@@ -44,12 +65,21 @@ def test_a_message_does_not_hold_all_of_a_value(value: Any) -> None:
 
 @pytest.mark.parametrize("group_size", [0, 1, 16, 48, 96, 192, -2, -128])
 def test_unsupported_group_sizes(group_size: int) -> None:
-    with pytest.raises(ValueError, match=f"group_size is {group_size}; supported are 32, 64, multiples of 128"):
+    with pytest.raises(
+        ValueError, match=f"group_size is {group_size}; supported are 32, 64, multiples of 128"
+    ):
         formats.check_group_size(group_size)
 
 
 def test_supported_group_sizes() -> None:
-    assert [formats.check_group_size(g) for g in (32, 64, 128, 256, 384, -1)] == [32, 64, 128, 256, 384, -1]
+    assert [formats.check_group_size(g) for g in (32, 64, 128, 256, 384, -1)] == [
+        32,
+        64,
+        128,
+        256,
+        384,
+        -1,
+    ]
 
 
 # ---- the canonical form
@@ -93,16 +123,32 @@ def test_a_valid_weight(bits: int, group_size: int, groups: int, dtype: torch.dt
         ({"codes": torch.zeros(3, 100)}, TypeError, "codes has dtype float32; supported are uint8"),
         ({"codes": torch.zeros(3, 100, dtype=torch.int8)}, TypeError, "codes has dtype int8"),
         ({"codes": torch.zeros(100, dtype=torch.uint8)}, ValueError, r"codes has shape \(100,\)"),
-        ({"codes": torch.zeros(0, 100, dtype=torch.uint8)}, ValueError, r"codes has shape \(0, 100\)"),
+        (
+            {"codes": torch.zeros(0, 100, dtype=torch.uint8)},
+            ValueError,
+            r"codes has shape \(0, 100\)",
+        ),
         ({"codes": torch.zeros(3, 0, dtype=torch.uint8)}, ValueError, r"codes has shape \(3, 0\)"),
-        ({"codes": torch.full((3, 100), 16, dtype=torch.uint8)}, ValueError, "codes holds 16; with bits=4"),
+        (
+            {"codes": torch.full((3, 100), 16, dtype=torch.uint8)},
+            ValueError,
+            "codes holds 16; with bits=4",
+        ),
         ({"scales": None}, TypeError, "scales is a NoneType"),
-        ({"scales": torch.ones(3, 3)}, ValueError, r"scales has shape \(3, 3\); \(3, 4\) is expected"),
+        (
+            {"scales": torch.ones(3, 3)},
+            ValueError,
+            r"scales has shape \(3, 3\); \(3, 4\) is expected",
+        ),
         ({"scales": torch.ones(3, 4).double()}, TypeError, "scales has dtype float64"),
         ({"group_size": -1}, ValueError, r"scales has shape \(3, 4\); \(3, 1\) is expected"),
         ({"zeros": torch.zeros(3, 4)}, TypeError, "zeros has dtype float32; supported are uint8"),
         ({"zeros": torch.zeros(3, 5, dtype=torch.uint8)}, ValueError, r"zeros has shape \(3, 5\)"),
-        ({"zeros": torch.full((3, 4), 99, dtype=torch.uint8)}, ValueError, "zeros holds 99; with bits=4"),
+        (
+            {"zeros": torch.full((3, 4), 99, dtype=torch.uint8)},
+            ValueError,
+            "zeros holds 99; with bits=4",
+        ),
         ({"offsets": torch.zeros(4, 3)}, ValueError, r"offsets has shape \(4, 3\)"),
         ({"offsets": torch.zeros(3, 4, dtype=torch.int32)}, TypeError, "offsets has dtype int32"),
         (
@@ -116,10 +162,16 @@ def test_a_valid_weight(bits: int, group_size: int, groups: int, dtype: torch.dt
         ({"perm": torch.arange(100).float()}, TypeError, "perm has dtype float32"),
         ({"perm": torch.arange(100) % 99}, ValueError, r"perm is not a permutation of 0 \.\. 99"),
         ({"perm": torch.arange(1, 101)}, ValueError, "perm is not a permutation"),
-        ({"scales": torch.ones(3, 4, device="meta")}, ValueError, "scales is on meta; the codes are on cpu"),
+        (
+            {"scales": torch.ones(3, 4, device="meta")},
+            ValueError,
+            "scales is on meta; the codes are on cpu",
+        ),
     ],
 )
-def test_invalid_weights_are_refused(changed: dict[str, object], error: type[Exception], message: str) -> None:
+def test_invalid_weights_are_refused(
+    changed: dict[str, object], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         QuantizedWeight(**arguments(**changed))
 
@@ -148,7 +200,8 @@ def test_a_weight_is_frozen() -> None:
 
 def test_rows_of_a_group_vector_by_hand() -> None:
     rows = group_vector_positions(128, torch.device("cpu")).argsort().tolist()
-    # Lane group 0 owns rows 0 and 8 of each of the four blocks of 16, then lane group 1 rows 1 and 9.
+    # Lane group 0 owns rows 0 and 8 of each of the four blocks of 16, then lane group 1 rows 1 and
+    # 9.
     assert rows[:10] == [0, 8, 16, 24, 32, 40, 48, 56, 1, 9]
     assert rows[56:64] == [7, 15, 23, 31, 39, 47, 55, 63]
     assert rows[64:66] == [64, 72]
@@ -197,10 +250,22 @@ def test_a_valid_packed_weight() -> None:
         ({"codes": b""}, TypeError, "codes is a bytes"),
         ({"bits": 8}, ValueError, r"codes has shape \(16384,\); \(32768,\) is expected"),
         ({"n": 129}, ValueError, r"codes has shape \(16384,\); \(24576,\) is expected"),
-        ({"codes": torch.zeros(128 * 256 // 2, dtype=torch.int8)}, TypeError, "codes has dtype int8"),
-        ({"scales": torch.zeros(5, 128)}, ValueError, r"scales has shape \(5, 128\); \(8, 128\) is expected"),
+        (
+            {"codes": torch.zeros(128 * 256 // 2, dtype=torch.int8)},
+            TypeError,
+            "codes has dtype int8",
+        ),
+        (
+            {"scales": torch.zeros(5, 128)},
+            ValueError,
+            r"scales has shape \(5, 128\); \(8, 128\) is expected",
+        ),
         ({"group_size": 128}, ValueError, r"scales has shape \(8, 128\); \(2, 128\) is expected"),
-        ({"zeros": torch.zeros(8, 128, dtype=torch.uint8)}, TypeError, "zeros has dtype uint8; supported are int8"),
+        (
+            {"zeros": torch.zeros(8, 128, dtype=torch.uint8)},
+            TypeError,
+            "zeros has dtype uint8; supported are int8",
+        ),
         ({"offsets": torch.zeros(8, 65)}, ValueError, r"offsets has shape \(8, 65\)"),
         (
             {"zeros": torch.zeros(8, 128, dtype=torch.int8), "offsets": torch.zeros(8, 128)},
@@ -213,19 +278,25 @@ def test_a_valid_packed_weight() -> None:
         ({"offsets": torch.zeros(8, 128, device="meta")}, ValueError, "offsets is on meta"),
     ],
 )
-def test_invalid_packed_weights_are_refused(changed: dict[str, object], error: type[Exception], message: str) -> None:
+def test_invalid_packed_weights_are_refused(
+    changed: dict[str, object], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         packed(**changed)
 
 
 def place(n: int, k: int, bits: int) -> tuple[int, int]:
-    """Byte and shift of a code in a weight of at most 128 columns, built up from the fragments' picture."""
+    """Byte and shift of a code in a weight of at most 128 columns, built up from the
+    fragments' picture.
+    """
     panel, block, row = n // 64, n % 64 // 16, n % 16
     g, half = row % 8, row // 8
     unit_columns = {4: 64, 8: 32}[bits]
     unit, chunk = k // unit_columns, k % unit_columns // 16
     # Lane t of a group has columns 2t, 2t + 8, 2t + 1, 2t + 9 of each 16, in this order.
-    t, element = next((t, e) for t in range(4) for e, c in enumerate((0, 8, 1, 9)) if 2 * t + c == k % 16)
+    t, element = next(
+        (t, e) for t in range(4) for e, c in enumerate((0, 8, 1, 9)) if 2 * t + c == k % 16
+    )
     start = ((panel * 4 + block) * (128 // unit_columns) + unit) * 512 + (4 * g + t) * 16
     if bits == 4:
         return start + 4 * chunk + element, 4 * half
@@ -242,7 +313,10 @@ def test_unpacking_by_the_picture_of_the_layout(bits: int) -> None:
             byte, shift = place(i, j, bits)
             data[byte] |= (int(codes[i, j]) - 2 ** (bits - 1)) % 2**bits << shift
     rows = group_vector_positions(128, torch.device("cpu")).argsort()
-    scales, zeros = torch.randn(4, 128, generator=g), torch.randint(-8, 8, (4, 128), generator=g).to(torch.int8)
+    scales, zeros = (
+        torch.randn(4, 128, generator=g),
+        torch.randint(-8, 8, (4, 128), generator=g).to(torch.int8),
+    )
     perm = torch.randperm(k, generator=g)
     pw = PackedWeight(
         codes=torch.tensor(data, dtype=torch.uint8),
@@ -284,7 +358,9 @@ def test_checkpoint_errors_name_file_and_tensor() -> None:
     assert error.tensor is None
 
 
-@pytest.mark.parametrize("field", [{"bits": 4.0}, {"bits": True}, {"group_size": 32.0}, {"group_size": "32"}])
+@pytest.mark.parametrize(
+    "field", [{"bits": 4.0}, {"bits": True}, {"group_size": 32.0}, {"group_size": "32"}]
+)
 def test_sizes_are_integers(field: dict[str, object]) -> None:
     arguments: dict[str, object] = {"bits": 4, "group_size": 32} | field
     with pytest.raises(ValueError, match=next(iter(field))):
@@ -293,4 +369,8 @@ def test_sizes_are_integers(field: dict[str, object]) -> None:
 
 def test_a_checkpoint_error_survives_copies_and_pickles() -> None:
     error = pickle.loads(pickle.dumps(CheckpointError("model.gguf", "is cut off", tensor="blk.0")))
-    assert (error.path, error.tensor, str(error)) == ("model.gguf", "blk.0", "model.gguf: tensor 'blk.0': is cut off")
+    assert (error.path, error.tensor, str(error)) == (
+        "model.gguf",
+        "blk.0",
+        "model.gguf: tensor 'blk.0': is cut off",
+    )

@@ -1,6 +1,8 @@
-"""A wheel: what it holds, on which machines it runs, and that it multiplies where nothing else of this project is.
+"""A wheel: what it holds, on which machines it runs, and that it multiplies where nothing else of
+this project is.
 
-The wheel is the one that CUTLASS_OPS_WHEEL names (`make wheel` gives it), or one built for the CPU here.
+The wheel is the one that CUTLASS_OPS_WHEEL names (`make wheel` gives it), or one built
+for the CPU here.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ import cutlass_ops
 ROOT = Path(__file__).parent.parent
 INFO = f"cutlass_ops-{cutlass_ops.__version__}.dist-info"
 #: Of the libraries that every manylinux has, those that a C++ program needs.
-SYSTEM = {"libc.so.6", "libdl.so.2", "libgcc_s.so.1", "libm.so.6", "libpthread.so.0", "librt.so.1", "libstdc++.so.6"}
+SYSTEM = {
+    "libc.so.6",
+    "libdl.so.2",
+    "libgcc_s.so.1",
+    "libm.so.6",
+    "libpthread.so.0",
+    "librt.so.1",
+    "libstdc++.so.6",
+}
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +45,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for needed in ("scikit_build_core", "pybind11", "auditwheel"):
         import_or_skip(needed)
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-build-isolation",
+        "--no-deps",
+        "--no-index",
+    ]
     # The long option: pip 22 and 23.0, which Debian has, know no -C.
     settings = (f"build-dir={folder / 'build'}", "cmake.define.CUTLASS_OPS_CUDA=OFF")
     command += [f"--config-settings={setting}" for setting in settings]
@@ -59,17 +78,25 @@ def module_of(archive: zipfile.ZipFile) -> str:
 
 
 def test_it_holds_the_package_and_nothing_else(archive: zipfile.ZipFile) -> None:
-    package = {str(path.relative_to(ROOT)) for path in ROOT.glob("cutlass_ops/**/*.py*") if path.suffix != ".pyc"}
+    package = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.glob("cutlass_ops/**/*.py*")
+        if path.suffix != ".pyc"
+    }
     package.add("cutlass_ops/py.typed")
     module = module_of(archive)
     assert Path(module).parent == Path("cutlass_ops")
     script = INFO.replace(".dist-info", ".data/scripts/cutlass-ops")
-    names = {name for name in archive.namelist() if not name.startswith(INFO) and not name.endswith("/")}
+    names = {
+        name for name in archive.namelist() if not name.startswith(INFO) and not name.endswith("/")
+    }
     assert names == package | {module, script}
 
 
 def test_it_runs_on_any_linux_of_its_tag(wheel: Path, archive: zipfile.ZipFile) -> None:
-    """The module needs no library of CUDA or torch, so that none had to be put into the wheel either."""
+    """The module needs no library of CUDA or torch, so that none had to be put into
+    the wheel either.
+    """
     elffile = import_or_skip("elftools.elf.elffile")
     assert re.search(r"-cp3\d+-manylinux_2_\d+_\w+\.whl$", wheel.name), wheel.name
     module = elffile.ELFFile(io.BytesIO(archive.read(module_of(archive))))
@@ -82,7 +109,9 @@ def test_it_pins_no_torch(archive: zipfile.ZipFile) -> None:
     required = metadata.get_all("Requires-Dist") or []
     (torch,) = (line for line in required if re.match(r"torch\b", line))
     assert not re.search("[=<~]=|<|extra", torch.replace(">=", ""))
-    assert not [line for line in required if line.startswith(("nvidia", "cuda")) and "extra ==" not in line]
+    assert not [
+        line for line in required if line.startswith(("nvidia", "cuda")) and "extra ==" not in line
+    ]
     assert metadata["License-Expression"] == "BSD-3-Clause"
 
 
@@ -104,18 +133,31 @@ print(y.shape, _C.built_with_cuda)
 
 
 def test_it_multiplies_where_there_is_no_compiler(wheel: Path, tmp_path: Path) -> None:
-    """In a virtual environment that has torch and the other dependencies, by a path, and of this project the wheel alone."""
+    """In a virtual environment that has torch and the other dependencies, by a path, and of this
+    project the wheel alone.
+    """
     venv.create(tmp_path, with_pip=True)
     path = {"PATH": str(tmp_path / "bin")}
     python = str(tmp_path / "bin/python")
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", wheel.resolve()], env=path, check=True)
+    subprocess.run(
+        [python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", wheel.resolve()],
+        env=path,
+        check=True,
+    )
     (site,) = tmp_path.glob("lib/python3*/site-packages")
-    # Only a .pth file of the environment itself is followed: an editable install of this package there is not seen.
-    (site / "dependencies.pth").write_text("\n".join(folder for folder in sys.path if folder.endswith("-packages")))
+    # Only a .pth file of the environment itself is followed: an editable install of this package
+    # there is not seen.
+    (site / "dependencies.pth").write_text(
+        "\n".join(folder for folder in sys.path if folder.endswith("-packages"))
+    )
 
     code = MULTIPLY.format(site=str(site))
-    done = subprocess.run([python, "-I", "-c", code], cwd=tmp_path, env=path, capture_output=True, text=True)
+    done = subprocess.run(
+        [python, "-I", "-c", code], cwd=tmp_path, env=path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("torch.Size([3, 192])")
-    told = subprocess.run([tmp_path / "bin/cutlass-ops", "--version"], env=path, capture_output=True, text=True)
+    told = subprocess.run(
+        [tmp_path / "bin/cutlass-ops", "--version"], env=path, capture_output=True, text=True
+    )
     assert told.stdout == f"cutlass_ops {cutlass_ops.__version__}\n", told.stderr

@@ -35,7 +35,8 @@ from cutlass_ops.weights import formats
 
 pytestmark = pytest.mark.gpu
 
-# ---- zero points that are corrected for many blocks at once (csrc/include/cutlass_ops/zero_compensation.h)
+# ---- zero points that are corrected for many blocks at once
+# (csrc/include/cutlass_ops/zero_compensation.h)
 
 
 @pytest.fixture
@@ -45,8 +46,8 @@ def hopper() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-# Tiles of K: fewer than a window has; one window; one and one more tile; two windows of int4 and one of int8; short last ones.
-# All tiles of tokens: 96, 128, 144 and 176. The K of the last is cut.
+# Tiles of K: fewer than a window has; one window; one and one more tile; two windows of int4 and
+# one of int8; short last ones. All tiles of tokens: 96, 128, 144 and 176. The K of the last is cut.
 @pytest.mark.parametrize(
     ("k", "m"),
     [
@@ -103,11 +104,26 @@ def test_corrections_of_zero_points(fmt: Format, act_quant: str, k: int, m: int)
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
-    ("k", "m"), [(130, 100), (576, 130), (1920, 400), (2176, 700), (4096, 65), (4224, 192), (4300, 200), (8320, 300)]
+    ("k", "m"),
+    [
+        (130, 100),
+        (576, 130),
+        (1920, 400),
+        (2176, 700),
+        (4096, 65),
+        (4224, 192),
+        (4300, 200),
+        (8320, 300),
+    ],
 )
 @pytest.mark.parametrize(
     "fmt",
-    [Format(8, "zeros"), Format(8, "zeros", 256, BFLOAT), Format(8, "zeros", -1, FLOAT), Format(4, "zeros", 256, FLOAT)],
+    [
+        Format(8, "zeros"),
+        Format(8, "zeros", 256, BFLOAT),
+        Format(8, "zeros", -1, FLOAT),
+        Format(4, "zeros", 256, FLOAT),
+    ],
     ids=str,
 )
 def test_zero_points_of_weights_are_compensated(fmt: Format, k: int, m: int) -> None:
@@ -123,7 +139,11 @@ def test_zero_points_of_weights_are_compensated(fmt: Format, k: int, m: int) -> 
     assert same_bits(multiply(x, packed, **block), multiply(x, packed, exact=True, **block))
     packed = co.reorder(qw := make_weight(fmt, 17000, k, exact=False))
     # Values of one sign: sums of codes are large.
-    for x in (make_floats(m, k, HALF), make_floats(m, k, BFLOAT).abs() * 1e-3, make_floats(m, k, HALF).relu()):
+    for x in (
+        make_floats(m, k, HALF),
+        make_floats(m, k, BFLOAT).abs() * 1e-3,
+        make_floats(m, k, HALF).relu(),
+    ):
         want = oracle(x, qw, "block")
         y = multiply(x, packed, **block)
         assert_close(y, want)
@@ -133,7 +153,12 @@ def test_zero_points_of_weights_are_compensated(fmt: Format, k: int, m: int) -> 
         residual = make_floats(m, 17000, FLOAT)
         y = multiply(x, packed, activation="relu", residual=residual, **block)
         assert_close(y, want.relu() + residual.double())
-    for other in ({"out_dtype": FLOAT}, {"batch_invariant": True}, {"exact": True}, {"act_quant": "token"}):
+    for other in (
+        {"out_dtype": FLOAT},
+        {"batch_invariant": True},
+        {"exact": True},
+        {"act_quant": "token"},
+    ):
         assert "correction" not in co.explain(x, packed, **(block | other)).why
 
 
@@ -147,13 +172,15 @@ def test_corrections_hold_fp32s_precision(bits: int, act_quant: str) -> None:
     qw = make_weight(fmt, n, k, exact=False)
     x = make_floats(m, k, HALF).abs() * 0.01
     x[:, ::128], x[:, 1::128] = 30, 30  # nearly all codes are the zero point
-    opposite = qw.codes[:, ::128].int().clamp(min=1)  # and what the others are multiplied by adds up to nothing
+    # and what the others are multiplied by adds up to nothing
+    opposite = qw.codes[:, ::128].int().clamp(min=1)
     qw.codes[:, ::128], qw.codes[:, 1::128] = opposite, (1 << bits) - opposite
     packed = co.reorder(qw)
     assert compensates(m, packed, act_quant)
     want = oracle(x, qw, act_quant, False)
     y = multiply(x, packed, act_quant=act_quant, act_symmetric=False, out_dtype=HALF).double()
-    # What zero points come to where all weights of a row have one sign; sums of random ones come to a sixtieth.
+    # What zero points come to where all weights of a row have one sign; sums of random ones
+    # come to a sixtieth.
     most = 30 / 255 * 128 * reference.dequantize_weight(qw, torch.float64).abs().sum(1).max()
     assert (y - want).abs().max() <= 2.0**-10 * want.abs().max() + 3e-8 * most
 
@@ -176,7 +203,13 @@ def test_no_rows(shape: tuple[int, ...], activations: str) -> None:
     act_quant, symmetric = ACTIVATION_KINDS[activations]
     packed = co.reorder(make_weight(Format(), 192, 576, exact=True))
     x = torch.empty(shape, dtype=HALF, device=GPU)
-    y = co.mixed_gemm(x, packed, act_quant=act_quant, act_symmetric=symmetric, residual=x.new_empty(*shape[:-1], 192))
+    y = co.mixed_gemm(
+        x,
+        packed,
+        act_quant=act_quant,
+        act_symmetric=symmetric,
+        residual=x.new_empty(*shape[:-1], 192),
+    )
     assert (y.shape, y.dtype, y.device) == ((*shape[:-1], 192), HALF, packed.device)
     if act_quant != "none":
         qa = co.quantize_activations(x, block_of(act_quant, 128), symmetric)
@@ -215,10 +248,14 @@ def test_one_hot_floats_give_the_decoded_weight(fmt: Format, tokens: int) -> Non
             assert_same(multiply(hot[rows], packed, out_dtype=FLOAT), values[rows])
         rows = slice(0, tokens)
         assert_same(multiply(hot[rows], packed, exact=True), values[rows].to(dtype))
-        # Where weights may be rounded they are rounded once, from a value that is not itself rounded to fp32.
+        # Where weights may be rounded they are rounded once, from a value that is not itself
+        # rounded to fp32.
         whole = reference.dequantize_weight(qw, torch.float64).t()[rows]
         half_unit = {HALF: 2.0**-11, BFLOAT: 2.0**-8}[dtype]
-        assert ((multiply(hot[rows], packed).double() - whole).abs() <= half_unit * 1.001 * whole.abs() + 2.0**-25).all()
+        assert (
+            (multiply(hot[rows], packed).double() - whole).abs()
+            <= half_unit * 1.001 * whole.abs() + 2.0**-25
+        ).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 128])
@@ -241,7 +278,9 @@ def test_one_hot_codes_give_the_decoded_weight(fmt: Format, symmetric: bool, tok
         qa = co.QuantizedActivations(
             codes=ordered[rows].clone(),
             scales=torch.ones(blocks, stride, device=GPU),
-            zeros=None if symmetric else torch.full((blocks, stride), zero, dtype=torch.int8, device=GPU),
+            zeros=None
+            if symmetric
+            else torch.full((blocks, stride), zero, dtype=torch.int8, device=GPU),
             block=block,
             k=k,
             shape=torch.Size((m, k)),
@@ -255,10 +294,14 @@ def test_one_hot_codes_give_the_decoded_weight(fmt: Format, symmetric: bool, tok
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_dequantize_is_the_reference_bit_for_bit(bits: int, kind: str, group_size: int, scale_dtype: torch.dtype) -> None:
+def test_dequantize_is_the_reference_bit_for_bit(
+    bits: int, kind: str, group_size: int, scale_dtype: torch.dtype
+) -> None:
     for n, k in ((192, 576), (1000, 100), (33, 7)):
         for perm in (False, True):
-            qw = make_weight(Format(bits, kind, group_size, scale_dtype), n, k, exact=False, perm=perm)
+            qw = make_weight(
+                Format(bits, kind, group_size, scale_dtype), n, k, exact=False, perm=perm
+            )
             packed, on_cpu = co.reorder(qw), qw.to("cpu")
             for dtype in (HALF, BFLOAT, FLOAT):
                 poison(n * k * torch.empty(0, dtype=dtype).element_size())

@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
 """Time the public calls on a GPU, torch's matmuls and the peers that are installed, in one process.
 
-    tools/bench.py                                         the shapes and rows of docs/performance.md
+    tools/bench.py the shapes and rows of docs/performance.md
     tools/bench.py --host                                  CPU time of eager calls
     tools/bench.py --architecture 80 --no-peers            the kernels for sm_80, on a later GPU
     tools/bench.py --shapes 4096:4096 --ms 1,16,4096 --formats w4a16,w4a8-block --out results.json
 
-A time is the median over replays of a CUDA graph that walks through copies of the weight which together exceed three times
-the L2 cache, so that no copy is found there: a burst of 40 ms, after a rest. It is one whole call as a user makes it: fp16 in,
-fp16 out, the quantisation of the activations included. Data are random. Weights are in groups of 128 unless their name says
-otherwise (-g64, -g32), of nf4 in groups of 64, of mxfp4 of 32; "channel" has one scale a row. -zp: zero points of the weight;
--offsets: real ones; -asym: zero points of the activations.
+A time is the median over replays of a CUDA graph that walks through copies of the weight which
+together exceed three times the L2 cache, so that no copy is found there: a burst of 40 ms, after a
+rest. It is one whole call as a user makes it: fp16 in, fp16 out, the quantisation of the
+activations included. Data are random. Weights are in groups of 128 unless their name says otherwise
+(-g64, -g32), of nf4 in groups of 64, of mxfp4 of 32; "channel" has one scale a row. -zp: zero
+points of the weight; -offsets: real ones; -asym: zero points of the activations.
 
-floor: the larger of the weight's bytes over the bandwidth at which this process read memory, and the operations over the
-tensor cores' datasheet rate (sm_90 alone); for what only moves memory, the bytes that must move over that bandwidth.
-Peers: torch's fp16 product, its int8 product (no quantisation, no group scales), and humming, bitsandbytes and vLLM,
-if installed.
+floor: the larger of the weight's bytes over the bandwidth at which this process read memory, and
+the operations over the tensor cores' datasheet rate (sm_90 alone); for what only moves memory, the
+bytes that must move over that bandwidth. Peers: torch's fp16 product, its int8 product (no
+quantisation, no group scales), and humming, bitsandbytes and vLLM, if installed.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ import cutlass_ops as co
 from cutlass_ops.weights.packed_weight import pack_codes, unpack_codes
 
 COLD_BYTES = 3 * (64 << 20)
-#: After some 50 ms of large products an H200 lowers its clock by up to a quarter, for later calls too: each call is
-#: timed for less than that, after a rest.
+#: After some 50 ms of large products an H200 lowers its clock by up to a quarter, for later calls
+#: too: each call is timed for less than that, after a rest.
 BURST_MILLISECONDS, REST_SECONDS = 40, 0.1
-#: Dense tensor-core operations per clock and SM (NVIDIA H100 Tensor Core GPU Architecture, whitepaper).
+#: Dense tensor-core operations per clock and SM (NVIDIA H100 Tensor Core GPU
+#: Architecture, whitepaper).
 RATES = {(9, 0): {16: 4096, 8: 8192}}
 
 
@@ -52,7 +54,8 @@ class Format(NamedTuple):
     bits: int
     group_size: int
     options: dict[str, Any]
-    shift: str = ""  #: "zeros": integer zero points (AWQ, GPTQ); "offsets": real ones (GGUF's Q4_1 and Q4_K, MNN)
+    #: "zeros": integer zero points (AWQ, GPTQ); "offsets": real ones (GGUF's Q4_1 and Q4_K, MNN)
+    shift: str = ""
     book: str | None = None
 
     @property
@@ -62,7 +65,10 @@ class Format(NamedTuple):
 
 
 NONE, BLOCK, TOKEN = ({"act_quant": mode} for mode in ("none", "block", "token"))
-ASYMMETRIC_BLOCK, ASYMMETRIC_TOKEN = BLOCK | {"act_symmetric": False}, TOKEN | {"act_symmetric": False}
+ASYMMETRIC_BLOCK, ASYMMETRIC_TOKEN = (
+    BLOCK | {"act_symmetric": False},
+    TOKEN | {"act_symmetric": False},
+)
 FORMATS = {
     "w4a16": Format(4, 128, NONE),
     "w8a16": Format(8, 128, NONE),
@@ -93,9 +99,18 @@ FORMATS = {
     "fp8": Format(8, 128, NONE, book="e4m3"),
     "mxfp4": Format(4, 32, NONE, book="mxfp4"),
 }
-#: What only moves memory, once for each shape: 4 bits to fp16 or back, or codes to the packed order or back.
+#: What only moves memory, once for each shape: 4 bits to fp16 or back, or codes to the
+#: packed order or back.
 PACKS = ("pack-4", "pack-8", "unpack-4", "unpack-8")
-MOVES = ("awq-dequantize", "nf4-quantize", "fp4-quantize", "nf4-dequantize", "fp4-dequantize", "dequantize", *PACKS)
+MOVES = (
+    "awq-dequantize",
+    "nf4-quantize",
+    "fp4-quantize",
+    "nf4-dequantize",
+    "fp4-dequantize",
+    "dequantize",
+    *PACKS,
+)
 #: Products by AWQ tensors as they are stored, in groups of 128 (of fewer where K is no multiple).
 AWQ_GEMM = "awq-gemm"
 Call = Callable[[], torch.Tensor]
@@ -118,7 +133,8 @@ def graph_time(calls: list[Call]) -> float:
         rounds = max(1, min(64, int(3 / once)))
         replays = max(5, min(15, int(BURST_MILLISECONDS / (rounds * once))))
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()  # torch.cuda.graph collects garbage first, which takes longer than most rows
+        # torch.cuda.graph collects garbage first, which takes longer than most rows
+        graph.capture_begin()
         for _ in range(rounds):
             for call in calls:
                 call()
@@ -136,7 +152,9 @@ def graph_time(calls: list[Call]) -> float:
 
 
 def kernel_time(calls: list[Call], rounds: int = 20) -> float:
-    """Mean microseconds of a call's kernels without the gaps between them, for calls that a graph cannot capture."""
+    """Mean microseconds of a call's kernels without the gaps between them, for calls that a
+    graph cannot capture.
+    """
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -145,7 +163,9 @@ def kernel_time(calls: list[Call], rounds: int = 20) -> float:
             for call in calls:
                 call()
         torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profile.key_averages()) / (rounds * len(calls))
+    return sum(event.self_device_time_total for event in profile.key_averages()) / (
+        rounds * len(calls)
+    )
 
 
 def copies(nbytes: int) -> int:
@@ -161,7 +181,9 @@ def read_bandwidth() -> float:
 
 def heading(bandwidth: float) -> dict[str, Any]:
     """Device, versions and commit of the results; printed too."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     result = {
         "device": torch.cuda.get_device_name(),
         "clock_mhz": torch.cuda.clock_rate(),
@@ -170,19 +192,35 @@ def heading(bandwidth: float) -> dict[str, Any]:
         "cutlass_ops": co.__version__,
         "commit": commit.stdout.strip() if commit.returncode == 0 else None,
     }
-    print(f"{result['device']}, {result['clock_mhz']} MHz, reads {result['read_tb_per_s']} TB/s, torch {torch.__version__}")
+    print(
+        f"{result['device']}, {result['clock_mhz']} MHz, reads {result['read_tb_per_s']} TB/s, "
+        f"torch {torch.__version__}"
+    )
     return result
 
 
-def random_weight(n: int, k: int, bits: int, group_size: int, shift: str = "") -> co.QuantizedWeight:
-    """Uniform codes and positive fp16 scales; zero points of a few codes about the middle, or as many scales as offsets."""
+def random_weight(
+    n: int, k: int, bits: int, group_size: int, shift: str = ""
+) -> co.QuantizedWeight:
+    """Uniform codes and positive fp16 scales; zero points of a few codes about the middle, or as
+    many scales as offsets.
+    """
     generator = torch.Generator("cuda").manual_seed(n + k + bits)
     codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, generator=generator, device="cuda")
     scales = (
-        torch.rand(n, 1 if group_size == -1 else -(-k // group_size), generator=generator, device="cuda") * 0.01 + 0.005
+        torch.rand(
+            n, 1 if group_size == -1 else -(-k // group_size), generator=generator, device="cuda"
+        )
+        * 0.01
+        + 0.005
     ).half()
     zeros = torch.randint(
-        2 ** (bits - 1) - 3, 2 ** (bits - 1) + 4, scales.shape, dtype=torch.uint8, generator=generator, device="cuda"
+        2 ** (bits - 1) - 3,
+        2 ** (bits - 1) + 4,
+        scales.shape,
+        dtype=torch.uint8,
+        generator=generator,
+        device="cuda",
     )
     shifts: dict[str, Any] = {}
     if shift == "zeros":
@@ -196,7 +234,9 @@ def random_book_weight(n: int, k: int, bits: int, group_size: int, book: str) ->
     """A code book's codes of normal weights."""
     generator = torch.Generator("cuda").manual_seed(n + k)
     rows = torch.randn(min(n, 512), k, generator=generator, device="cuda").half()
-    return co.quantize(rows.repeat(-(-n // len(rows)), 1)[:n], bits=bits, group_size=group_size, book=book)
+    return co.quantize(
+        rows.repeat(-(-n // len(rows)), 1)[:n], bits=bits, group_size=group_size, book=book
+    )
 
 
 @lru_cache(maxsize=4)  # formats that differ in their activations share a weight
@@ -204,27 +244,40 @@ def packed_weight(
     n: int, k: int, bits: int, group_size: int = 128, shift: str = "", book: str | None = None
 ) -> co.PackedWeight:
     """A random weight on the GPU."""
-    weight = random_book_weight(n, k, bits, group_size, book) if book else random_weight(n, k, bits, group_size, shift)
+    weight = (
+        random_book_weight(n, k, bits, group_size, book)
+        if book
+        else random_weight(n, k, bits, group_size, shift)
+    )
     return co.reorder(weight.to("cuda"))
 
 
-def awq_tensors(n: int, k: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def awq_tensors(
+    n: int, k: int, count: int
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Random weights as AutoAWQ stores them: codes, scales, zero points."""
 
     def words(rows: int) -> torch.Tensor:
         return torch.randint(-(2**31), 2**31, (rows, n // 8), device="cuda").int()
 
     groups = k // math.gcd(k, 128)
-    return [(words(k), torch.rand(groups, n, device="cuda").half() * 0.01 + 0.005, words(groups)) for _ in range(count)]
+    return [
+        (words(k), torch.rand(groups, n, device="cuda").half() * 0.01 + 0.005, words(groups))
+        for _ in range(count)
+    ]
 
 
 def vllm_kernel(name: str) -> Callable[..., torch.Tensor] | None:
     """One of vLLM's kernels, if they are loaded."""
-    kernel: Callable[..., torch.Tensor] | None = getattr(torch.ops._C, name, None) if hasattr(torch.ops, "_C") else None
+    kernel: Callable[..., torch.Tensor] | None = (
+        getattr(torch.ops._C, name, None) if hasattr(torch.ops, "_C") else None
+    )
     return kernel
 
 
-def moves(name: str, n: int, k: int, with_peers: bool) -> tuple[list[Call], dict[str, list[Call]], float]:
+def moves(
+    name: str, n: int, k: int, with_peers: bool
+) -> tuple[list[Call], dict[str, list[Call]], float]:
     """Memory-bound calls, the peers' equivalents, and the bytes that must be moved."""
     count = copies(n * k // 2)
     torch.manual_seed(n + k)
@@ -235,11 +288,18 @@ def moves(name: str, n: int, k: int, with_peers: bool) -> tuple[list[Call], dict
         others = {} if theirs is None else {"vllm": [partial(theirs, *w, 0, 0, 0) for w in awq]}
         return [partial(co.awq_dequantize, *w) for w in awq], others, nbytes
     if name == "dequantize":
-        return [partial(co.dequantize, copy.deepcopy(packed_weight(n, k, 4))) for _ in range(count)], {}, nbytes
+        return (
+            [partial(co.dequantize, copy.deepcopy(packed_weight(n, k, 4))) for _ in range(count)],
+            {},
+            nbytes,
+        )
     kind, verb = name.split("-")
     if name in PACKS:
         bits = int(verb)
-        codes = [torch.randint(1 << bits, (n, k), device="cuda", dtype=torch.uint8) for _ in range(copies(n * k))]
+        codes = [
+            torch.randint(1 << bits, (n, k), device="cuda", dtype=torch.uint8)
+            for _ in range(copies(n * k))
+        ]
         nbytes = n * k * (1 + bits / 8)
         if kind == "pack":
             return [partial(pack_codes, c, bits) for c in codes], {}, nbytes
@@ -260,7 +320,10 @@ def moves(name: str, n: int, k: int, with_peers: bool) -> tuple[list[Call], dict
     ours: list[Call] = [partial(co.dequantize_4bit, *values, (n, k), 64, kind) for values in flat]
     if not with_peers:
         return ours, others, nbytes
-    states = [bnb.quantize_4bit(floats[i % len(floats)], blocksize=64, quant_type=kind) for i in range(count)]
+    states = [
+        bnb.quantize_4bit(floats[i % len(floats)], blocksize=64, quant_type=kind)
+        for i in range(count)
+    ]
     others["bitsandbytes"] = [partial(bnb.dequantize_4bit, *state) for state in states]
     return ours, others, nbytes
 
@@ -269,12 +332,23 @@ def measure_move(name: str, n: int, k: int, bandwidth: float, with_peers: bool) 
     """One row of results."""
     calls, others, nbytes = moves(name, n, k, with_peers)
     us, timer = graph_time(calls), kernel_time if name.endswith("-quantize") else graph_time
-    row: dict[str, Any] = {"format": name, "n": n, "k": k, "m": 0, "us": round(us, 2), "tb_per_s": round(nbytes / us / 1e6, 2)}
-    row |= {"floor_us": round(nbytes / bandwidth * 1e6, 2), "peers_us": {p: round(timer(c), 2) for p, c in others.items()}}
+    row: dict[str, Any] = {
+        "format": name,
+        "n": n,
+        "k": k,
+        "m": 0,
+        "us": round(us, 2),
+        "tb_per_s": round(nbytes / us / 1e6, 2),
+    }
+    row |= {
+        "floor_us": round(nbytes / bandwidth * 1e6, 2),
+        "peers_us": {p: round(timer(c), 2) for p, c in others.items()},
+    }
     versus = "".join(f"  {t / us:5.2f} x {p}" for p, t in row["peers_us"].items())
     share = row["floor_us"] / us
     print(
-        f"{name:16s} {n:5d} x {k:5d} {us:9.2f} us {row['tb_per_s']:7.2f} TB/s  floor / time {share:4.2f}{versus}",
+        f"{name:16s} {n:5d} x {k:5d} {us:9.2f} us {row['tb_per_s']:7.2f} TB/s  floor / time "
+        f"{share:4.2f}{versus}",
         flush=True,
     )
     torch.cuda.empty_cache()
@@ -326,11 +400,14 @@ def peers(name: str, packed: co.PackedWeight) -> dict[str, Peer]:
         def layer() -> HummingLayer:
             config: dict[str, Any] = {}
             if options["act_quant"] != "none":
-                config = {"dtype": "int8"} | ({"group_size": group_size} if options["act_quant"] == "block" else {})
+                config = {"dtype": "int8"} | (
+                    {"group_size": group_size} if options["act_quant"] == "block" else {}
+                )
             made = HummingLayer(
                 shape_n=packed.n,
                 shape_k=packed.k,
-                weight_config={"dtype": f"uint{bits}"} | ({"group_size": group_size} if group_size > 0 else {}),
+                weight_config={"dtype": f"uint{bits}"}
+                | ({"group_size": group_size} if group_size > 0 else {}),
                 input_config=config,
                 torch_dtype=torch.half,
             ).cuda()
@@ -343,7 +420,9 @@ def peers(name: str, packed: co.PackedWeight) -> dict[str, Peer]:
 
 
 def product_floor(m: int, n: int, k: int, nbytes: int, bandwidth: float, bits: int) -> float:
-    """Microseconds in which the weight can be read and the tensor cores multiply activations of ``bits``."""
+    """Microseconds in which the weight can be read and the tensor cores multiply
+    activations of ``bits``.
+    """
     floor = nbytes / bandwidth * 1e6
     properties = torch.cuda.get_device_properties(0)
     if rate := RATES.get((properties.major, properties.minor), {}).get(bits):
@@ -352,10 +431,17 @@ def product_floor(m: int, n: int, k: int, nbytes: int, bandwidth: float, bits: i
     return floor
 
 
-def product_row(name: str, n: int, k: int, m: int, us: float, floor: float, kernel: str) -> dict[str, Any]:
+def product_row(
+    name: str, n: int, k: int, m: int, us: float, floor: float, kernel: str
+) -> dict[str, Any]:
     """One row of results, without peers."""
     row: dict[str, Any] = {"format": name, "n": n, "k": k, "m": m, "us": round(us, 2)}
-    row |= {"tops": round(2 * m * n * k / us / 1e6, 1), "floor_us": round(floor, 2), "kernel": kernel, "peers_us": {}}
+    row |= {
+        "tops": round(2 * m * n * k / us / 1e6, 1),
+        "floor_us": round(floor, 2),
+        "kernel": kernel,
+        "peers_us": {},
+    }
     return row
 
 
@@ -366,13 +452,16 @@ def print_product(row: dict[str, Any]) -> None:
     us = row["us"]
     versus = f"{others[best] / us:5.2f} x {best}" if best else ""
     print(
-        f"{row['format']:16s} {row['n']:5d} x {row['k']:5d}  m {row['m']:5d} {us:9.2f} us {row['tops']:7.1f} TOPS"
+        f"{row['format']:16s} {row['n']:5d} x {row['k']:5d}  m {row['m']:5d} {us:9.2f} us "
+        f"{row['tops']:7.1f} TOPS"
         f"  floor / time {row['floor_us'] / us:4.2f}  {versus}",
         flush=True,
     )
 
 
-def measure_awq_gemm(n: int, k: int, ms: list[int], bandwidth: float, with_peers: bool) -> list[dict[str, Any]]:
+def measure_awq_gemm(
+    n: int, k: int, ms: list[int], bandwidth: float, with_peers: bool
+) -> list[dict[str, Any]]:
     """A row of results for each M of products by unreordered AWQ tensors."""
     rows = []
     nbytes = sum(t.nbytes for t in awq_tensors(n, k, 1)[0])
@@ -382,14 +471,23 @@ def measure_awq_gemm(n: int, k: int, ms: list[int], bandwidth: float, with_peers
         x = torch.randn(m, k, device="cuda").half()
         awq = awq_tensors(n, k, copies(nbytes) if m <= 256 else min(2, copies(nbytes)))
         us = graph_time([partial(co.awq_gemm, x, *w) for w in awq])
-        row = product_row(AWQ_GEMM, n, k, m, us, product_floor(m, n, k, nbytes, bandwidth, 16), "awq_gemm")
+        row = product_row(
+            AWQ_GEMM, n, k, m, us, product_floor(m, n, k, nbytes, bandwidth, 16), "awq_gemm"
+        )
         if with_peers:  # on the default stream: no graph takes it
             dense = co.awq_dequantize(*awq[0])
             row["peers_us"]["torch fp16"] = round(
-                graph_time([partial(torch.matmul, x, dense.clone()) for _ in range(min(len(awq), copies(dense.nbytes)))]), 2
+                graph_time(
+                    [
+                        partial(torch.matmul, x, dense.clone())
+                        for _ in range(min(len(awq), copies(dense.nbytes)))
+                    ]
+                ),
+                2,
             )
         if theirs:
-            row["peers_us"]["vllm"] = round(graph_time([partial(theirs, x, *w, 8) for w in awq]), 2)  # 8: split-K slices
+            # 8: split-K slices
+            row["peers_us"]["vllm"] = round(graph_time([partial(theirs, x, *w, 8) for w in awq]), 2)
         rows.append(row)
         print_product(row)
         torch.cuda.empty_cache()
@@ -423,8 +521,12 @@ def measure(
                 made[who].append(peer.make())
             return round(graph_time([partial(peer.call, x, w) for w in made[who][:count]]), 2)
 
-        floor = product_floor(m, n, k, packed.nbytes, bandwidth, 16 if options["act_quant"] == "none" else 8)
-        row = product_row(name, n, k, m, timed("ours", ours), floor, co.explain(m, packed, **options).kernel)
+        floor = product_floor(
+            m, n, k, packed.nbytes, bandwidth, 16 if options["act_quant"] == "none" else 8
+        )
+        row = product_row(
+            name, n, k, m, timed("ours", ours), floor, co.explain(m, packed, **options).kernel
+        )
         for who, peer in others.items():
             try:
                 row["peers_us"][who] = timed(who, peer)
@@ -439,7 +541,9 @@ def measure(
 
 
 def host_time(call: Call, calls: int = 500, repeats: int = 9) -> float:
-    """Microseconds of CPU time of one eager call: the median of runs that start with an idle GPU and do not wait for it."""
+    """Microseconds of CPU time of one eager call: the median of runs that start with an idle GPU
+    and do not wait for it.
+    """
     times = []
     for _ in range(repeats + 1):
         torch.cuda.synchronize()
@@ -451,7 +555,9 @@ def host_time(call: Call, calls: int = 500, repeats: int = 9) -> float:
 
 
 def measure_host() -> list[dict[str, Any]]:
-    """CPU time of eager calls on a weight so small that the GPU keeps up, and of torch's linear layer."""
+    """CPU time of eager calls on a weight so small that the GPU keeps up, and of
+    torch's linear layer.
+    """
     n = k = 512
     rows = []
 
@@ -468,18 +574,28 @@ def measure_host() -> list[dict[str, Any]]:
                 if "asym" not in name:
                     add(f"MixedLinear {name}", m, partial(co.MixedLinear(packed, **options), x))
             add("quantize_activations", m, partial(co.quantize_activations, x))
-            add("torch.nn.Linear fp16", m, partial(torch.nn.Linear(k, n, device="cuda", dtype=torch.half), x))
+            add(
+                "torch.nn.Linear fp16",
+                m,
+                partial(torch.nn.Linear(k, n, device="cuda", dtype=torch.half), x),
+            )
     return rows
 
 
 def main() -> None:
     """Run the measurements that the arguments select and write their results."""
     known = (*FORMATS, AWQ_GEMM, *MOVES)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", default="4096:4096,28672:4096,8192:28672", help="N:K,...")
     parser.add_argument("--ms", default="1,16,64,256,1024,4096")
-    parser.add_argument("--formats", default="w4a16,w8a16,w4a8-block,w8a8-block", help=", ".join(known))
-    parser.add_argument("--architecture", type=int, default=0, help="as in mixed_gemm: 80 for the kernels for sm_80")
+    parser.add_argument(
+        "--formats", default="w4a16,w8a16,w4a8-block,w8a8-block", help=", ".join(known)
+    )
+    parser.add_argument(
+        "--architecture", type=int, default=0, help="as in mixed_gemm: 80 for the kernels for sm_80"
+    )
     parser.add_argument("--no-peers", action="store_true", help="time only this package")
     parser.add_argument("--host", action="store_true", help="CPU time of eager calls instead")
     parser.add_argument("--out", type=Path, help="a JSON file")
@@ -491,7 +607,11 @@ def main() -> None:
     if arguments.host:
         rows = measure_host()
         if arguments.out:
-            named = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "host_rows": rows}
+            named = {
+                "device": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "host_rows": rows,
+            }
             arguments.out.write_text(json.dumps(named, indent=1) + "\n")
         return
     bandwidth = read_bandwidth()
@@ -505,7 +625,9 @@ def main() -> None:
             elif name == AWQ_GEMM:
                 result["rows"] += measure_awq_gemm(n, k, ms, bandwidth, not arguments.no_peers)
             else:
-                result["rows"] += measure(name, n, k, ms, bandwidth, arguments.architecture, not arguments.no_peers)
+                result["rows"] += measure(
+                    name, n, k, ms, bandwidth, arguments.architecture, not arguments.no_peers
+                )
             if arguments.out:
                 arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -1,11 +1,14 @@
-"""Time convolutions on a GPU beside torch's in fp16: static int8 ones and products by every plan, mixed ones in every mode.
+"""Time convolutions on a GPU beside torch's in fp16: static int8 ones and products by every plan,
+mixed ones in every mode.
 
-    tools/bench_conv.py --out results/h100-conv.json [--peers peers.json] [--kind mixed] [--layers linear]
+    tools/bench_conv.py --out results/h100-conv.json [--peers peers.json] [--kind mixed]
+    [--layers linear]
 
-Layers are those of ResNet-50, Stable Diffusion 1.5 and XL with their decoder, YOLO, Whisper, ConvNeXt, EfficientNet and a
-decoder of videos, depthwise ones, and products. A call is captured many times in a CUDA graph, with inputs that L2 does not
-hold; the figure is the median of nine replays. `peers.json` maps names of layers to microseconds by peer, measured on the same
-GPU. Of products L2 holds the weight.
+Layers are those of ResNet-50, Stable Diffusion 1.5 and XL with their decoder, YOLO, Whisper,
+ConvNeXt, EfficientNet and a decoder of videos, depthwise ones, and products. A call is captured
+many times in a CUDA graph, with inputs that L2 does not hold; the figure is the median of nine
+replays. `peers.json` maps names of layers to microseconds by peer, measured on the same GPU. Of
+products L2 holds the weight.
 """
 
 from __future__ import annotations
@@ -74,7 +77,10 @@ LAYERS: list[tuple[str, int, Extents, int, int, Extents, Extents, Extents]] = [
     ("depthwise 3x3, 28 x 192", 64, (28, 28), 192, 192, (3, 3), (1, 1), (1, 1)),
     ("depthwise 7x7, 56 x 96", 64, (56, 56), 96, 96, (7, 7), (1, 1), (3, 3)),
     ("depthwise 7x7, 28 x 192", 64, (28, 28), 192, 192, (7, 7), (1, 1), (3, 3)),
-    *((f"linear 4096 x 4096, {m} rows", 1, (1, m), 4096, 4096, (1, 1), (1, 1), (0, 0)) for m in (1, 16, 64, 256, 1024, 4096)),
+    *(
+        (f"linear 4096 x 4096, {m} rows", 1, (1, m), 4096, 4096, (1, 1), (1, 1), (0, 0))
+        for m in (1, 16, 64, 256, 1024, 4096)
+    ),
     ("linear 1024 x 4096, 512 rows", 1, (1, 512), 4096, 1024, (1, 1), (1, 1), (0, 0)),
     ("linear 11008 x 4096, 2048 rows", 1, (1, 2048), 4096, 11008, (1, 1), (1, 1), (0, 0)),
 ]
@@ -96,7 +102,12 @@ def microseconds(call: Callable[[int], Any], inputs: int) -> float:
             call(i)
         end.record()
         end.synchronize()
-        calls = max(inputs, min(400, math.ceil(1.5 / max(begin.elapsed_time(end) / inputs, 1e-3) / inputs) * inputs))
+        calls = max(
+            inputs,
+            min(
+                400, math.ceil(1.5 / max(begin.elapsed_time(end) / inputs, 1e-3) / inputs) * inputs
+            ),
+        )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for i in range(calls):
@@ -125,7 +136,9 @@ def layer(row: tuple[Any, ...], zero: int) -> dict[str, Any]:
     w = codes(n, c // groups, *kernel)
     matrix = (w.movedim(1, -1).flatten(1).int() + 128).to(torch.uint8)
     scales = torch.rand(n, 1, device="cuda") * 0.01 + 1e-3
-    weight = co.reorder(co.QuantizedWeight(matrix, scales, bits=8, group_size=-1, kernel_size=kernel))
+    weight = co.reorder(
+        co.QuantizedWeight(matrix, scales, bits=8, group_size=-1, kernel_size=kernel)
+    )
     geometry = Geometry(stride, padding, (1, 1), groups)
     out = geometry.out(size, kernel)
     pixels = batch * math.prod(out)
@@ -181,14 +194,18 @@ def layer(row: tuple[Any, ...], zero: int) -> dict[str, Any]:
 
 
 def mixed(row: tuple[Any, ...]) -> dict[str, Any]:
-    """Times of all modes that take a layer, quantiser included, and of torch's fp16; and the error of each, of the norm."""
+    """Times of all modes that take a layer, quantiser included, and of torch's fp16; and the error
+    of each, of the norm.
+    """
     name, batch, size, c, n, kernel, stride, padding = row
     groups = c if name.startswith("depthwise") else 1
     convolve = {1: co.mixed_conv1d, 2: co.mixed_conv2d, 3: co.mixed_conv3d}[len(kernel)]
     in_fp16 = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(kernel)]
     w = torch.randn(n, c // groups, *kernel) / math.sqrt(c // groups * math.prod(kernel))
     half = w.cuda().half().movedim(1, -1).contiguous().movedim(-1, 1)
-    pixels = batch * math.prod(Geometry(stride, padding, (1,) * len(kernel), groups).out(size, kernel))
+    pixels = batch * math.prod(
+        Geometry(stride, padding, (1,) * len(kernel), groups).out(size, kernel)
+    )
     inputs = max(1, min(32, math.ceil(L2_BYTES / (2 * (batch * math.prod(size) * c + pixels * n)))))
     xs = [torch.randn(batch, *size, c, device="cuda").half().movedim(-1, 1) for _ in range(inputs)]
     expected = in_fp16(xs[0].float(), half.float(), None, stride, padding, 1, groups)
@@ -198,23 +215,35 @@ def mixed(row: tuple[Any, ...]) -> dict[str, Any]:
             continue
         packed = co.reorder(co.quantize(w, bits=bits, group_size=group_size)).to("cuda")
 
-        def call(i: int, packed: co.PackedWeight = packed, act_quant: str = act_quant) -> torch.Tensor:
+        def call(
+            i: int, packed: co.PackedWeight = packed, act_quant: str = act_quant
+        ) -> torch.Tensor:
             return convolve(xs[i], packed, None, stride, padding, 1, groups, act_quant=act_quant)
 
         errors[mode] = round(((call(0) - expected).norm() / expected.norm()).item(), 5)
         us[mode] = round(microseconds(call, inputs), 2)
     fp16 = microseconds(lambda i: in_fp16(xs[i], half, None, stride, padding, 1, groups), inputs)
-    return {"layer": name, "pixels": pixels, "torch_fp16_us": round(fp16, 2), "us": us, "error": errors}
+    return {
+        "layer": name,
+        "pixels": pixels,
+        "torch_fp16_us": round(fp16, 2),
+        "us": us,
+        "error": errors,
+    }
 
 
 def main() -> None:
     """Time every layer and write the results file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="results file")
     parser.add_argument("--peers", type=Path, help="figures of peers")
     parser.add_argument("--commit", default="", help="of the kernels")
     parser.add_argument("--layers", default="", help="only those whose names have this in them")
-    parser.add_argument("--kind", choices=("static", "mixed"), help="only static int8 ones, or mixed ones")
+    parser.add_argument(
+        "--kind", choices=("static", "mixed"), help="only static int8 ones, or mixed ones"
+    )
     args = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(0)
@@ -230,15 +259,24 @@ def main() -> None:
             continue
         mixed_rows.append(mixed(row))
         line = mixed_rows[-1]
-        ratios = ", ".join(f"{mode} {us / line['torch_fp16_us']:.2f}" for mode, us in line["us"].items())
-        print(f"{line['layer']:26} fp16 {line['torch_fp16_us']:8.1f} us; of that: {ratios}", flush=True)
+        ratios = ", ".join(
+            f"{mode} {us / line['torch_fp16_us']:.2f}" for mode, us in line["us"].items()
+        )
+        print(
+            f"{line['layer']:26} fp16 {line['torch_fp16_us']:8.1f} us; of that: {ratios}",
+            flush=True,
+        )
     layers = [row for row in layers if len(row[2]) == 2 and args.kind != "mixed"]
-    for row, zero in [(row, 0) for row in layers] + [(row, 77) for row in layers if row[0] in WITH_ZEROS]:
+    for row, zero in [(row, 0) for row in layers] + [
+        (row, 77) for row in layers if row[0] in WITH_ZEROS
+    ]:
         rows.append(layer(row, zero) | {"peers_us": peers.get(row[0], {})})
         line = rows[-1]
         best = min(plan["us"] for plan in line["plans"])
-        print(f"{line['layer']:26} zero {zero:3} {line['us']:8.1f} us, best {best:8.1f}, {line['tops']:6.0f} TOPS, "
-              f"fp16 {line['torch_fp16_us']:.1f}, peers {line['peers_us']}", flush=True)  # fmt: skip
+        print(f"{line['layer']:26} zero {zero:3} {line['us']:8.1f} us, best {best:8.1f}, "
+            f"{line['tops']:6.0f} TOPS, "
+              f"fp16 {line['torch_fp16_us']:.1f}, peers {line['peers_us']}",
+              flush=True)  # fmt: skip
         for plan in line["plans"]:
             tile = f"{plan['block_m']} x {plan['block_n']}, clusters of {plan['cluster']}"
             print(f"    {plan['kernel']:24} {tile:30} {plan['us']:8.1f} us", flush=True)

@@ -1,11 +1,13 @@
-"""Time the demo's model on a CPU: tokens a second of fp32 and of packed weights, and llama.cpp's where it is installed.
+"""Time the demo's model on a CPU: tokens a second of fp32 and of packed weights, and llama.cpp's
+where it is installed.
 
-    tools/bench_cpu.py --out results/cpu_smollm2-135m.json [--llama-python /path/to/a/venv/bin/python]
+    tools/bench_cpu.py --out results/cpu_smollm2-135m.json [--llama-python
+    /path/to/a/venv/bin/python]
 
-The model is the demo's, SmolLM2-135M-Instruct from a GGUF file: once with the file's own codes (Q4_1: 4 bits, groups of 32,
-offsets), otherwise with its dequantised weights quantised again. The output head, which is the embedding, has 8 bits where
-layers are packed, as in the file. Times are the least of some runs; one thread's are its CPU time, as other processes may
-use the machine.
+The model is the demo's, SmolLM2-135M-Instruct from a GGUF file: once with the file's own codes
+(Q4_1: 4 bits, groups of 32, offsets), otherwise with its dequantised weights quantised again. The
+output head, which is the embedding, has 8 bits where layers are packed, as in the file. Times are
+the least of some runs; one thread's are its CPU time, as other processes may use the machine.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ WEIGHTS: dict[str, tuple[int, int, bool] | None] = {
 #: What is done with x: name, act_quant, act_symmetric.
 MODES = (("A16", "none", True), ("A8", "block", True), ("A8 zeros", "block", False))
 
-#: Run by a Python that has llama_cpp: path, threads, tokens of the prompt, tokens to make, runs. Prints two least times.
+#: Run by a Python that has llama_cpp: path, threads, tokens of the prompt, tokens to make, runs.
+#: Prints two least times.
 LLAMA = """
 import json, sys, time
 import llama_cpp
@@ -65,7 +68,9 @@ print(json.dumps({"version": llama_cpp.__version__, "best": best}))
 
 def float_model(path: Path) -> torch.nn.Module:
     """The dequantised model, as one that was never quantised."""
-    read = transformers.AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=torch.float32
+    )
     config = copy.deepcopy(read.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -74,7 +79,9 @@ def float_model(path: Path) -> torch.nn.Module:
     return model
 
 
-def packed_model(floats: torch.nn.Module, form: tuple[int, int, bool] | None, path: Path) -> torch.nn.Module:
+def packed_model(
+    floats: torch.nn.Module, form: tuple[int, int, bool] | None, path: Path
+) -> torch.nn.Module:
     """The model with packed layers; ``path`` is the file for its own codes."""
     if form is None:
         packed = path.with_suffix(".packed.safetensors")
@@ -82,9 +89,15 @@ def packed_model(floats: torch.nn.Module, form: tuple[int, int, bool] | None, pa
         return co.load_model(packed, dtype=torch.float32)
     bits, group_size, symmetric = form
     model = copy.deepcopy(floats)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
     chosen = {
-        name: co.quantize(module.weight.detach(), 8 if name == "lm_head" else bits, group_size, symmetric)
+        name: co.quantize(
+            module.weight.detach(), 8 if name == "lm_head" else bits, group_size, symmetric
+        )
         for name, module in linears.items()
     }
     co.replace_linears(model, {name: co.reorder(weight) for name, weight in chosen.items()})
@@ -104,12 +117,16 @@ def least(run: Callable[[], object], runs: int, clock: Callable[[], float]) -> f
 
 
 @torch.inference_mode()
-def measure(model: torch.nn.Module, prompt: int, tokens: int, runs: int, clock: Callable[[], float]) -> dict[str, float]:
+def measure(
+    model: torch.nn.Module, prompt: int, tokens: int, runs: int, clock: Callable[[], float]
+) -> dict[str, float]:
     """Tokens a second: of a prompt, and made one after the other, by the fastest step."""
     asked = torch.arange(1, prompt + 1)[None]
     seconds = least(lambda: model(input_ids=asked, use_cache=True, logits_to_keep=1), runs, clock)
     cache = model(input_ids=asked[:, :16], use_cache=True, logits_to_keep=1).past_key_values
-    step = least(lambda: model(input_ids=asked[:, :1], past_key_values=cache, use_cache=True), tokens, clock)
+    step = least(
+        lambda: model(input_ids=asked[:, :1], past_key_values=cache, use_cache=True), tokens, clock
+    )
     return rates(prompt, seconds, step)
 
 
@@ -120,7 +137,9 @@ def rates(prompt: int, seconds: float, step: float) -> dict[str, float]:
 
 def heading() -> dict[str, Any]:
     """What results are measured with."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     with open("/proc/cpuinfo") as lines:
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
@@ -137,7 +156,9 @@ def heading() -> dict[str, Any]:
 
 def main() -> None:
     """Run the selected measurements; print and write their results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", default="1,2", help="numbers of threads")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=48, help="tokens to make")
@@ -151,7 +172,11 @@ def main() -> None:
 
     def report(threads: int, name: str, found: dict[str, float]) -> None:
         result["rows"].append({"threads": threads, "name": name} | found)
-        print(f"{threads} threads  {name:24s}" + "".join(f"  {value:8.1f} {key}" for key, value in found.items()), flush=True)
+        print(
+            f"{threads} threads  {name:24s}"
+            + "".join(f"  {value:8.1f} {key}" for key, value in found.items()),
+            flush=True,
+        )
         if arguments.out:
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -168,8 +193,14 @@ def main() -> None:
                 report(threads, f"{name} {mode}", measure(model, *sizes, clock))
         if arguments.llama_python:
             command = [arguments.llama_python, "-c", LLAMA, path, str(threads), *map(str, sizes)]
-            seen = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            report(threads, f"llama.cpp Q4_1 ({seen['version']})", rates(arguments.prompt, *seen["best"]))
+            seen = json.loads(
+                subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            )
+            report(
+                threads,
+                f"llama.cpp Q4_1 ({seen['version']})",
+                rates(arguments.prompt, *seen["best"]),
+            )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Time one QLoRA step of a Llama-shaped model on packed weights and on bitsandbytes' NF4, in one process.
+"""Time one QLoRA step of a Llama-shaped model on packed weights and on bitsandbytes'
+NF4, in one process.
 
     tools/bench_training.py --out results/training_h200.json
     tools/bench_training.py --small --device cpu           a smoke test without a GPU
 
-A step is forward, backward and AdamW on adapters (PEFT's LoRA, rank 16, on all linear layers but the head), under bf16
-autocast with gradient checkpointing. Weights are random. The models have the same float weights and the same adapters; the
-NF4 ones have the same codes and scales. They take turns; a time is the median, by CUDA events. Peak memory is what the model,
-its adapters and its optimizer hold, and what a step allocates beyond that.
+A step is forward, backward and AdamW on adapters (PEFT's LoRA, rank 16, on all linear layers but
+the head), under bf16 autocast with gradient checkpointing. Weights are random. The models have the
+same float weights and the same adapters; the NF4 ones have the same codes and scales. They take
+turns; a time is the median, by CUDA events. Peak memory is what the model, its adapters and its
+optimizer hold, and what a step allocates beyond that.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def bitsandbytes_nf4(linear: nn.Linear, device: str) -> nn.Module:
         quant_type="nf4",
     )
     values = linear.weight.data.cpu()
-    layer.weight = bnb.nn.Params4bit(values, requires_grad=False, compress_statistics=False, quant_type="nf4")
+    layer.weight = bnb.nn.Params4bit(
+        values, requires_grad=False, compress_statistics=False, quant_type="nf4"
+    )
     moved: nn.Module = layer.to(device)
     return moved
 
@@ -71,7 +75,9 @@ def packed_nf4(linear: nn.Linear, device: str) -> nn.Module:
     weight: Any = bitsandbytes_nf4(linear, device).weight
     state = weight.quant_state
     shape = (linear.out_features, linear.in_features)
-    flat = co.QuantizedWeight.from_flat(weight.data.cpu(), state.absmax.cpu(), shape, state.blocksize, state.code.cpu())
+    flat = co.QuantizedWeight.from_flat(
+        weight.data.cpu(), state.absmax.cpu(), shape, state.blocksize, state.code.cpu()
+    )
     return co.MixedLinear(co.reorder(flat).to(device))
 
 
@@ -90,24 +96,40 @@ VARIANTS: dict[str, Callable[[nn.Linear, str], nn.Module]] = {
 class Training:
     """A model with adapters, its optimizer, and one step of both."""
 
-    def __init__(self, convert: Callable[[nn.Linear, str], nn.Module], sizes: dict[str, int], tokens: int, device: str) -> None:
+    def __init__(
+        self,
+        convert: Callable[[nn.Linear, str], nn.Module],
+        sizes: dict[str, int],
+        tokens: int,
+        device: str,
+    ) -> None:
         before = self.allocated(device)
         torch.manual_seed(0)
         with torch.device(device):
-            model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).to(torch.bfloat16)
-        linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+            model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).to(
+                torch.bfloat16
+            )
+        linears = [
+            (n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"
+        ]
         for name, linear in linears:
             model.set_submodule(name, convert(linear, device))
         del linears
         torch.manual_seed(1)
-        config = peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+        config = peft.LoraConfig(
+            r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
         self.model: Any = peft.get_peft_model(model, config)
         self.model.enable_input_require_grads()
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model.train()
-        self.optimizer = torch.optim.AdamW((p for p in self.model.parameters() if p.requires_grad), lr=1e-4)
+        self.optimizer = torch.optim.AdamW(
+            (p for p in self.model.parameters() if p.requires_grad), lr=1e-4
+        )
         self.device = device
-        self.tokens = torch.randint(0, sizes["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(2)).to(device)
+        self.tokens = torch.randint(
+            0, sizes["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(2)
+        ).to(device)
         self.first_loss = float(self.step())  # makes the optimizer's state
         self.held = self.allocated(device) - before
         self.milliseconds: list[float] = []
@@ -161,9 +183,13 @@ class Training:
 
 def main() -> None:
     """Run the measurements that the arguments select and write their results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="a model of a few hundred thousand parameters")
+    parser.add_argument(
+        "--small", action="store_true", help="a model of a few hundred thousand parameters"
+    )
     parser.add_argument("--tokens", type=int, help="2048; 32 if --small")
     parser.add_argument("--rounds", type=int, help="steps of each model; 20, or 2 if --small")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="of these")
@@ -173,12 +199,18 @@ def main() -> None:
         parser.error("there is no GPU here; --device cpu is for smoke tests")
     names = arguments.variants.split(",")
     if unknown := set(names) - VARIANTS.keys():
-        parser.error(f"unknown variants: {', '.join(sorted(unknown))}; known are {', '.join(VARIANTS)}")
+        parser.error(
+            f"unknown variants: {', '.join(sorted(unknown))}; known are {', '.join(VARIANTS)}"
+        )
     sizes = SMALL_SIZES if arguments.small else SIZES
     tokens = arguments.tokens or (32 if arguments.small else 2048)
     rounds = arguments.rounds or (2 if arguments.small else 20)
 
-    result = heading(read_bandwidth()) if arguments.device == "cuda" else {"device": "cpu", "torch": torch.__version__}
+    result = (
+        heading(read_bandwidth())
+        if arguments.device == "cuda"
+        else {"device": "cpu", "torch": torch.__version__}
+    )
     result |= {package: version(package) for package in ("bitsandbytes", "peft", "transformers")}
     result |= {"sizes": sizes, "tokens": tokens, "rank": RANK}
     models = {name: Training(VARIANTS[name], sizes, tokens, arguments.device) for name in names}

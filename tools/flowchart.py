@@ -106,10 +106,15 @@ def draw(chart: Chart, path: Path) -> None:
     for line, keys in enumerate(chart.rows):
         for i, key in enumerate(keys):
             centre = WIDTH * (2 * i + 1) // (2 * len(keys))
-            places[key] = centre, 2 + line * (BOX + GAP), round(len(chart.boxes[key]) * FONT * 0.53) + 20
+            places[key] = (
+                centre,
+                2 + line * (BOX + GAP),
+                round(len(chart.boxes[key]) * FONT * 0.53) + 20,
+            )
     height = 4 + len(chart.rows) * (BOX + GAP) - GAP
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 '
+        f'{WIDTH} {height}" '
         f'font-family="sans-serif" font-size="{FONT}">',
         '<defs><marker id="head" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
         '<path d="M0,0 L8,4 L0,8 z"/></marker></defs>',
@@ -118,18 +123,31 @@ def draw(chart: Chart, path: Path) -> None:
     for start, end, _ in chart.arrows:
         (x1, y1, _), (x2, y2, width) = places[start], places[end]
         x2 += max(-width // 3, min(width // 3, (x1 - x2) // 3))
-        parts.append(f'<line x1="{x1}" y1="{y1 + BOX}" x2="{x2}" y2="{y2}" stroke="#000000" marker-end="url(#head)"/>')
+        parts.append(
+            f'<line x1="{x1}" y1="{y1 + BOX}" x2="{x2}" y2="{y2}" stroke="#000000" '
+            'marker-end="url(#head)"/>'
+        )
     for start, end, text in chart.arrows:
         if text:
             (x1, y1, _), (x2, y2, _) = places[start], places[end]
             middle, y = round(x1 + (x2 - x1) * 0.5 * (BOX + GAP) / (y2 - y1)), y1 + BOX + 26
             half = round(len(text) * (FONT - 1) * 0.27) + 4
             middle = max(half, min(WIDTH - half, middle))
-            parts.append(f'<rect x="{middle - half}" y="{y - 12}" width="{2 * half}" height="16" fill="#ffffff"/>')
-            parts.append(f'<text x="{middle}" y="{y}" text-anchor="middle" font-size="{FONT - 1}">{escape(text)}</text>')
+            parts.append(
+                f'<rect x="{middle - half}" y="{y - 12}" width="{2 * half}" height="16" '
+                'fill="#ffffff"/>'
+            )
+            parts.append(
+                f'<text x="{middle}" y="{y}" text-anchor="middle" '
+                f'font-size="{FONT - 1}">{escape(text)}</text>'
+            )
     for key, (centre, top, width) in places.items():
         parts.append(
-            f'<rect x="{centre - width // 2}" y="{top}" width="{width}" height="{BOX}" rx="4" fill="#e8eef6" stroke="#1f5fa8"/>'
+            f'<rect x="{centre - width // 2}" y="{top}" width="{width}" height="{BOX}" rx="4" '
+            'fill="#e8eef6" stroke="#1f5fa8"/>'
         )
-        parts.append(f'<text x="{centre}" y="{top + 20}" text-anchor="middle">{escape(chart.boxes[key])}</text>')
+        parts.append(
+            f'<text x="{centre}" y="{top + 20}" '
+            f'text-anchor="middle">{escape(chart.boxes[key])}</text>'
+        )
     path.write_text("\n".join([*parts, "</svg>"]) + "\n")

@@ -3,35 +3,41 @@
 
     tools/fuzz.py --count 20000                  all dialects, seed 0
     tools/fuzz.py --seed 7 --seconds 600         as many as ten minutes take
-    tools/fuzz.py --seed 7 --only 1234           one case again, with its traceback; its files stay in the printed folder
+    tools/fuzz.py --seed 7 --only 1234 one case again, with its traceback; its files stay in
+    the printed folder
 
-A model is one decoder layer of Llama. It is written as AWQ (gemm, gemv), GPTQ (in act order and not), compressed-tensors
-(packed, int8), bitsandbytes (4 bits, nested, 8 bits), HQQ, torchao, MNN, GGUF (of 32-element and of 256-element blocks), as a
-packed file of layout version 1 and 2, as a packed directory, and as ``save_pretrained`` writes one.
+A model is one decoder layer of Llama. It is written as AWQ (gemm, gemv), GPTQ (in act order and
+not), compressed-tensors (packed, int8), bitsandbytes (4 bits, nested, 8 bits), HQQ, torchao, MNN,
+GGUF (of 32-element and of 256-element blocks), as a packed file of layout version 1 and 2, as a
+packed directory, and as ``save_pretrained`` writes one.
 
-A case is one of them with one to three kinds of damage: flipped bits, bytes that are cut out, put in or set to zero, files cut
-short, extended or removed, values of JSON (headers, config, graph) that are replaced or removed, tensors that are dropped,
-renamed, swapped, or given another dtype or shape. Then, in a forked process with limits of memory and time:
+A case is one of them with one to three kinds of damage: flipped bits, bytes that are cut out, put
+in or set to zero, files cut short, extended or removed, values of JSON (headers, config, graph)
+that are replaced or removed, tensors that are dropped, renamed, swapped, or given another dtype or
+shape. Then, in a forked process with limits of memory and time:
 
     inspect      the function behind it
-    read         every tensor in every way, for a checkpoint; both ways to a weight's values must agree
+    read         every tensor in every way, for a checkpoint; both ways to a weight's
+                 values must agree
     reorder      into a file, which ``verify`` must find right
     verify       for a packed model
-    load_model   every tenth case, if inspect took it (otherwise transformers reads the configuration first, and raises other
-                 errors)
+    load_model   every tenth case, if inspect took it (otherwise transformers reads the
+                 configuration first, and raises other errors)
 
-Errors that count as a refusal are CheckpointError, ValueError and TypeError, with a message of less than 4000 characters. All
-else is a failure: other exceptions, a crash, a case that runs into the limit. So is a damaged packed file of version 2 in which
-``verify`` finds nothing; and a tensor that was dropped, or renamed to a name that nobody knows, while the values of a quantised
-weight that is still read are not the honest ones. Flipped bits of other dialects' codes and scales are other codes and scales,
-and nothing can be said of them.
+Errors that count as a refusal are CheckpointError, ValueError and TypeError, with a message of less
+than 4000 characters. All else is a failure: other exceptions, a crash, a case that runs into the
+limit. So is a damaged packed file of version 2 in which ``verify`` finds nothing; and a tensor that
+was dropped, or renamed to a name that nobody knows, while the values of a quantised weight that is
+still read are not the honest ones. Flipped bits of other dialects' codes and scales are other codes
+and scales, and nothing can be said of them.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; and forked processes have no other threads
+# before torch; and forked processes have no other threads
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import copy
@@ -91,7 +97,11 @@ class Model:
 def linears(hidden: int, inner: int) -> dict[str, tuple[int, int]]:
     """Names and shapes of the layer's linear layers."""
     attention = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
-    mlp = {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    mlp = {
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
     return {f"model.layers.0.{name}": shape for name, shape in (attention | mlp).items()}
 
 
@@ -109,14 +119,22 @@ def config(hidden: int, inner: int, quantization: dict[str, Any] | None) -> byte
         "tie_word_embeddings": False,
         "dtype": "float32",
     }
-    return json.dumps(content | ({} if quantization is None else {"quantization_config": quantization})).encode()
+    return json.dumps(
+        content | ({} if quantization is None else {"quantization_config": quantization})
+    ).encode()
 
 
 def others(hidden: int) -> dict[str, Tensor]:
     """The tensors that are not quantised."""
-    norms = ("model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm")
+    norms = (
+        "model.norm",
+        "model.layers.0.input_layernorm",
+        "model.layers.0.post_attention_layernorm",
+    )
     found = {f"{name}.weight": torch.rand(hidden) + 0.5 for name in norms}
-    return found | {f"{name}.weight": torch.randn(32, hidden) for name in ("model.embed_tokens", "lm_head")}
+    return found | {
+        f"{name}.weight": torch.randn(32, hidden) for name in ("model.embed_tokens", "lm_head")
+    }
 
 
 def words(codes: Tensor, bits: int = 4) -> Tensor:
@@ -135,7 +153,9 @@ def directory(
     tensors = others(64)
     for name, (n, k) in linears(64, 96).items():
         tensors |= {f"{name}{part}": value.contiguous() for part, value in make(name, n, k).items()}
-    return Model({"model.safetensors": save(tensors, metadata), "config.json": config(64, 96, quantization)})
+    return Model(
+        {"model.safetensors": save(tensors, metadata), "config.json": config(64, 96, quantization)}
+    )
 
 
 def codes_of(n: int, k: int, bits: int = 4) -> Tensor:
@@ -146,13 +166,23 @@ def codes_of(n: int, k: int, bits: int = 4) -> Tensor:
 def awq(_: str, n: int, k: int) -> dict[str, Tensor]:
     """Tensors of AutoAWQ's gemm."""
     order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
-    codes, zeros = (codes_of(rows, n).view(rows, -1, 8)[..., order].flatten(1) for rows in (k, k // 32))
-    return {".qweight": words(codes), ".qzeros": words(zeros), ".scales": torch.rand(k // 32, n).half()}
+    codes, zeros = (
+        codes_of(rows, n).view(rows, -1, 8)[..., order].flatten(1) for rows in (k, k // 32)
+    )
+    return {
+        ".qweight": words(codes),
+        ".qzeros": words(zeros),
+        ".scales": torch.rand(k // 32, n).half(),
+    }
 
 
 def awq_gemv(_: str, n: int, k: int) -> dict[str, Tensor]:
     """Tensors of AutoAWQ's gemv."""
-    return {".qweight": words(codes_of(n, k)), ".qzeros": words(codes_of(n, 32)), ".scales": torch.rand(n, 32).half()}
+    return {
+        ".qweight": words(codes_of(n, k)),
+        ".qzeros": words(codes_of(n, 32)),
+        ".scales": torch.rand(n, 32).half(),
+    }
 
 
 def gptq(_: str, n: int, k: int) -> dict[str, Tensor]:
@@ -182,7 +212,11 @@ def ct_packed(_: str, n: int, k: int) -> dict[str, Tensor]:
 
 def ct_int8(_: str, n: int, k: int) -> dict[str, Tensor]:
     """Tensors of compressed-tensors, int-quantized, with a scale of static activations."""
-    return {".weight": codes_of(n, k, 8).view(torch.int8), ".weight_scale": torch.rand(n, 1), ".input_scale": torch.ones(1)}
+    return {
+        ".weight": codes_of(n, k, 8).view(torch.int8),
+        ".weight_scale": torch.rand(n, 1),
+        ".input_scale": torch.ones(1),
+    }
 
 
 def as_bytes(value: Any) -> Tensor:
@@ -209,7 +243,11 @@ def bnb4(name: str, n: int, k: int) -> dict[str, Tensor]:
 
 def bnb8(_: str, n: int, k: int) -> dict[str, Tensor]:
     """Tensors of bitsandbytes' int8."""
-    return {".weight": codes_of(n, k, 8).view(torch.int8), ".SCB": torch.rand(n), ".weight_format": torch.tensor(0).byte()}
+    return {
+        ".weight": codes_of(n, k, 8).view(torch.int8),
+        ".SCB": torch.rand(n),
+        ".weight_format": torch.tensor(0).byte(),
+    }
 
 
 def hqq(_: str, n: int, k: int) -> dict[str, Tensor]:
@@ -229,9 +267,15 @@ def hqq(_: str, n: int, k: int) -> dict[str, Tensor]:
 def torchao(name: str, n: int, k: int) -> dict[str, Tensor]:
     """Tensors of torchao: Int8Tensor in the MLP, else Int4Tensor."""
     if "mlp" in name:
-        return {"._weight_qdata": codes_of(n, k, 8).view(torch.int8), "._weight_scale": torch.rand(n, 1)}
+        return {
+            "._weight_qdata": codes_of(n, k, 8).view(torch.int8),
+            "._weight_scale": torch.rand(n, 1),
+        }
     zero = {"._weight_zero_point": torch.rand(k // 32, n)}
-    return {"._weight_qdata": codes_of(n, k // 2, 8).view(torch.int8), "._weight_scale": torch.rand(k // 32, n)} | zero
+    return {
+        "._weight_qdata": codes_of(n, k // 2, 8).view(torch.int8),
+        "._weight_scale": torch.rand(k // 32, n),
+    } | zero
 
 
 def torchao_metadata() -> dict[str, str]:
@@ -253,22 +297,34 @@ def mnn() -> Model:
     for index, (name, (n, k)) in enumerate(linears(64, 96).items()):
         bits, parts = (8, 1) if index % 2 else (4, 2)
         values = range(-(1 << bits - 1), 1 << bits - 1)
-        weight = struct.pack("<B2H", 2, n, k) + struct.pack(f"B{len(values)}b", len(values) % 256, *values)
+        weight = struct.pack("<B2H", 2, n, k) + struct.pack(
+            f"B{len(values)}b", len(values) % 256, *values
+        )
         weight += codes_of(n, k * bits // 8, 8).numpy().tobytes()
         alpha = torch.rand(n, k // 32, parts).numpy().tobytes()
-        quan = {"type": 1, "quantScale": 1.0, "readType": parts - 1, "scaleStorage": "FP32", "aMin": 1}
+        quan = {
+            "type": 1,
+            "quantScale": 1.0,
+            "readType": parts - 1,
+            "scaleStorage": "FP32",
+            "aMin": 1,
+        }
         common = {"kernelX": 1, "kernelY": 1, "group": 1, "outputCount": n, "inputCount": k}
         external = [len(blob), len(weight), len(alpha), 0, 0]
         operators.append(
             {
                 "type": "Convolution",
-                "name": "/" + name.removeprefix("model.").replace(".", "/").replace("layers/0", "layers.0") + "/Linear",
+                "name": "/"
+                + name.removeprefix("model.").replace(".", "/").replace("layers/0", "layers.0")
+                + "/Linear",
                 "main": {"common": common, "external": external, "quanParameter": quan},
             }
         )
         blob += weight + alpha
     graph = {"oplists": operators, "subgraphs": []}
-    return Model({"llm.mnn.json": json.dumps(graph).encode(), "llm.mnn.weight": blob}, "llm.mnn.json")
+    return Model(
+        {"llm.mnn.json": json.dumps(graph).encode(), "llm.mnn.weight": blob}, "llm.mnn.json"
+    )
 
 
 def ggml(types: list[str], hidden: int) -> Model:
@@ -284,15 +340,23 @@ def ggml(types: list[str], hidden: int) -> Model:
         writer.add_context_length(64)
         writer.add_layer_norm_rms_eps(1e-6)
         writer.add_vocab_size(32)
-        for name, shape in {"token_embd": (32, hidden), "output": (32, hidden), "output_norm": (hidden,)}.items():
+        for name, shape in {
+            "token_embd": (32, hidden),
+            "output": (32, hidden),
+            "output_norm": (hidden,),
+        }.items():
             writer.add_tensor(f"{name}.weight", torch.rand(shape).numpy())
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.0.{name}.weight", torch.rand(hidden).numpy())
         for index, name in enumerate((*names.values(), "ffn_gate", "ffn_up", "ffn_down")):
             kind = gguf.GGMLQuantizationType[types[index % len(types)]]
             size, nbytes = gguf.GGML_QUANT_SIZES[kind]
-            blocks = codes_of(hidden, hidden // size * nbytes, 8).numpy().reshape(hidden, -1, nbytes)
-            for first in {"Q6_K": (208,)}.get(kind.name, (0, 2) if kind.name.endswith(("_1", "_K")) else (0,)):
+            blocks = (
+                codes_of(hidden, hidden // size * nbytes, 8).numpy().reshape(hidden, -1, nbytes)
+            )
+            for first in {"Q6_K": (208,)}.get(
+                kind.name, (0, 2) if kind.name.endswith(("_1", "_K")) else (0,)
+            ):
                 blocks[..., first : first + 2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
             writer.add_tensor(f"blk.0.{name}.weight", blocks.reshape(hidden, -1), raw_dtype=kind)
         writer.write_header_to_file()
@@ -304,7 +368,11 @@ def ggml(types: list[str], hidden: int) -> Model:
 
 def read_folder(folder: Path) -> Files:
     """All files of a folder, by name."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def header_of(content: bytes) -> tuple[dict[str, Any], bytes]:
@@ -322,12 +390,19 @@ def with_header(header: Any, data: bytes) -> bytes:
 
 def packed() -> dict[str, Model]:
     """Packed files, a packed directory, and one as transformers saves it."""
-    floats = others(64) | {f"{name}.weight": torch.randn(shape) for name, shape in linears(64, 96).items()}
+    floats = others(64) | {
+        f"{name}.weight": torch.randn(shape) for name, shape in linears(64, 96).items()
+    }
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "source")
         write(source, {"model.safetensors": save(floats), "config.json": config(64, 96, None)})
         out = Path(folder, "out")
-        reorder_model(load_checkpoint(source), out, Options(bits=4, group_size=32, symmetric=False), shard_bytes=20_000)
+        reorder_model(
+            load_checkpoint(source),
+            out,
+            Options(bits=4, group_size=32, symmetric=False),
+            shard_bytes=20_000,
+        )
         one = Path(folder, "one.safetensors")
         reorder_checkpoint(load_checkpoint(source), one, bits=4, group_size=32)
         shards = read_folder(out)
@@ -337,21 +412,34 @@ def packed() -> dict[str, Model]:
         weights = {"format": "pt", "weights": facts["weights"]}
         form = json.loads(shards["config.json"])
         form["quantization_config"]["tensors"].pop("zeros")
-    old = {name: value for name, value in facts.items() if name not in ("checksums", "header_sha256")}
+    old = {
+        name: value for name, value in facts.items() if name not in ("checksums", "header_sha256")
+    }
     plain = config(64, 96, None)
     return {
-        "packed 2": Model({"model.safetensors": whole, "config.json": plain}, "model.safetensors", sealed=True),
+        "packed 2": Model(
+            {"model.safetensors": whole, "config.json": plain}, "model.safetensors", sealed=True
+        ),
         "packed 1": Model(
-            {"model.safetensors": save(tensors, old | {"layout_version": "1"}), "config.json": plain}, "model.safetensors"
+            {
+                "model.safetensors": save(tensors, old | {"layout_version": "1"}),
+                "config.json": plain,
+            },
+            "model.safetensors",
         ),
         "packed directory": Model(shards, sealed=True),
-        "save_pretrained": Model({"model.safetensors": save(tensors, weights), "config.json": json.dumps(form).encode()}),
+        "save_pretrained": Model(
+            {"model.safetensors": save(tensors, weights), "config.json": json.dumps(form).encode()}
+        ),
     }
 
 
 def ct(**weights: Any) -> dict[str, Any]:
     """The config of compressed-tensors."""
-    group = {"targets": ["Linear"], "weights": {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32} | weights}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32} | weights,
+    }
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
 
 
@@ -363,9 +451,13 @@ def models() -> dict[str, Model]:
         "awq gemm": directory(awq, {"quant_method": "awq", "version": "gemm", **four}),
         "awq gemv": directory(awq_gemv, {"quant_method": "awq", "version": "gemv", **four}),
         "gptq": directory(gptq, {"quant_method": "gptq", "sym": True, "desc_act": False, **four}),
-        "gptq act order": directory(gptq_act_order, {"quant_method": "gptq", "sym": False, "desc_act": True, **four}),
+        "gptq act order": directory(
+            gptq_act_order, {"quant_method": "gptq", "sym": False, "desc_act": True, **four}
+        ),
         "ct packed": directory(ct_packed, ct(symmetric=False)),
-        "ct int8": directory(ct_int8, ct(num_bits=8, strategy="channel", group_size=None, symmetric=True)),
+        "ct int8": directory(
+            ct_int8, ct(num_bits=8, strategy="channel", group_size=None, symmetric=True)
+        ),
         "bitsandbytes 4": directory(bnb4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
         "bitsandbytes 8": directory(bnb8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
         "hqq": directory(hqq, {"quant_method": "hqq"}),
@@ -423,13 +515,34 @@ OTHERS: list[Any] = [
     "gptq",
     "awq",
 ]
-DTYPES = ["F64", "F32", "F16", "BF16", "F8_E4M3", "I64", "I32", "I16", "I8", "U8", "BOOL", "C64", "F4", ""]
+DTYPES = [
+    "F64",
+    "F32",
+    "F16",
+    "BF16",
+    "F8_E4M3",
+    "I64",
+    "I32",
+    "I16",
+    "I8",
+    "U8",
+    "BOOL",
+    "C64",
+    "F4",
+    "",
+]
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The paths to every item of JSON."""
     yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in items:
         yield from places(item, (*path, key))
 
@@ -472,7 +585,9 @@ def edit_bytes(content: bytes, rng: random.Random) -> bytes:
         for _ in range(rng.choice([1, 1, 2, 8])):
             data[min(len(data) - 1, at + rng.randrange(64))] ^= 1 << rng.randrange(8)
     elif action < 0.65:
-        data[at : at + rng.choice([1, 8, 100])] = rng.choice([b"\0", b"\xff" * 8, b'"', b"{", b"9", b"\x7f\xff"])
+        data[at : at + rng.choice([1, 8, 100])] = rng.choice(
+            [b"\0", b"\xff" * 8, b'"', b"{", b"9", b"\x7f\xff"]
+        )
     elif action < 0.75:
         del data[at : at + rng.choice([1, 8, 100])]
     elif action < 0.85:
@@ -497,7 +612,9 @@ def edit_tensors(content: bytes, rng: random.Random, case: Case) -> bytes:
             data = data[:begin] + data[end:]
             for other in header:
                 if other != "__metadata__" and header[other]["data_offsets"][0] >= end:
-                    header[other]["data_offsets"] = [at - (end - begin) for at in header[other]["data_offsets"]]
+                    header[other]["data_offsets"] = [
+                        at - (end - begin) for at in header[other]["data_offsets"]
+                    ]
         else:
             header[f"{name}_unknown"] = entry
         case.dropped += 1
@@ -505,12 +622,18 @@ def edit_tensors(content: bytes, rng: random.Random, case: Case) -> bytes:
         other = rng.choice(names)
         header[name], header[other] = header[other], header[name]
     elif action < 0.6:
-        header[rng.choice([rng.choice(names), name.rpartition(".")[0], "__metadata__", name + ".weight"])] = header.pop(name)
+        header[
+            rng.choice(
+                [rng.choice(names), name.rpartition(".")[0], "__metadata__", name + ".weight"]
+            )
+        ] = header.pop(name)
     elif action < 0.75:
         header[name]["dtype"] = rng.choice(DTYPES)
     elif action < 0.9:
         shape = header[name]["shape"]
-        header[name]["shape"] = rng.choice([shape[::-1], [*shape, 1], [1, *shape], shape[1:], [1 << 62, 0, 1 << 62], [-1]])
+        header[name]["shape"] = rng.choice(
+            [shape[::-1], [*shape, 1], [1, *shape], shape[1:], [1 << 62, 0, 1 << 62], [-1]]
+        )
     else:
         header[name]["data_offsets"] = [rng.choice(NUMBERS), rng.choice(NUMBERS)]
     return with_header(header, data)
@@ -568,7 +691,15 @@ def damaged(model: Model, rng: random.Random) -> Case:
                 new = json.dumps(edit_json(json.loads(content), rng)).encode()
             else:
                 new = edit_bytes(content, rng)
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError):
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            IndexError,
+            RecursionError,
+            OverflowError,
+        ):
             new = edit_bytes(content, rng)  # what was damaged before has no structure any more
         case.other += case.dropped == before
         case.damage.append(f"changed {name}")
@@ -614,7 +745,9 @@ def inspect(path: Path) -> None:
 
 
 def read(path: Path, honest: dict[str, Tensor] | None) -> None:
-    """Read every tensor of a checkpoint in every way; ``honest`` are values that quantised weights must have, if any."""
+    """Read every tensor of a checkpoint in every way; ``honest`` are values that quantised weights
+    must have, if any.
+    """
     checkpoint = load_checkpoint(path)
     for name, entry in checkpoint.entries.items():
         values = step(entry.values)
@@ -628,7 +761,9 @@ def read(path: Path, honest: dict[str, Tensor] | None) -> None:
         size = weight.scales.float().abs().amax() * 2.0**weight.bits
         size += 0 if weight.offsets is None else weight.offsets.float().abs().amax()
         both = found.isfinite() & values.isfinite()
-        if found.shape != values.shape or not bool(((found - values).abs()[both] <= size * 2.0**-8).all()):
+        if found.shape != values.shape or not bool(
+            ((found - values).abs()[both] <= size * 2.0**-8).all()
+        ):
             raise Wrong(f"two ways to the values of {name} do not agree")
         if honest is not None and name in honest and not torch.equal(values, honest[name]):
             raise Wrong(f"{name} has other values, though only tensors are missing")
@@ -657,9 +792,27 @@ def check(model: Model, case: Case, folder: Path, load: bool) -> str:
     if ours is True:
         found = step(lambda: verify_packed(path))
         results.append(found)
-        results.append(step(lambda: [value.unpack() for value in load_packed(path).values() if hasattr(value, "unpack")]))
-        changed = any(case.files.get(name) != content for name, content in model.files.items() if name.endswith("safetensors"))
-        if model.sealed and changed and not isinstance(found, Exception) and not found.problems and not found.notes:
+        results.append(
+            step(
+                lambda: [
+                    value.unpack()
+                    for value in load_packed(path).values()
+                    if hasattr(value, "unpack")
+                ]
+            )
+        )
+        changed = any(
+            case.files.get(name) != content
+            for name, content in model.files.items()
+            if name.endswith("safetensors")
+        )
+        if (
+            model.sealed
+            and changed
+            and not isinstance(found, Exception)
+            and not found.problems
+            and not found.notes
+        ):
             raise Wrong("verify finds nothing in a packed file that was damaged")
     elif not isinstance(ours, Exception):
         honest = model.values if case.dropped and not case.other else None
@@ -677,21 +830,37 @@ def check(model: Model, case: Case, folder: Path, load: bool) -> str:
 # ---- cases, one after another in a process that may die
 
 
-def one(all_models: dict[str, Model], seed: int, index: int, folder: Path, load_every: int) -> tuple[str, str, str]:
-    """Name of the model, what became of it ("read", "refused" or "FAILED"), and a text that says more."""
+def one(
+    all_models: dict[str, Model], seed: int, index: int, folder: Path, load_every: int
+) -> tuple[str, str, str]:
+    """Name of the model, what became of it ("read", "refused" or "FAILED"), and a
+    text that says more.
+    """
     rng = random.Random(f"{seed}/{index}")
     name = rng.choice(sorted(all_models))
     case = damaged(all_models[name], rng)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
-        result = check(all_models[name], case, folder, load_every > 0 and index % load_every == 0 and "mnn" not in name)
+        result = check(
+            all_models[name],
+            case,
+            folder,
+            load_every > 0 and index % load_every == 0 and "mnn" not in name,
+        )
     except BaseException:
         return name, "FAILED", f"{', '.join(case.damage)}\n{traceback.format_exc()[-3000:]}"
     return name, result, ""
 
 
-def work(pipe: Any, all_models: dict[str, Model], seed: int, indices: range, folder: Path, load_every: int) -> None:
+def work(
+    pipe: Any,
+    all_models: dict[str, Model],
+    seed: int,
+    indices: range,
+    folder: Path,
+    load_every: int,
+) -> None:
     """Run cases, one after another, and send what became of each."""
     torch.set_num_threads(1)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -717,7 +886,14 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         while done < count and time.monotonic() < end:
             receiver, sender = context.Pipe(False)
-            arguments = (sender, all_models, seed, range(done, count), Path(folder, "work"), load_every)
+            arguments = (
+                sender,
+                all_models,
+                seed,
+                range(done, count),
+                Path(folder, "work"),
+                load_every,
+            )
             process = context.Process(target=work, args=arguments, daemon=True)
             process.start()
             sender.close()
@@ -729,7 +905,12 @@ def run(
                         result = receiver.recv()
                 except EOFError:
                     process.join()
-                    result = (done, "", "FAILED", f"the process died with status {process.exitcode}")
+                    result = (
+                        done,
+                        "",
+                        "FAILED",
+                        f"the process died with status {process.exitcode}",
+                    )
                 index, name, what, text = result
                 done = index + 1
                 counted[what] += 1
@@ -757,29 +938,46 @@ def honest_models(load: bool) -> dict[str, Model]:
             path = target / "case" / model.path
             if not is_packed(path):
                 entries = load_checkpoint(path).entries
-                model.values = {key: entry.values() for key, entry in entries.items() if entry.quantized is not None}
+                model.values = {
+                    key: entry.values()
+                    for key, entry in entries.items()
+                    if entry.quantized is not None
+                }
     return found
 
 
 def main() -> int:
     """Run what the command line says; 1 if anything failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=20_000, help="cases to run (20000)")
     parser.add_argument("--seed", type=int, default=0, help="another seed, other cases (0)")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so many seconds")
-    parser.add_argument("--limit", type=float, default=60, help="seconds that one case may take (60)")
     parser.add_argument(
-        "--load-every", type=int, default=LOAD_EVERY, help="call load_model in every so many cases; 0 is never (10)"
+        "--limit", type=float, default=60, help="seconds that one case may take (60)"
     )
-    parser.add_argument("--only", type=int, metavar="INDEX", help="run one case in this process, and keep its files")
+    parser.add_argument(
+        "--load-every",
+        type=int,
+        default=LOAD_EVERY,
+        help="call load_model in every so many cases; 0 is never (10)",
+    )
+    parser.add_argument(
+        "--only", type=int, metavar="INDEX", help="run one case in this process, and keep its files"
+    )
     options = parser.parse_args()
     if options.only is not None:
         folder = Path(tempfile.mkdtemp())
-        name, what, text = one(models(), options.seed, options.only, folder / "work", options.load_every)
+        name, what, text = one(
+            models(), options.seed, options.only, folder / "work", options.load_every
+        )
         print(f"{name}: {what} in {folder}\n{text}")
         return what == "FAILED"
     start = time.monotonic()
-    counted, failures = run(options.count, options.seed, options.seconds, options.limit, options.load_every)
+    counted, failures = run(
+        options.count, options.seed, options.seconds, options.limit, options.load_every
+    )
     total = sum(counted.values())
     print(f"{total} cases in {time.monotonic() - start:.0f} s: {dict(counted)}")
     return 1 if failures else 0

@@ -24,7 +24,8 @@ def colour(ratio: float) -> tuple[int, int, int]:
 def draw(columns: Sequence[str], rows: Sequence[Row], path: Path) -> None:
     """Write a heat map of time over a peer's time.
 
-    Without colours, the numbers say the same, and a slower cell (above 1) has a frame and bold digits.
+    Without colours, the numbers say the same, and a slower cell (above 1) has a frame
+    and bold digits.
 
     Args:
         columns: headings.
@@ -34,15 +35,21 @@ def draw(columns: Sequence[str], rows: Sequence[Row], path: Path) -> None:
     label = round(max(len(name) for name, _ in rows) * FONT * 0.54) + 12
     width, height = label + CELL * len(columns), HEIGHT * (len(rows) + 1)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 '
+        f'{width} {height}" '
         f'font-family="sans-serif" font-size="{FONT}">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
     ]
     for i, name in enumerate(columns):
-        parts.append(f'<text x="{label + CELL * i + CELL // 2}" y="16" text-anchor="middle">{escape(name)}</text>')
+        parts.append(
+            f'<text x="{label + CELL * i + CELL // 2}" y="16" '
+            f'text-anchor="middle">{escape(name)}</text>'
+        )
     for line, (name, ratios) in enumerate(rows, 1):
         top = HEIGHT * line
-        parts.append(f'<text x="{label - 6}" y="{top + 17}" text-anchor="end">{escape(name)}</text>')
+        parts.append(
+            f'<text x="{label - 6}" y="{top + 17}" text-anchor="end">{escape(name)}</text>'
+        )
         for i, ratio in enumerate(ratios):
             if ratio is None:
                 continue
@@ -51,10 +58,14 @@ def draw(columns: Sequence[str], rows: Sequence[Row], path: Path) -> None:
             ink = "#ffffff" if 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2] < 128 else "#000000"
             frame, weight = (' stroke="#000000"', ' font-weight="bold"') if slower else ("", "")
             parts.append(
-                f'<rect x="{label + CELL * i + 1.5}" y="{top + 1.5}" width="{CELL - 3}" height="{HEIGHT - 3}" '
+                f'<rect x="{label + CELL * i + 1.5}" y="{top + 1.5}" width="{CELL - 3}" '
+                f'height="{HEIGHT - 3}" '
                 f'fill="#{rgb[0]:02x}{rgb[1]:02x}{rgb[2]:02x}"{frame}/>'
             )
             text = f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.0f}"
             middle = label + CELL * i + CELL // 2
-            parts.append(f'<text x="{middle}" y="{top + 17}" text-anchor="middle" fill="{ink}"{weight}>{text}</text>')
+            parts.append(
+                f'<text x="{middle}" y="{top + 17}" text-anchor="middle" '
+                f'fill="{ink}"{weight}>{text}</text>'
+            )
     path.write_text("\n".join([*parts, "</svg>"]) + "\n")

@@ -4,9 +4,9 @@
     tools/plot.py results/h200.json                   writes results/h200.svg
     tools/plot.py results/h200.json --out picture.svg
 
-Two pictures for each shape of weight and format, over M. Above, the time of one call in times of the floor, of this package and
-of the best peer at that M, with this package's microseconds; below, the rate of the products and the floor's. The same file
-gives the same picture, byte for byte.
+Two pictures for each shape of weight and format, over M. Above, the time of one call in times of
+the floor, of this package and of the best peer at that M, with this package's microseconds; below,
+the rate of the products and the floor's. The same file gives the same picture, byte for byte.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ OURS, PEER, FLOOR = "#1f5fa8", "#d1762a", "#8a8a8a"
 
 
 def best_peer(row: dict[str, Any]) -> tuple[str, float] | None:
-    """Name and microseconds of the fastest peer; torch's products are of other formats and count where there is no other."""
+    """Name and microseconds of the fastest peer; torch's products are of other formats and count
+    where there is no other.
+    """
     times = {name: us for name, us in row["peers_us"].items() if us is not None}
     of_format = {name: us for name, us in times.items() if not name.startswith("torch ")} or times
     return min(of_format.items(), key=lambda peer: peer[1]) if of_format else None
 
 
 def panels(rows: Rows) -> dict[tuple[int, int], dict[str, Rows]]:
-    """Rows by shape and format, in the order of the file; those of a format by M. What only moves data has no M."""
+    """Rows by shape and format, in the order of the file; those of a format by M. What only
+    moves data has no M.
+    """
     found: dict[tuple[int, int], dict[str, Rows]] = {}
     for row in (row for row in rows if row["m"]):
         found.setdefault((row["n"], row["k"]), {}).setdefault(row["format"], []).append(row)
@@ -48,7 +52,9 @@ def pyplot(salt: str, size: int) -> Any:
     matplotlib.rcdefaults()
     # Text stays text, and names of parts are not drawn by lot.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": size})
-    matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3})
+    matplotlib.rcParams.update(
+        {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
+    )
     import matplotlib.pyplot as plt
 
     return plt
@@ -70,7 +76,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     shapes = panels(result["rows"])
     columns = max(len(formats) for formats in shapes.values())
     figure, axes = plt.subplots(
-        2 * len(shapes), columns, figsize=(3.6 * columns, 4.4 * len(shapes)), squeeze=False, layout="constrained"
+        2 * len(shapes),
+        columns,
+        figsize=(3.6 * columns, 4.4 * len(shapes)),
+        squeeze=False,
+        layout="constrained",
     )
     for line, ((n, k), formats) in enumerate(shapes.items()):
         for column in range(columns):
@@ -81,14 +91,18 @@ def draw(result: dict[str, Any], path: Path) -> None:
             name, rows = list(formats.items())[column]
             ms = [row["m"] for row in rows]
             peers = [best_peer(row) for row in rows]
-            with_peer = [(m, peer, row["us"]) for m, peer, row in zip(ms, peers, rows, strict=True) if peer]
+            with_peer = [
+                (m, peer, row["us"]) for m, peer, row in zip(ms, peers, rows, strict=True) if peer
+            ]
             peer_names = sorted({peer[0] for _, peer, _ in with_peer})
 
             def tops(m: int, us: float, n: int = n, k: int = k) -> float:
                 return 2 * m * n * k / us / 1e6
 
             floor = {row["m"]: row["floor_us"] for row in rows}
-            rate.plot(ms, [tops(m, floor[m]) for m in ms], color=FLOOR, linestyle=":", label="floor")
+            rate.plot(
+                ms, [tops(m, floor[m]) for m in ms], color=FLOOR, linestyle=":", label="floor"
+            )
             for axis, value in ((time, lambda m, us, floor=floor: us / floor[m]), (rate, tops)):
                 axis.plot(
                     [m for m, _, _ in with_peer],
@@ -98,7 +112,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
                     markersize=3,
                     label="best peer: " + ", ".join(peer_names),
                 )
-                axis.plot(ms, [value(r["m"], r["us"]) for r in rows], color=OURS, marker="o", markersize=3, label="cutlass_ops")
+                axis.plot(
+                    ms,
+                    [value(r["m"], r["us"]) for r in rows],
+                    color=OURS,
+                    marker="o",
+                    markersize=3,
+                    label="cutlass_ops",
+                )
                 axis.set_xscale("log", base=2)
                 ticks = [m for m in ms if m in TICKS]
                 axis.set_xticks(ticks, [str(m) for m in ticks], rotation=45)
@@ -128,7 +149,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_bars(bars: list[tuple[str, float, tuple[str, float]]], title: str, path: Path) -> None:
-    """Draw a pair of bars for each name: this package's microseconds, and a peer's with its name."""
+    """Draw a pair of bars for each name: this package's microseconds, and a
+    peer's with its name.
+    """
     plt = pyplot("bars", 9)
     plt.rcParams.update({"axes.grid.axis": "x", "axes.axisbelow": True})
     figure, axis = plt.subplots(figsize=(7, 0.6 * len(bars) + 0.8), layout="constrained")
@@ -147,21 +170,42 @@ def draw_bars(bars: list[tuple[str, float, tuple[str, float]]], title: str, path
 
 
 def draw_accuracy(results: dict[str, Any], path: Path) -> None:
-    """Draw results/accuracy.json: what x's quantisation does to each kind of layer, and what all of it does to a model."""
+    """Draw results/accuracy.json: what x's quantisation does to each kind of layer, and what all of
+    it does to a model.
+    """
     plt = pyplot("accuracy", 9)
     plt.rcParams.update({"axes.grid.axis": "y", "axes.axisbelow": True})
-    colours = {"token": "#c8553d", "block 128": "#8fb8de", "block 64": "#4a86bf", "block 32": "#1f4e79"}
+    colours = {
+        "token": "#c8553d",
+        "block 128": "#8fb8de",
+        "block 64": "#4a86bf",
+        "block 32": "#1f4e79",
+    }
     models = results["models"]
-    figure, axes = plt.subplots(len(models), 2, figsize=(11, 3.6 * len(models)), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        len(models), 2, figsize=(11, 3.6 * len(models)), squeeze=False, layout="constrained"
+    )
     for (left, right), model in zip(axes, models, strict=True):
         kinds = model["kinds"]
         for i, (way, colour) in enumerate(colours.items()):
             heights = [100 * kind["errors"][f"x {way}"] for kind in kinds]
-            left.bar([j + 0.2 * (i - 1.5) for j in range(len(kinds))], heights, 0.2, color=colour, label=way)
-        names = ["\n".join([*kind["kind"].rsplit(".", 1), f"{kind['median_peak_over_rms']:.0f}"]) for kind in kinds]
+            left.bar(
+                [j + 0.2 * (i - 1.5) for j in range(len(kinds))],
+                heights,
+                0.2,
+                color=colour,
+                label=way,
+            )
+        names = [
+            "\n".join([*kind["kind"].rsplit(".", 1), f"{kind['median_peak_over_rms']:.0f}"])
+            for kind in kinds
+        ]
         left.set_xticks(range(len(kinds)), names, fontsize=7)
         left.set_ylabel("error of x @ W^T, %")
-        left.set_title(f"{model['model']}: int8 activations alone\n(number: median of max |x| / rms)", fontsize=9)
+        left.set_title(
+            f"{model['model']}: int8 activations alone\n(number: median of max |x| / rms)",
+            fontsize=9,
+        )
         left.legend(fontsize=8, frameon=False)
         series = {
             "16": ("#777777", "activations not quantised"),
@@ -170,10 +214,20 @@ def draw_accuracy(results: dict[str, Any], path: Path) -> None:
         }
         places = [(bits, group) for bits in (8, 4) for group in (128, 64, 32)]
         for i, (name, (colour, text)) in enumerate(series.items()):
-            rows = [row for row in model["rows"] if row.get("symmetric") and "clip" not in row and row["activations"] == name]
+            rows = [
+                row
+                for row in model["rows"]
+                if row.get("symmetric") and "clip" not in row and row["activations"] == name
+            ]
             found = {(row["bits"], row["group_size"]): 100 * row["error"] for row in rows}
             heights = [found[place] for place in places]
-            right.bar([j + 0.27 * (i - 1) for j in range(len(places))], heights, 0.27, color=colour, label=text)
+            right.bar(
+                [j + 0.27 * (i - 1) for j in range(len(places))],
+                heights,
+                0.27,
+                color=colour,
+                label=text,
+            )
         right.set_xticks(range(len(places)), [f"W{bits}\ng{group}" for bits, group in places])
         right.set_yscale("log")
         right.set_ylabel(f"error of {model['compared']}, %")
@@ -184,7 +238,9 @@ def draw_accuracy(results: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Draw the file that the arguments name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("results", type=Path, help="a file written by tools/bench.py --out")
     parser.add_argument("--out", type=Path, help="the SVG file; next to the results by default")
     arguments = parser.parse_args()

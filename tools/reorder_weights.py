@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""The command ``cutlass-ops reorder`` as a script: reorder_weights.py FILE -o OUT [--bits 4|8 ...]."""
+"""The command ``cutlass-ops reorder`` as a script: reorder_weights.py FILE -o OUT
+[--bits 4|8 ...].
+"""
 
 import sys
 

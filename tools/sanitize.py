@@ -5,15 +5,16 @@
     tools/sanitize.py --tool racecheck --only python -k one_hot      some of pytest's alone
     tools/sanitize.py --jobs 12                          the Python tests dealt among 12 processes
 
-The tools: memcheck (accesses out of bounds), racecheck (races in shared memory),
-initcheck (reads of bytes that nobody wrote) and synccheck (barriers used wrongly). initcheck runs the C++
-tests alone: torch's allocator hands out memory that was written before.
+The tools: memcheck (accesses out of bounds), racecheck (races in shared memory), initcheck (reads
+of bytes that nobody wrote) and synccheck (barriers used wrongly). initcheck runs the C++ tests
+alone: torch's allocator hands out memory that was written before.
 
-Seen on an H200: the C++ tests take 75 s under all four tools, 62 of them racecheck; the 1023 Python tests take 30 s
-under synccheck, about three minutes under memcheck, and 54 of them 45 s under racecheck, where -k helps.
+Seen on an H200: the C++ tests take 75 s under all four tools, 62 of them racecheck; the 1023 Python
+tests take 30 s under synccheck, about three minutes under memcheck, and 54 of them 45 s under
+racecheck, where -k helps.
 
-The exit status is 0 when every run passed its tests, executed at least one, and no tool found anything;
-1 when not; 2 when nothing could be run.
+The exit status is 0 when every run passed its tests, executed at least one, and no tool found
+anything; 1 when not; 2 when nothing could be run.
 """
 
 from __future__ import annotations
@@ -34,24 +35,32 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PROGRAM = "cutlass_ops_cuda_tests"
 FOUND_SOMETHING = 86  # compute-sanitizer's exit status when it reports an error
-# Not fit: tests of what torch's cache says of memory, or of a GPU's memory that the sanitizer takes a part of; torch.compile
-# brings kernels of other compilers; torch.profiler takes the interface that the sanitizer needs; the doctor's cuda-bindings
-# asks the driver for functions that it lacks, which memcheck counts as errors.
-FIT = "not compile and not explain_tells and not workspace_is and not doctor and not memory_is_bounded"
+# Not fit: tests of what torch's cache says of memory, or of a GPU's memory that the sanitizer takes
+# a part of; torch.compile brings kernels of other compilers; torch.profiler takes the interface
+# that the sanitizer needs; the doctor's cuda-bindings asks the driver for functions that it lacks,
+# which memcheck counts as errors.
+FIT = (
+    "not compile and not explain_tells and not workspace_is and not doctor and not "
+    "memory_is_bounded"
+)
 
-# racecheck reports wgmma_gemm_a16, wgmma_gemm_a8 and wgmma_fold16, of matrices, images and experts, where a CTA fills a stage
-# again: the bulk copy of weights, or prepare_pixels()'s stores of an image's scales, against the reads of what the stage held
-# before. It is no race. A warp's reads are one instruction of all its lanes, which are converged, as the wgmma and its wait
-# around them are .sync.aligned and no branch between them depends on the lane; only then lane 0 or 1 arrives at the barrier
-# that the copying warp waits for (and prepare_pixels() waits for what that warp copies). The tool takes the arrival as one of
-# that lane alone. In wgmma_fold16 a __syncwarp() orders the lanes' reads before the arrival by PTX's memory model, too; the
-# compiler leaves a NOP of it, which the tool does not see.
+# racecheck reports wgmma_gemm_a16, wgmma_gemm_a8 and wgmma_fold16, of matrices, images and experts,
+# where a CTA fills a stage again: the bulk copy of weights, or prepare_pixels()'s stores of an
+# image's scales, against the reads of what the stage held before. It is no race. A warp's reads are
+# one instruction of all its lanes, which are converged, as the wgmma and its wait around them are
+# .sync.aligned and no branch between them depends on the lane; only then lane 0 or 1 arrives at the
+# barrier that the copying warp waits for (and prepare_pixels() waits for what that warp copies).
+# The tool takes the arrival as one of that lane alone. In wgmma_fold16 a __syncwarp() orders the
+# lanes' reads before the arrival by PTX's memory model, too; the compiler leaves a NOP of it, which
+# the tool does not see.
 KNOWN_WRITE = re.compile(
     r"cute::SM90_BULK_COPY_G2S::copy\(|cutlass_ops::bulk_copy_multicast\("
-    r"|void cutlass_ops::(hopper::prepare_pixels<|<unnamed>::wgmma_gemm_a8<.* in hopper_producers\.cuh:)"
+    r"|void cutlass_ops::(hopper::prepare_pixels<|<unnamed>::wgmma_gemm_a8<.* in "
+    r"hopper_producers\.cuh:)"
 )
 KNOWN_READ = re.compile(
-    r"cutlass_ops::(load_shared\(|RowPair<.*::load\(|StoredGroup<.*::load<|hopper::StoredScales::load\("
+    r"cutlass_ops::(load_shared\(|RowPair<.*::load\(|StoredGroup<.*::load<|"
+    r"hopper::StoredScales::load\("
     r"|<unnamed>::(Stored|Raw)Weights<)"
 )
 RACE = re.compile(r"Race reported between \w+ access at (.+)((?:\n=+ +and \w+ access at .+)+)")
@@ -59,21 +68,27 @@ ACCESS = re.compile(r"and (\w+) access at (?:void )?(.+)")
 
 
 def known_races(text: str) -> tuple[int, int]:
-    """Return how many races racecheck's output describes, and how many of them are known not to be any."""
+    """Return how many races racecheck's output describes, and how many of them are
+    known not to be any.
+    """
     races = RACE.findall(text)
     known = [
         KNOWN_WRITE.match(write) is not None
-        and all(kind == "Read" and KNOWN_READ.match(place) for kind, place in ACCESS.findall(others))
+        and all(
+            kind == "Read" and KNOWN_READ.match(place) for kind, place in ACCESS.findall(others)
+        )
         for write, others in races
     ]
     return len(races), sum(known)
 
 
 PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu and not slow"]
-# memcheck keeps memory that was freed, some 220 MB a test where each tensor is a separate allocation. A process then runs so
-# many tests, and an H100 has memory for three processes, an H200 for six.
+# memcheck keeps memory that was freed, some 220 MB a test where each tensor is a separate
+# allocation. A process then runs so many tests, and an H100 has memory for three processes,
+# an H200 for six.
 MOST_UNCACHED = 80
-# The last line a tool prints. racecheck: "RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)".
+# The last line a tool prints. racecheck: "RACECHECK SUMMARY: 2 hazards displayed (1
+# error, 1 warning)".
 SUMMARY = re.compile(r"SUMMARY: (\d+) (?:errors?|hazards?)")
 # The last line of pytest ("3 passed, 1 skipped in 2s") and of GoogleTest ("[  PASSED  ] 3 tests.").
 PASSED = re.compile(r"(\d+) passed|\[  PASSED  \] (\d+) tests?")
@@ -90,12 +105,27 @@ class Run:
 
     def execute(self) -> Outcome:
         """Run it, echoing what it prints behind its name, and read the counts from that."""
-        # Kernels of other libraries are not ours to check, and slow. initcheck must see who else writes.
-        only_ours = [] if self.tool == "initcheck" else ["--kernel-name", "kernel_substring=cutlass_ops"]
-        command = ["compute-sanitizer", "--tool", self.tool, "--error-exitcode", str(FOUND_SOMETHING)]
+        # Kernels of other libraries are not ours to check, and slow. initcheck must see
+        # who else writes.
+        only_ours = (
+            [] if self.tool == "initcheck" else ["--kernel-name", "kernel_substring=cutlass_ops"]
+        )
+        command = [
+            "compute-sanitizer",
+            "--tool",
+            self.tool,
+            "--error-exitcode",
+            str(FOUND_SOMETHING),
+        ]
         if self.tool == "memcheck":
-            command += ["--report-api-errors", "no"]  # tests ask for what CUDA refuses: a device that is not there
-        command += ["--print-limit", "1000" if self.tool == "racecheck" else "20", *only_ours, *self.command]
+            # tests ask for what CUDA refuses: a device that is not there
+            command += ["--report-api-errors", "no"]
+        command += [
+            "--print-limit",
+            "1000" if self.tool == "racecheck" else "20",
+            *only_ours,
+            *self.command,
+        ]
         print(f"== {self.tool}, {self.name}: {' '.join(command)}", flush=True)
         start = time.monotonic()
         text = ""
@@ -118,7 +148,10 @@ class Run:
         described, known = known_races(text) if self.tool == "racecheck" else (0, 0)
         # All that was found must be described to be known.
         if known and known == described == findings:
-            print(f"== {known} of racecheck's reports are known not to be races (KNOWN_READ)", flush=True)
+            print(
+                f"== {known} of racecheck's reports are known not to be races (KNOWN_READ)",
+                flush=True,
+            )
             findings, status = 0, 0 if status == FOUND_SOMETHING else status
         return Outcome(
             self,
@@ -160,14 +193,24 @@ def cpp_program() -> Path | None:
 def python_tests(select: str) -> list[str]:
     """Return the identifiers of the GPU tests that pytest -k selects."""
     command = [*PYTEST, "-qq", "--collect-only", "-k", select]
-    listed = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False).stdout
+    listed = subprocess.run(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False
+    ).stdout
     return [line for line in listed.splitlines() if "::" in line and not line.startswith("ERROR")]
 
 
 def python_runs(
-    tool: str, name: str, select: str, environment: dict[str, str], jobs: int, folder: Path, most: int | None = None
+    tool: str,
+    name: str,
+    select: str,
+    environment: dict[str, str],
+    jobs: int,
+    folder: Path,
+    most: int | None = None,
 ) -> list[Run]:
-    """Return runs of pytest on the tests that -k selects, dealt among ``jobs`` processes, or more, of ``most`` tests each."""
+    """Return runs of pytest on the tests that -k selects, dealt among ``jobs`` processes, or more,
+    of ``most`` tests each.
+    """
     if jobs == 1 and not most:
         return [Run(tool, name, [*PYTEST, "-k", select], environment)]
     tests = python_tests(select)
@@ -190,10 +233,13 @@ def runs(tool: str, only: str | None, select: str, jobs: int, folder: Path) -> l
     if only != "cpp" and tool != "initcheck":
         select = f"({select}) and {FIT}" if select else FIT
         if tool == "memcheck":
-            # Without torch's cache each tensor is a separate allocation, so an access one byte out of bounds is found. A
-            # CUDA graph cannot be captured that way; those tests run with the cache.
+            # Without torch's cache each tensor is a separate allocation, so an access one
+            # byte out of bounds is found. A CUDA graph cannot be captured that way; those
+            # tests run with the cache.
             uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-            planned += python_runs(tool, "Python", f"{select} and not graph", uncached, jobs, folder, MOST_UNCACHED)
+            planned += python_runs(
+                tool, "Python", f"{select} and not graph", uncached, jobs, folder, MOST_UNCACHED
+            )
             planned += python_runs(tool, "Python, graphs", f"{select} and graph", {}, jobs, folder)
         else:
             planned += python_runs(tool, "Python", select, {}, jobs, folder)
@@ -202,12 +248,26 @@ def runs(tool: str, only: str | None, select: str, jobs: int, folder: Path) -> l
 
 def main() -> int:
     """Run the selected tools and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tool", action="append", choices=TOOLS, help="one of the tools; may be repeated")
-    parser.add_argument("--only", choices=("cpp", "python"), help="only the C++ or only the Python tests")
-    parser.add_argument("-k", default="", metavar="EXPRESSION", help="of the Python tests, those that pytest -k selects")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--jobs", type=int, default=1, help="processes that the Python tests are dealt among, and that run at once"
+        "--tool", action="append", choices=TOOLS, help="one of the tools; may be repeated"
+    )
+    parser.add_argument(
+        "--only", choices=("cpp", "python"), help="only the C++ or only the Python tests"
+    )
+    parser.add_argument(
+        "-k",
+        default="",
+        metavar="EXPRESSION",
+        help="of the Python tests, those that pytest -k selects",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="processes that the Python tests are dealt among, and that run at once",
     )
     arguments = parser.parse_args()
     if arguments.jobs < 1:
@@ -222,7 +282,10 @@ def main() -> int:
             for run in runs(tool, arguments.only, arguments.k, arguments.jobs, Path(folder))
         ]
         if not planned:
-            print(f"nothing to run: no build/*/tests/cpp/{PROGRAM} (CUTLASS_OPS_TESTS=ON builds it)", file=sys.stderr)
+            print(
+                f"nothing to run: no build/*/tests/cpp/{PROGRAM} (CUTLASS_OPS_TESTS=ON builds it)",
+                file=sys.stderr,
+            )
             return 2
         with ThreadPoolExecutor(arguments.jobs) as pool:
             outcomes = list(pool.map(Run.execute, planned))

@@ -1,6 +1,8 @@
-// Times every tile that may compute a product, on the GPU that is there, and prints JSON, a line a product.
+// Times every tile that may compute a product, on the GPU that is there, and prints JSON,
+// a line a product.
 //
-//   time_tiles tiles [seconds [commit]] > results.json    the persistent kernels, what tools/fit_costs.py fits the costs of tiles to: of the product alone, x was
+//   time_tiles tiles [seconds [commit]] > results.json the persistent kernels, what
+//   tools/fit_costs.py fits the costs of tiles to: of the product alone, x was
 //                                                quantised before, column sums are there
 //   time_tiles decode [seconds [commit]] > results.json   those of few rows of x, whole calls
 #include <cuda_fp16.h>
@@ -27,7 +29,8 @@ using namespace cutlass_ops;
 
 namespace {
 
-constexpr size_t kColdBytes = size_t(200) << 20;  // weights that are together too large for the cache
+constexpr size_t kColdBytes = size_t(200) << 20;  // weights that are together too
+                                                  // large for the cache
 constexpr double kBurst = 1.5e-3, kRest = 6e-3;   // seconds: long bursts lower the clock
 
 void check(cudaError_t error) {
@@ -81,13 +84,14 @@ constexpr Format kFormats[] = {
     {"w4a8-token-g32", 4, 32, ActQuant::kToken, true, false, false, false},
     {"w8a8-token-g32", 8, 32, ActQuant::kToken, true, false, false, false},
 };
-constexpr int kShapes[][2] = {{4096, 4096},  {6144, 4096},  {14336, 4096}, {4096, 14336}, {11008, 4096}, {28672, 4096},
-                              {8192, 28672}, {18944, 3584}, {2048, 2048},  {5120, 13824}, {8192, 8192}};
+constexpr int kShapes[][2] = {{4096, 4096},  {6144, 4096},  {14336, 4096}, {4096, 14336},
+                              {11008, 4096}, {28672, 4096}, {8192, 28672}, {18944, 3584},
+                              {2048, 2048},  {5120, 13824}, {8192, 8192}};
 constexpr int kRowsOfX[] = {17,  24,  32,  33,  48,  64,  72,  96,   100,  128,  129,  150,
                             176, 200, 256, 320, 400, 512, 777, 1024, 1500, 2048, 3000, 4096};
 // Of DecodeKind.
-constexpr char const* kDecodeKindNames[kDecodeKinds] = {"kFloats",       "kFloatsRounded", "kCodebook",    "kBlock",
-                                                        "kBlockRounded", "kToken",         "kTokenRounded"};
+constexpr char const* kDecodeKindNames[kDecodeKinds] = {
+    "kFloats", "kFloatsRounded", "kCodebook", "kBlock", "kBlockRounded", "kToken", "kTokenRounded"};
 constexpr int kFewRowsOfX[] = {1, 2, 4, 7, 8, 16};
 constexpr int kMostRows = 4096, kMostK = 28672, kMostN = 28672;
 
@@ -138,7 +142,8 @@ bool has_instance(KernelSpec const& spec, Candidate const& c, GemmProblem const&
 }
 
 // Microseconds of one launch of the plan, weights cold: the lesser of two bursts.
-double time_of(GemmProblem const& problem, Plan const& plan, Data const& data, cudaStream_t stream) {
+double time_of(GemmProblem const& problem, Plan const& plan, Data const& data,
+               cudaStream_t stream) {
   size_t const bytes = packed_bytes(problem.weight.n, problem.weight.k, problem.weight.bits);
   int const copies = int(kColdBytes / bytes + 1);
   cudaEvent_t start, stop;
@@ -203,23 +208,29 @@ int main(int argc, char** argv) {
       for (int m : kFewRowsOfX)
         if (decode && format.symmetric) products.push_back({&format, shape[0], shape[1], m});
     }
-  std::shuffle(products.begin(), products.end(), data.random);  // so that any part of them is of all kinds
-  std::printf("{\"device\": \"%s\", \"multiprocessors\": %d, \"commit\": \"%s\",\n", properties.name, device.multiprocessors,
-              argc > 3 ? argv[3] : "");
+  // so that any part of them is of all kinds
+  std::shuffle(products.begin(), products.end(), data.random);
+  std::printf("{\"device\": \"%s\", \"multiprocessors\": %d, \"commit\": \"%s\",\n",
+              properties.name, device.multiprocessors, argc > 3 ? argv[3] : "");
   std::printf(
-      "\"columns\": [\"format\", \"n\", \"k\", \"m\", \"bits\", \"candidates\"],\n\"candidate_columns\": [%s],\n\"rows\": [",
-      decode ? "\"kernel\", \"block_m\", \"chosen\", \"us\", \"ctas_per_sm\", \"quantizes\", \"kind\", \"chunk\", \"share\", "
+      "\"columns\": [\"format\", \"n\", \"k\", \"m\", \"bits\", "
+      "\"candidates\"],\n\"candidate_columns\": [%s],\n\"rows\": [",
+      decode ? "\"kernel\", \"block_m\", \"chosen\", \"us\", \"ctas_per_sm\", \"quantizes\", "
+               "\"kind\", \"chunk\", \"share\", "
                "\"x\", "
                "\"row\", \"applies\""
-             : "\"kernel\", \"block_m\", \"chosen\", \"us\", \"block_n\", \"corrects\", \"cost\", \"k_tiles\", \"ends\", "
+             : "\"kernel\", \"block_m\", \"chosen\", \"us\", \"block_n\", \"corrects\", \"cost\", "
+               "\"k_tiles\", \"ends\", "
                "\"constant\", \"slices\", \"tail_tiles\"");
   char const* comma = "";
   for (Product const& product : products) {
-    if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > seconds) break;
+    if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > seconds)
+      break;
     Format const& f = *product.format;
     GemmProblem p;
     p.m = product.m, p.x_stride = product.k, p.out = data.out, p.out_type = DataType::kFloat16;
-    p.weight.codes = data.codes, p.weight.scales = data.scales, p.weight.n = product.n, p.weight.k = product.k;
+    p.weight.codes = data.codes, p.weight.scales = data.scales, p.weight.n = product.n,
+    p.weight.k = product.k;
     p.weight.bits = f.bits, p.weight.group_size = f.group_size;
     if (f.zeros) p.weight.zeros = data.zeros;
     if (f.offsets) p.weight.offsets = data.scales, p.weight.offset_type = DataType::kFloat16;
@@ -232,7 +243,8 @@ int main(int argc, char** argv) {
       int const rows = (product.m + 255) / 256 * 256;  // memory for whole tiles
       q.out.codes = reinterpret_cast<int8_t*>(data.quantized);
       q.out.block = f.act_quant == ActQuant::kToken ? -1 : activation_block(f.group_size);
-      q.out.scales = reinterpret_cast<float*>(data.quantized + rows * k_pad), q.out.stride = int(stride), q.out.rows = rows;
+      q.out.scales = reinterpret_cast<float*>(data.quantized + rows * k_pad),
+      q.out.stride = int(stride), q.out.rows = rows;
       size_t const scales = size_t(q.out.block == -1 ? 1 : k_pad / q.out.block) * stride;
       if (!f.symmetric) q.out.zeros = reinterpret_cast<int8_t*>(q.out.scales + scales);
       check(quantize_activations(q, stream));
@@ -245,35 +257,43 @@ int main(int argc, char** argv) {
     Plan chosen;
     check(plan(p, device, &chosen));
     if (!decode && chosen.spec->decodes) continue;
-    std::printf("%s\n[\"%s\", %d, %d, %d, %d, [", comma, f.name, p.weight.n, p.weight.k, p.m, f.bits);
+    std::printf("%s\n[\"%s\", %d, %d, %d, %d, [", comma, f.name, p.weight.n, p.weight.k, p.m,
+                f.bits);
     comma = ",";
     char const* inner = "";
     for (KernelSpec const& spec : kernel_specs()) {
-      bool const competes =
-          decode ? (spec.decodes || is_portable(spec)) && spec.can_implement(p, device) == Field::kNone : &spec == chosen.spec;
+      bool const competes = decode ? (spec.decodes || is_portable(spec)) &&
+                                         spec.can_implement(p, device) == Field::kNone
+                                   : &spec == chosen.spec;
       for (Candidate const& c : competes ? spec.candidates(p) : Candidates{nullptr, 0}) {
         if (p.m < c.min_m || p.m > c.max_m || (!decode && c.applies && !c.applies(p))) continue;
         if (is_mostly_empty(c.tile, p.m)) continue;
         if (decode && !has_instance(spec, c, p)) continue;
         Plan one;
-        if (!plan_candidate(p, device, spec, c, &one) || one.workspace > data.workspace_bytes) continue;
-        bool const is_chosen = &spec == chosen.spec && c.tile.block_m == chosen.block_m && c.tile.block_n == chosen.block_n &&
-                               one.quantizes == chosen.quantizes && one.one_cta_per_sm == chosen.one_cta_per_sm;
-        std::printf("%s[\"%s\", %d, %s, %.2f, ", inner, spec.name, c.tile.block_m, is_chosen ? "true" : "false",
-                    time_of(p, one, data, stream));
+        if (!plan_candidate(p, device, spec, c, &one) || one.workspace > data.workspace_bytes)
+          continue;
+        bool const is_chosen = &spec == chosen.spec && c.tile.block_m == chosen.block_m &&
+                               c.tile.block_n == chosen.block_n &&
+                               one.quantizes == chosen.quantizes &&
+                               one.one_cta_per_sm == chosen.one_cta_per_sm;
+        std::printf("%s[\"%s\", %d, %s, %.2f, ", inner, spec.name, c.tile.block_m,
+                    is_chosen ? "true" : "false", time_of(p, one, data, stream));
         if (decode) {
           DecodeTerms const t = is_portable(spec) ? DecodeTerms{} : decode_terms(p, device, one);
-          std::printf("%d, %s, \"%s\", %.1f, %.2f, %.2f, %d, %s]", c.tile.min_ctas_per_sm, c.quantizes ? "true" : "false",
-                      kDecodeKindNames[int(decode_kind(p))], t.chunks, t.share, t.x, t.rows,
+          std::printf("%d, %s, \"%s\", %.1f, %.2f, %.2f, %d, %s]", c.tile.min_ctas_per_sm,
+                      c.quantizes ? "true" : "false", kDecodeKindNames[int(decode_kind(p))],
+                      t.chunks, t.share, t.x, t.rows,
                       !c.applies || c.applies(p) ? "true" : "false");
         } else {
           PredictedTime const t = tail_split_of(p, device, spec, c).time;
           auto const which = cost_kind(p, c);
-          std::printf("%d, %s, \"%s\", %lld, %lld, %lld, %d, %d]", c.tile.block_n, c.compensates ? "true" : "false",
+          std::printf("%d, %s, \"%s\", %lld, %lld, %lld, %d, %d]", c.tile.block_n,
+                      c.compensates ? "true" : "false",
                       which == &TileCost::k4096        ? "k4096"
                       : which == &TileCost::row_scales ? "row_scales"
                                                        : "whole_rows",
-                      (long long)t.k_tiles, (long long)t.ends, (long long)t.constant, one.slices, one.tail_tiles);
+                      (long long)t.k_tiles, (long long)t.ends, (long long)t.constant, one.slices,
+                      one.tail_tiles);
         }
         inner = ", ";
       }

@@ -44,7 +44,8 @@ struct Epilogue {
 
   void set(GemmProblem& problem) const {
     problem.bias = bias, problem.bias_type = bias_type;
-    problem.residual = residual, problem.residual_type = residual_type, problem.residual_stride = residual_stride;
+    problem.residual = residual, problem.residual_type = residual_type,
+    problem.residual_stride = residual_stride;
     problem.activation = activation, problem.clamp_low = low, problem.clamp_high = high;
     problem.saturate = saturate;
   }

@@ -1,4 +1,5 @@
-// The part of cutlass_ops._C that is convolutions: products whose rows of x are an image's pixels, and those of int8.
+// The part of cutlass_ops._C that is convolutions: products whose rows of x are an image's pixels,
+// and those of int8.
 #include "cutlass_ops/conv.h"
 
 #include <pybind11/stl.h>
@@ -17,9 +18,10 @@ namespace {
 
 using Triple = std::array<int, 3>;
 
-GemmProblem make_problem(Weight const& weight, Pointer x, DataType x_type, std::int64_t x_stride, int batch, int channels,
-                         Triple const& size, Triple const& taps, Triple const& out_size, Triple const& stride,
-                         Triple const& padding, Triple const& dilation, ActQuant act_quant, bool symmetric,
+GemmProblem make_problem(Weight const& weight, Pointer x, DataType x_type, std::int64_t x_stride,
+                         int batch, int channels, Triple const& size, Triple const& taps,
+                         Triple const& out_size, Triple const& stride, Triple const& padding,
+                         Triple const& dilation, ActQuant act_quant, bool symmetric,
                          py::object const& epilogue, Pointer out, DataType out_type) {
   GemmProblem p;
   p.weight = weight;
@@ -27,26 +29,34 @@ GemmProblem make_problem(Weight const& weight, Pointer x, DataType x_type, std::
   p.act_quant = act_quant, p.act_symmetric = symmetric;
   p.image.batch = batch, p.image.channels = channels, p.m = batch;
   for (int axis = 0; axis < 3; ++axis) {
-    p.image.size[axis] = size[axis], p.image.taps[axis] = taps[axis], p.image.out[axis] = out_size[axis];
-    p.image.stride[axis] = stride[axis], p.image.padding[axis] = padding[axis], p.image.dilation[axis] = dilation[axis];
+    p.image.size[axis] = size[axis], p.image.taps[axis] = taps[axis],
+    p.image.out[axis] = out_size[axis];
+    p.image.stride[axis] = stride[axis], p.image.padding[axis] = padding[axis],
+    p.image.dilation[axis] = dilation[axis];
     p.m *= out_size[axis];
   }
   if (!epilogue.is_none()) epilogue.cast<Epilogue const&>().set(p);
   p.out = as<void>(out), p.out_type = out_type;
   Triple const one = {1, 1, 1}, none = {0, 0, 0};
-  // Under a kernel of one pixel the image is a matrix, which all kernels take. (Not for depthwise_conv(), whose K is the taps.)
+  // Under a kernel of one pixel the image is a matrix, which all kernels take. (Not for
+  // depthwise_conv(), whose K is the taps.)
   bool const depthwise = channels == 1;
-  if (taps == one && stride == one && padding == none && act_quant != ActQuant::kTensor && !depthwise) p.image = {};
+  if (taps == one && stride == one && padding == none && act_quant != ActQuant::kTensor &&
+      !depthwise)
+    p.image = {};
   return p;
 }
 
 }  // namespace
 
 void register_conv(py::module_& m) {
-  py::class_<GemmProblem>(m, "ImageProblem", "A product whose rows of x are an image's pixels; the tensors must outlive it.")
-      .def(py::init(&make_problem), py::arg("weight"), py::arg("x_ptr"), py::arg("x_type"), py::arg("x_stride"),
-           py::arg("batch"), py::arg("channels"), py::arg("size"), py::arg("taps"), py::arg("out_size"), py::arg("stride"),
-           py::arg("padding"), py::arg("dilation"), py::arg("act_quant"), py::arg("symmetric"), py::arg("epilogue"),
+  py::class_<GemmProblem>(
+      m, "ImageProblem",
+      "A product whose rows of x are an image's pixels; the tensors must outlive it.")
+      .def(py::init(&make_problem), py::arg("weight"), py::arg("x_ptr"), py::arg("x_type"),
+           py::arg("x_stride"), py::arg("batch"), py::arg("channels"), py::arg("size"),
+           py::arg("taps"), py::arg("out_size"), py::arg("stride"), py::arg("padding"),
+           py::arg("dilation"), py::arg("act_quant"), py::arg("symmetric"), py::arg("epilogue"),
            py::arg("out_ptr"), py::arg("out_type"))
       .def(
           "plan",
@@ -72,7 +82,8 @@ void register_conv(py::module_& m) {
         check(depthwise_conv(problem, as<float>(taps), as<void>(stream)));
       },
       py::arg("problem"), py::arg("taps_ptr"), py::arg("stream"),
-      "Write the result of a problem with one input channel a group, by the weight's values, fp32 [taps][n rounded up to "
+      "Write the result of a problem with one input channel a group, by the weight's values, fp32 "
+      "[taps][n rounded up to "
       "tap_vector], on the current device.");
 
   m.def(
@@ -81,19 +92,22 @@ void register_conv(py::module_& m) {
         check(finish_sums(problem, as<void>(sums), as<void>(stream)));
       },
       py::arg("problem"), py::arg("sums_ptr"), py::arg("stream"),
-      "Write the epilogue of sums [m, n] of x's 16-bit type, which may lie where the result goes, on the current device.");
+      "Write the epilogue of sums [m, n] of x's 16-bit type, which may lie where the result goes, "
+      "on the current device.");
 
   m.def(
       "quantized_values",
-      [](Pointer x, Pointer out, DataType x_type, DataType out_type, int64_t rows, int columns, int block, bool symmetric,
-         Pointer range, Pointer stream) {
-        QuantizedValues const problem{as<void>(x), x_type, as<void>(out), out_type, rows, columns, block, symmetric,
-                                      as<uint32_t>(range)};
+      [](Pointer x, Pointer out, DataType x_type, DataType out_type, int64_t rows, int columns,
+         int block, bool symmetric, Pointer range, Pointer stream) {
+        QuantizedValues const problem{as<void>(x), x_type, as<void>(out), out_type,           rows,
+                                      columns,     block,  symmetric,     as<uint32_t>(range)};
         check(quantized_values(problem, as<void>(stream)));
       },
-      py::arg("x_ptr"), py::arg("out_ptr"), py::arg("x_type"), py::arg("out_type"), py::arg("rows"), py::arg("columns"),
-      py::arg("block"), py::arg("symmetric"), py::arg("range_ptr"), py::arg("stream"),
-      "Write the values that codes of x [rows, columns] stand for, one scale for `block` columns or, with -1, for a row; or "
+      py::arg("x_ptr"), py::arg("out_ptr"), py::arg("x_type"), py::arg("out_type"), py::arg("rows"),
+      py::arg("columns"), py::arg("block"), py::arg("symmetric"), py::arg("range_ptr"),
+      py::arg("stream"),
+      "Write the values that codes of x [rows, columns] stand for, one scale for `block` columns "
+      "or, with -1, for a row; or "
       "for all of x, whose range goes to range_ptr, on the current device.");
 
   using Pair = std::array<int, 2>;
@@ -105,9 +119,10 @@ void register_conv(py::module_& m) {
       .value("by_channels", ConvOrder::kByChannels)
       .value("by_taps", ConvOrder::kByTaps)
       .value("flat", ConvOrder::kFlat);
-  py::class_<ConvWeight>(m, "ConvWeight", "Pointers and sizes of an int8 weight; the tensors must outlive it.")
-      .def(py::init([](Pointer codes, ConvOrder order, Pointer sums, Pointer cut_sums, Pointer scales, DataType scale_type,
-                       int n, Pair taps, int channels) {
+  py::class_<ConvWeight>(m, "ConvWeight",
+                         "Pointers and sizes of an int8 weight; the tensors must outlive it.")
+      .def(py::init([](Pointer codes, ConvOrder order, Pointer sums, Pointer cut_sums,
+                       Pointer scales, DataType scale_type, int n, Pair taps, int channels) {
              ConvWeight w;
              w.codes = as<int8_t>(codes), w.order = order, w.sums = as<int32_t>(sums);
              w.cut_sums = as<int32_t>(cut_sums);
@@ -115,8 +130,9 @@ void register_conv(py::module_& m) {
              w.n = n, w.height = taps[0], w.width = taps[1], w.channels = channels;
              return w;
            }),
-           py::arg("codes_ptr"), py::arg("order"), py::arg("sums_ptr"), py::arg("cut_sums_ptr"), py::arg("scales_ptr"),
-           py::arg("scale_type"), py::arg("n"), py::arg("taps"), py::arg("channels"));
+           py::arg("codes_ptr"), py::arg("order"), py::arg("sums_ptr"), py::arg("cut_sums_ptr"),
+           py::arg("scales_ptr"), py::arg("scale_type"), py::arg("n"), py::arg("taps"),
+           py::arg("channels"));
   py::class_<ConvPlan>(m, "ConvPlan", "How a convolution of int8 would be launched.")
       .def_readonly("kernel", &ConvPlan::kernel)
       .def_readonly("block_m", &ConvPlan::block_m)
@@ -130,26 +146,30 @@ void register_conv(py::module_& m) {
       .def_readonly("workspace", &ConvPlan::workspace)
       .def_readonly("predicted_clocks", &ConvPlan::predicted_clocks);
   py::class_<ConvProblem>(m, "ConvProblem", "A convolution of int8; the tensors must outlive it.")
-      .def(py::init([](ConvWeight const& weight, Pointer x, bool x_unsigned, std::array<int, 4> const& shape, Pair stride,
-                       Pair padding, Pair dilation, int groups, Pointer bias, bool bias_int32, DataType bias_type, Pointer out,
-                       ConvOutput out_type, float x_scale, int x_zero_point, float y_scale, int y_zero_point,
-                       Activation activation, float low, float high) {
+      .def(py::init([](ConvWeight const& weight, Pointer x, bool x_unsigned,
+                       std::array<int, 4> const& shape, Pair stride, Pair padding, Pair dilation,
+                       int groups, Pointer bias, bool bias_int32, DataType bias_type, Pointer out,
+                       ConvOutput out_type, float x_scale, int x_zero_point, float y_scale,
+                       int y_zero_point, Activation activation, float low, float high) {
              ConvProblem p;
              p.weight = weight;
              p.x = as<void>(x), p.x_unsigned = x_unsigned;
              p.batch = shape[0], p.height = shape[1], p.width = shape[2], p.channels = shape[3];
              for (int axis : {0, 1})
-               p.stride[axis] = stride[axis], p.padding[axis] = padding[axis], p.dilation[axis] = dilation[axis];
+               p.stride[axis] = stride[axis], p.padding[axis] = padding[axis],
+               p.dilation[axis] = dilation[axis];
              p.groups = groups;
              p.bias = as<void>(bias), p.bias_int32 = bias_int32, p.bias_type = bias_type;
-             p.x_scale = x_scale, p.x_zero_point = x_zero_point, p.y_scale = y_scale, p.y_zero_point = y_zero_point;
+             p.x_scale = x_scale, p.x_zero_point = x_zero_point, p.y_scale = y_scale,
+             p.y_zero_point = y_zero_point;
              p.activation = activation, p.clamp_low = low, p.clamp_high = high;
              p.out = as<void>(out), p.out_type = out_type;
              return p;
            }),
-           py::arg("weight"), py::arg("x_ptr"), py::arg("x_unsigned"), py::arg("shape"), py::arg("stride"), py::arg("padding"),
-           py::arg("dilation"), py::arg("groups"), py::arg("bias_ptr"), py::arg("bias_int32"), py::arg("bias_type"),
-           py::arg("out_ptr"), py::arg("out_type"), py::arg("x_scale"), py::arg("x_zero_point"), py::arg("y_scale"),
+           py::arg("weight"), py::arg("x_ptr"), py::arg("x_unsigned"), py::arg("shape"),
+           py::arg("stride"), py::arg("padding"), py::arg("dilation"), py::arg("groups"),
+           py::arg("bias_ptr"), py::arg("bias_int32"), py::arg("bias_type"), py::arg("out_ptr"),
+           py::arg("out_type"), py::arg("x_scale"), py::arg("x_zero_point"), py::arg("y_scale"),
            py::arg("y_zero_point"), py::arg("activation"), py::arg("low"), py::arg("high"))
       .def(
           "plan",
@@ -174,12 +194,13 @@ void register_conv(py::module_& m) {
       },
       py::arg("problem"), py::arg("plan"), py::arg("workspace_ptr"), py::arg("stream"),
       "Write the result, as `plan` says, in a workspace of its size, on the current device.");
-  m.def("conv_order", &conv_order, py::arg("n"), py::arg("channels"), py::arg("taps"), py::arg("groups"),
-        "The order of the weight's codes that the kernels read.");
+  m.def("conv_order", &conv_order, py::arg("n"), py::arg("channels"), py::arg("taps"),
+        py::arg("groups"), "The order of the weight's codes that the kernels read.");
   m.def("most_cut", &most_cut, py::arg("taps"), py::arg("padding"), py::arg("dilation"),
         "Taps that may lie outside of x at one end of an axis.");
   m.attr("most_border_classes") = kMostBorderClasses;
-  m.def("stored_channels", &stored_channels, py::arg("channels"), "Channels of a tap, padded, as kernels take them.");
+  m.def("stored_channels", &stored_channels, py::arg("channels"),
+        "Channels of a tap, padded, as kernels take them.");
 }
 
 }  // namespace cutlass_ops

@@ -16,8 +16,8 @@ namespace py = pybind11;
 
 namespace {
 
-// A plan depends on where memory starts, not on what is there. What is described here may be in host memory, which has other
-// alignments, or nowhere yet.
+// A plan depends on where memory starts, not on what is there. What is described here may be in
+// host memory, which has other alignments, or nowhere yet.
 alignas(256) char somewhere[256];
 
 template <class T>
@@ -26,7 +26,8 @@ T* aligned(T* pointer) {
 }
 
 PackedWeight aligned(PackedWeight w) {
-  w.codes = aligned(w.codes), w.scales = aligned(w.scales), w.zeros = aligned(w.zeros), w.offsets = aligned(w.offsets);
+  w.codes = aligned(w.codes), w.scales = aligned(w.scales), w.zeros = aligned(w.zeros),
+  w.offsets = aligned(w.offsets);
   w.perm = aligned(w.perm), w.book = aligned(w.book), w.sums = aligned(w.sums);
   return w;
 }
@@ -39,7 +40,8 @@ QuantizedActivations aligned(QuantizedActivations q) {
 }  // namespace
 
 void register_plan(py::module_& m) {
-  py::class_<Device>(m, "Device", "A GPU as far as the choice of a kernel goes; it need not be there.")
+  py::class_<Device>(m, "Device",
+                     "A GPU as far as the choice of a kernel goes; it need not be there.")
       .def(py::init([](int architecture, int multiprocessors, int shared_memory) {
              return Device{architecture, multiprocessors, shared_memory};
            }),
@@ -74,24 +76,27 @@ void register_plan(py::module_& m) {
       "The current device's properties.");
   m.def(
       "plan",
-      [](Weight const& weight, int rows, DataType out_type, Pointer x, DataType type, std::int64_t stride,
-         py::object const& quantized, ActQuant act_quant, bool symmetric, bool batch_invariant, int architecture, bool exact,
-         Device const& device) {
+      [](Weight const& weight, int rows, DataType out_type, Pointer x, DataType type,
+         std::int64_t stride, py::object const& quantized, ActQuant act_quant, bool symmetric,
+         bool batch_invariant, int architecture, bool exact, Device const& device) {
         GemmProblem problem;
         problem.m = rows;
         problem.weight = aligned(PackedWeight(weight));
         problem.out_type = out_type;
         problem.x = x ? as<void>(x) : somewhere, problem.x_type = type, problem.x_stride = stride;
-        if (!quantized.is_none()) problem.quantized = aligned(quantized.cast<QuantizedActivations const&>());
+        if (!quantized.is_none())
+          problem.quantized = aligned(quantized.cast<QuantizedActivations const&>());
         problem.act_quant = act_quant, problem.act_symmetric = symmetric;
-        problem.batch_invariant = batch_invariant, problem.architecture = architecture, problem.exact = exact;
+        problem.batch_invariant = batch_invariant, problem.architecture = architecture,
+        problem.exact = exact;
         Plan chosen;
         check(plan(problem, device, &chosen));
         return chosen;
       },
-      py::arg("weight"), py::arg("m"), py::arg("out_type"), py::arg("x_ptr"), py::arg("x_type"), py::arg("x_stride"),
-      py::arg("quantized"), py::arg("act_quant"), py::arg("symmetric"), py::arg("batch_invariant"), py::arg("architecture"),
-      py::arg("exact"), py::arg("device"), "How mixed_gemm would be launched; pointers may be null, and quantized None.");
+      py::arg("weight"), py::arg("m"), py::arg("out_type"), py::arg("x_ptr"), py::arg("x_type"),
+      py::arg("x_stride"), py::arg("quantized"), py::arg("act_quant"), py::arg("symmetric"),
+      py::arg("batch_invariant"), py::arg("architecture"), py::arg("exact"), py::arg("device"),
+      "How mixed_gemm would be launched; pointers may be null, and quantized None.");
 }
 
 }  // namespace cutlass_ops

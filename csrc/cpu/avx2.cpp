@@ -21,6 +21,7 @@ using Four = ByteTiles<4, PairProduct>;
 
 }  // namespace
 
-CpuKernels const kAvx2Kernels = {"avx2", integer_order<Four, HalfTiles>, multiply<Four, HalfTiles>, dequantize, quantize_block};
+CpuKernels const kAvx2Kernels = {"avx2", integer_order<Four, HalfTiles>, multiply<Four, HalfTiles>,
+                                 dequantize, quantize_block};
 
 }  // namespace cutlass_ops

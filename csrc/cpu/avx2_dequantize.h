@@ -1,4 +1,5 @@
-// The values of a panel's rows, with AVX2: codes are decoded as for products of many rows, and transposed to rows.
+// The values of a panel's rows, with AVX2: codes are decoded as for products of many rows, and
+// transposed to rows.
 #pragma once
 
 #include "cpu/avx2_tiles.h"
@@ -6,20 +7,25 @@
 namespace cutlass_ops {
 namespace {
 
-// Two values of eight rows as 16-bit words of 32 bits, rounded to the nearest, halfway to the even one.
+// Two values of eight rows as 16-bit words of 32 bits, rounded to the nearest, halfway
+// to the even one.
 __m256 pair_bfloat16(__m256 low, __m256 high) {
   auto const rounded = [](__m256 value) {
-    __m256i const bits = _mm256_castps_si256(value), even = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i const bits = _mm256_castps_si256(value),
+                  even = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i const sum = _mm256_add_epi32(bits, _mm256_add_epi32(even, _mm256_set1_epi32(0x7fff)));
-    // The bits of a NaN, as of scales in memory that nobody wrote, may overflow to those of a number.
+    // The bits of a NaN, as of scales in memory that nobody wrote, may overflow to
+    // those of a number.
     __m256i const nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
     return _mm256_blendv_epi8(sum, _mm256_set1_epi32(0x7fc00000), nan);
   };
-  return _mm256_castsi256_ps(_mm256_blend_epi16(_mm256_srli_epi32(rounded(low), 16), rounded(high), 0xaa));
+  return _mm256_castsi256_ps(
+      _mm256_blend_epi16(_mm256_srli_epi32(rounded(low), 16), rounded(high), 0xaa));
 }
 
 __m256 pair_float16(__m256 low, __m256 high) {
-  __m128i const a = _mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT), b = _mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT);
+  __m128i const a = _mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT),
+                b = _mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT);
   return _mm256_castsi256_ps(_mm256_set_m128i(_mm_unpackhi_epi16(a, b), _mm_unpacklo_epi16(a, b)));
 }
 
@@ -40,21 +46,25 @@ void dequantize_panel(CpuProduct const& p, int panel, int rows, void* out) {
   alignas(64) float tile[kRowsPerBlock * kKPerTile];
   for (int begin = 0; begin < w.k; begin += std::max(p.run(), kLaneColumns)) {
     Span const span(p, panel, begin);
-    uint8_t const* const codes =
-        tiles + int64_t(begin / kKPerTile) * k_tile_bytes(kBits) + begin % kKPerTile / kLaneColumns * (kUnitBytes * kBits / 4);
+    uint8_t const* const codes = tiles + int64_t(begin / kKPerTile) * k_tile_bytes(kBits) +
+                                 begin % kKPerTile / kLaneColumns * (kUnitBytes * kBits / 4);
     int const places = span.columns / kLanes, columns = std::min(span.columns, w.k - begin);
     for (int first = 0; first < rows; first += 8) {
       int const i = first / kRowsPerBlock, h = first / 8 % 2;
       if (h == 0) decode_floats(p, format, span, codes + i * kBlockBytes, i, tile);
       for (int column = 0; column < columns; column += kColumns) {
         Span::Run const& run = span.run[std::min(column / p.run(), span.runs - 1)];
-        __m256 const scale = run.scales[first / 8], offset = w.offsets ? run.offsets[first / 8] : _mm256_setzero_ps();
-        // Of columns 2 * t and 2 * t + 1 of eight: two of the four elements of a word (lane_column).
+        __m256 const scale = run.scales[first / 8],
+                     offset = w.offsets ? run.offsets[first / 8] : _mm256_setzero_ps();
+        // Of columns 2 * t and 2 * t + 1 of eight: two of the four elements of a word
+        // (lane_column).
         int const j = column % kLaneColumns / 16, element = column / 8 % 2;
-        float const* const words = tile + (j * places + column / kLaneColumns * 8 + element) * kRowsPerBlock + 8 * h;
+        float const* const words =
+            tile + (j * places + column / kLaneColumns * 8 + element) * kRowsPerBlock + 8 * h;
         auto const value = [&](int t, int place) {
-          __m256 const product =
-              _mm256_mul_ps(_mm256_load_ps(words + (t % 2 * 4 * places + t / 2 * 4 + place) * kRowsPerBlock), scale);
+          __m256 const product = _mm256_mul_ps(
+              _mm256_load_ps(words + (t % 2 * 4 * places + t / 2 * 4 + place) * kRowsPerBlock),
+              scale);
           return w.offsets ? _mm256_add_ps(product, offset) : product;
         };
         __m256 v[8];
@@ -67,7 +77,8 @@ void dequantize_panel(CpuProduct const& p, int panel, int rows, void* out) {
           }
         });
         transpose(v);
-        int const bytes = std::min(kColumns, columns - column) * kBytes, last = std::min(8, rows - first);
+        int const bytes = std::min(kColumns, columns - column) * kBytes,
+                  last = std::min(8, rows - first);
         char* const to = static_cast<char*>(out) + (int64_t(first) * w.k + begin + column) * kBytes;
         for (int r = 0; r < last; ++r) store_bytes(to + int64_t(r) * w.k * kBytes, v[r], bytes);
       }
@@ -85,7 +96,8 @@ void dequantize_panel(CpuProduct const& p, int panel, int rows, void* out, DataT
 
 void dequantize(CpuProduct const& p, int panel, int rows, void* out, DataType type) {
   KeepDenormals const keep;
-  with_format(p, [&](auto format) { dequantize_panel<decltype(format)>(p, panel, rows, out, type); });
+  with_format(p,
+              [&](auto format) { dequantize_panel<decltype(format)>(p, panel, rows, out, type); });
 }
 
 }  // namespace

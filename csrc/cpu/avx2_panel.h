@@ -1,4 +1,5 @@
-// A panel's product on CPUs with AVX2 or more: Four and Eight are the tiles of integers with weights of 4 and of 8 bits.
+// A panel's product on CPUs with AVX2 or more: Four and Eight are the tiles of integers with
+// weights of 4 and of 8 bits.
 #pragma once
 
 #include "cpu/avx2_rows.h"
@@ -18,7 +19,9 @@ void multiply(CpuProduct const& p, int panel, int first, int rows) {
     return;
   }
   if (p.has_floats) {
-    return with_format(p, [&](auto format) { multiply_tiles<FloatTiles<decltype(format)>>(p, panel, first, rows); });
+    return with_format(p, [&](auto format) {
+      multiply_tiles<FloatTiles<decltype(format)>>(p, panel, first, rows);
+    });
   }
   return p.weight.bits == 4 ? multiply_tiles<IntegerTiles<Four>>(p, panel, first, rows)
                             : multiply_tiles<IntegerTiles<Eight>>(p, panel, first, rows);
@@ -31,7 +34,8 @@ CpuKernels::IntegerOrder integer_order(CpuProduct const& p) {
     bool const centred = four ? Four::kCentred : Eight::kCentred;
     return {64, 64, centred, centred ? half_column : byte_column};
   }
-  return four ? CpuKernels::IntegerOrder{64, 64, false, column4} : CpuKernels::IntegerOrder{32, 64, true, column8};
+  return four ? CpuKernels::IntegerOrder{64, 64, false, column4}
+              : CpuKernels::IntegerOrder{32, 64, true, column8};
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
-// Products of one row of x, with AVX2. They use the codes in the packed order (layout.h): the 64 bytes of the four lanes of a
-// lane group g hold rows g and g + 8 of a fragment, so x is put in their order once, and codes are hardly ever shuffled.
+// Products of one row of x, with AVX2. They use the codes in the packed order (layout.h): the 64
+// bytes of the four lanes of a lane group g hold rows g and g + 8 of a fragment, so x is put in
+// their order once, and codes are hardly ever shuffled.
 //
-// Group vectors have the eight rows of a lane group side by side: eight sums of one panel's rows, of all its four row blocks,
-// are reduced together to one vector, which multiplies eight scales.
+// Group vectors have the eight rows of a lane group side by side: eight sums of one panel's rows,
+// of all its four row blocks, are reduced together to one vector, which multiplies eight scales.
 #pragma once
 
 #include "cpu/avx2_vectors.h"
@@ -30,7 +31,8 @@ struct Floats {
 template <class T>
 typename T::Vector add_halves(typename T::Vector a, typename T::Vector b) {
   __m256 const x = T::floats(a), y = T::floats(b);
-  return T::add(T::cast(_mm256_permute2f128_ps(x, y, 0x20)), T::cast(_mm256_permute2f128_ps(x, y, 0x31)));
+  return T::add(T::cast(_mm256_permute2f128_ps(x, y, 0x20)),
+                T::cast(_mm256_permute2f128_ps(x, y, 0x31)));
 }
 
 template <class T, int kSelect>
@@ -38,7 +40,8 @@ typename T::Vector select(typename T::Vector a, typename T::Vector b) {
   return T::cast(_mm256_shuffle_ps(T::floats(a), T::floats(b), kSelect));
 }
 
-// Eight rows' lanes, 4 * (t % 2) + j, to the sums of j = 0 and 1 and those of j = 2 and 3 of each row.
+// Eight rows' lanes, 4 * (t % 2) + j, to the sums of j = 0 and 1 and those of j = 2
+// and 3 of each row.
 template <class T>
 void reduce(typename T::Vector const (&v)[kRowVectors], typename T::Vector (&sums)[2]) {
   auto const a = T::add_pairs(v[0], v[1]), b = T::add_pairs(v[2], v[3]);
@@ -52,7 +55,9 @@ void reduce(typename T::Vector const (&v)[kRowVectors], typename T::Vector (&sum
 // Adds the products of 32 columns, eight values of x at a time.
 template <class Format>
 void add_products(Format const& format, __m256i words, __m256 zero, float const* x, __m256& sum) {
-  auto const add = [&](__m256 value, int place) { sum = _mm256_add_ps(sum, _mm256_mul_ps(value, _mm256_loadu_ps(x + place))); };
+  auto const add = [&](__m256 value, int place) {
+    sum = _mm256_add_ps(sum, _mm256_mul_ps(value, _mm256_loadu_ps(x + place)));
+  };
   add(format.template value<0>(words, zero), 0);
   add(format.template value<1>(words, zero), 8);
   add(format.template value<2>(words, zero), 16);
@@ -64,8 +69,10 @@ struct Totals {
   alignas(32) float total[kRowsPerPanel] = {};
   alignas(32) float offsets[kRowsPerPanel] = {};
 
-  // Lane group g of row m: sums of block `block`, times a scale of the panel's group vector, and the offsets' part.
-  void add(CpuProduct const& p, int m, int block, int64_t vectors, int g, __m256 sums, bool integers) {
+  // Lane group g of row m: sums of block `block`, times a scale of the panel's group vector, and
+  // the offsets' part.
+  void add(CpuProduct const& p, int m, int block, int64_t vectors, int g, __m256 sums,
+           bool integers) {
     PackedWeight const& w = p.weight;
     int64_t const vector = vectors + 8 * g;
     int64_t const at = int64_t(m) * p.blocks + block;
@@ -76,7 +83,8 @@ struct Totals {
     if (!w.offsets) return;
     __m256 const offset = load_floats(w.offsets, w.offset_type, vector);
     float* const more = offsets + 8 * g;
-    _mm256_store_ps(more, _mm256_add_ps(_mm256_load_ps(more), _mm256_mul_ps(_mm256_set1_ps(p.offset_x[at]), offset)));
+    _mm256_store_ps(more, _mm256_add_ps(_mm256_load_ps(more),
+                                        _mm256_mul_ps(_mm256_set1_ps(p.offset_x[at]), offset)));
   }
 
   void store(CpuProduct const& p, int panel, int m) {
@@ -87,7 +95,8 @@ struct Totals {
   }
 };
 
-// Zero points of rows g and g + 8 of row block i, as codes are counted (from 0), for the lanes of their blocks.
+// Zero points of rows g and g + 8 of row block i, as codes are counted (from 0), for the lanes
+// of their blocks.
 struct ZeroPoints {
   __m256 rows[2];
 
@@ -97,8 +106,10 @@ struct ZeroPoints {
     if (!zeros) return;
     for (int h = 0; h < 2; ++h) {
       rows[h] = _mm256_set1_ps(float(middle + zeros[vector + h]));
-      if (p.block < kLaneColumns && first_block + 1 < p.blocks) {  // words 2 and 3 are another group's
-        __m256 const next = _mm256_set1_ps(float(middle + zeros[vector + padded_rows(p.weight.n) + h]));
+      // words 2 and 3 are another group's
+      if (p.block < kLaneColumns && first_block + 1 < p.blocks) {
+        __m256 const next =
+            _mm256_set1_ps(float(middle + zeros[vector + padded_rows(p.weight.n) + h]));
         rows[h] = _mm256_blend_ps(rows[h], next, 0xcc);
       }
     }
@@ -125,11 +136,14 @@ void multiply_floats(CpuProduct const& p, int panel, int m) {
         __m256 low, high;
         low = high = _mm256_setzero_ps();
         float const* x = p.x + m * p.x_stride + begin;
-        uint8_t const* bytes = chunk + i * kBlockBytes + begin % kKPerTile / 64 * (kUnitBytes * kBits / 4) + g * 64;
-        for (int column = 0; column < span; column += kLaneColumns, bytes += kUnitBytes * kBits / 4) {
+        uint8_t const* bytes =
+            chunk + i * kBlockBytes + begin % kKPerTile / 64 * (kUnitBytes * kBits / 4) + g * 64;
+        for (int column = 0; column < span;
+             column += kLaneColumns, bytes += kUnitBytes * kBits / 4) {
           _mm_prefetch(reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits), _MM_HINT_T0);
           if constexpr (kBits == 8)
-            _mm_prefetch(reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits) + kUnitBytes, _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits) + kUnitBytes,
+                         _MM_HINT_T0);
           for (int half = 0; half < 2; ++half, x += 32) {
             __m256i a = load(bytes + 32 * half), b;
             if constexpr (kBits == 4) {
@@ -181,7 +195,8 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
       for (int i = 0; i < kRowBlocks; ++i) {
         __m256i low, high;
         low = high = _mm256_setzero_si256();
-        uint8_t const* bytes = chunk + i * kBlockBytes + begin % kKPerTile / kColumns * kUnitBytes + g * 64;
+        uint8_t const* bytes =
+            chunk + i * kBlockBytes + begin % kKPerTile / kColumns * kUnitBytes + g * 64;
         int64_t at = m * p.x_stride + int64_t(begin) / kColumns * 64;
         if constexpr (kBits == 4) {
           __m256i codes_low = _mm256_setzero_si256(), codes_high = codes_low;
@@ -191,7 +206,9 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
               __m256i const words = _mm256_xor_si256(load(bytes + 32 * half), flip);
               __m256i const a = _mm256_and_si256(words, nibbles);
               __m256i const b = _mm256_and_si256(_mm256_srli_epi16(words, 4), nibbles);
-              if (p.zeros) codes_low = _mm256_add_epi8(codes_low, a), codes_high = _mm256_add_epi8(codes_high, b);
+              if (p.zeros)
+                codes_low = _mm256_add_epi8(codes_low, a),
+                codes_high = _mm256_add_epi8(codes_high, b);
               // 15 * 128 * 2 a product; four of them are added: 15360 fits into 16 bits.
               __m256i const x = load(p.codes + at + 32 * half);
               low = _mm256_add_epi16(low, _mm256_maddubs_epi16(a, x));
@@ -212,7 +229,8 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
           }
           lanes[2 * i] = a, lanes[2 * i + 1] = b;
         } else {
-          // Fragments of the first 32 columns of each 64, and of the others: in lanes j = 0 and 1, and 2 and 3.
+          // Fragments of the first 32 columns of each 64, and of the others: in lanes j = 0
+          // and 1, and 2 and 3.
           __m256i sums[2][2] = {};
           for (int column = 0; column < span; column += kColumns, bytes += kUnitBytes, at += 64) {
             _mm_prefetch(reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits), _MM_HINT_T0);
@@ -253,7 +271,8 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
         if (!last) continue;
         int64_t const vector = runs.vector[part] + 8 * g;
         int64_t const x_sum = p.sums[int64_t(m) * p.blocks + block];
-        __m256i zero = _mm256_set1_epi32(kBits == 4 ? 8 : 0);  // what the codes above are above centred ones
+        // what the codes above are above centred ones
+        __m256i zero = _mm256_set1_epi32(kBits == 4 ? 8 : 0);
         if (w.zeros) {
           __m128i const bytes = _mm_loadl_epi64(reinterpret_cast<__m128i const*>(w.zeros + vector));
           zero = _mm256_add_epi32(zero, _mm256_cvtepi8_epi32(bytes));
@@ -266,7 +285,8 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
           for (int j = 0; j < 8; ++j) values[j] = float(large[j] - zeros[j] * x_sum), large[j] = 0;
           integers = _mm256_load_ps(values);
         } else {
-          integers = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_mullo_epi32(zero, _mm256_set1_epi32(int(x_sum)))));
+          integers = _mm256_cvtepi32_ps(
+              _mm256_sub_epi32(sum, _mm256_mullo_epi32(zero, _mm256_set1_epi32(int(x_sum)))));
         }
         totals.add(p, m, block, runs.vector[part], g, integers, true);
       }
@@ -276,13 +296,19 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
 }
 
 void multiply_row(CpuProduct const& p, int panel, int m) {
-  if (!p.has_floats) return p.weight.bits == 4 ? multiply_integers<4>(p, panel, m) : multiply_integers<8>(p, panel, m);
+  if (!p.has_floats)
+    return p.weight.bits == 4 ? multiply_integers<4>(p, panel, m)
+                              : multiply_integers<8>(p, panel, m);
   with_format(p, [&](auto format) { multiply_floats<decltype(format)>(p, panel, m); });
 }
 
 // Of a fragment's 64 bytes: lane t's sixteen, words, bytes.
-int column4(int place) { return place / 4 % 4 * 16 + place / 16 * 2 + place % 4 / 2 + place % 2 * 8; }
-int column8(int place) { return place / 4 % 4 / 2 * 16 + place / 16 * 2 + place % 4 / 2 + place % 2 * 8; }
+int column4(int place) {
+  return place / 4 % 4 * 16 + place / 16 * 2 + place % 4 / 2 + place % 2 * 8;
+}
+int column8(int place) {
+  return place / 4 % 4 / 2 * 16 + place / 16 * 2 + place % 4 / 2 + place % 2 * 8;
+}
 
 }  // namespace
 }  // namespace cutlass_ops

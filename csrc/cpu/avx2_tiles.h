@@ -1,8 +1,10 @@
-// Products of many rows of x, with AVX2. Codes of 16 rows of the weight and of one run of columns are decoded into a buffer that
-// stays in the cache while all rows of a chunk of x are multiplied by it.
+// Products of many rows of x, with AVX2. Codes of 16 rows of the weight and of one run of
+// columns are decoded into a buffer that stays in the cache while all rows of a chunk of x are
+// multiplied by it.
 //
-// Vectors hold eight rows of the weight, and a value of x is broadcast: no vector is ever reduced. What is a lane of the sums'
-// order (lane_column) is a separate sum here, and eight of them are added as the scalar kernel's reduce() does.
+// Vectors hold eight rows of the weight, and a value of x is broadcast: no vector is ever reduced.
+// What is a lane of the sums' order (lane_column) is a separate sum here, and eight of them are
+// added as the scalar kernel's reduce() does.
 #pragma once
 
 #include <memory>
@@ -13,17 +15,20 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr int kTileRows = 6;  // of x: 12 sums of eight rows of the weight, two vectors of codes and two more fill the registers
+constexpr int kTileRows = 6;  // of x: 12 sums of eight rows of the weight, two vectors of codes and
+                              // two more fill the registers
 constexpr int kVectors = kRowsPerPanel / 8;  // of a panel's rows, in their natural order
 
-// Calls use(t, j, rows 0 .. 7, rows 8 .. 15) with the words of columns 16 * j + 2 * t + {0, 8, 1, 9} of a fragment of 16 rows and
-// 64 columns. Words of four bits have other rows' codes in the high halves of their bytes.
+// Calls use(t, j, rows 0 .. 7, rows 8 .. 15) with the words of columns 16 * j + 2 * t + {0, 8, 1,
+// 9} of a fragment of 16 rows and 64 columns. Words of four bits have other rows' codes in the high
+// halves of their bytes.
 template <int kBits, class Use>
 void for_each_word(uint8_t const* fragment, Use const& use) {
   for (int unit = 0; unit < kBits / 4; ++unit) {
     for (int half = 0; half < 2; ++half) {
       __m256 v[8];
-      for (int g = 0; g < 8; ++g) v[g] = _mm256_castsi256_ps(load(fragment + unit * kUnitBytes + g * 64 + half * 32));
+      for (int g = 0; g < 8; ++g)
+        v[g] = _mm256_castsi256_ps(load(fragment + unit * kUnitBytes + g * 64 + half * 32));
       transpose(v);
       for (int word = 0; word < 8; ++word) {
         __m256i const words = _mm256_castps_si256(v[word]);
@@ -38,7 +43,8 @@ void for_each_word(uint8_t const* fragment, Use const& use) {
   }
 }
 
-// Some columns, begin .. begin + span - 1, which are one run or two of 32, and their scale blocks' vectors in natural order.
+// Some columns, begin .. begin + span - 1, which are one run or two of 32, and their scale blocks'
+// vectors in natural order.
 struct Span {
   struct Run {
     int block;
@@ -49,7 +55,8 @@ struct Span {
   int begin, columns, runs = 0;
   Run run[2];
 
-  Span(CpuProduct const& p, int panel, int first) : begin(first), columns(std::max(p.run(), kLaneColumns)) {
+  Span(CpuProduct const& p, int panel, int first)
+      : begin(first), columns(std::max(p.run(), kLaneColumns)) {
     PackedWeight const& w = p.weight;
     Runs const found(p, panel, begin);
     for (; runs < found.count; ++runs) {
@@ -60,13 +67,15 @@ struct Span {
       for (int g = 0; g < 8; ++g) r.scales[g] = load_floats(w.scales, w.scale_type, at + 8 * g);
       transpose(r.scales);
       if (w.offsets) {
-        for (int g = 0; g < 8; ++g) r.offsets[g] = load_floats(w.offsets, w.offset_type, at + 8 * g);
+        for (int g = 0; g < 8; ++g)
+          r.offsets[g] = load_floats(w.offsets, w.offset_type, at + 8 * g);
         transpose(r.offsets);
       }
       __m256 zeros[8] = {};
       if (w.zeros) {
         for (int g = 0; g < 8; ++g) {
-          __m128i const bytes = _mm_loadl_epi64(reinterpret_cast<__m128i const*>(w.zeros + at + 8 * g));
+          __m128i const bytes =
+              _mm_loadl_epi64(reinterpret_cast<__m128i const*>(w.zeros + at + 8 * g));
           zeros[g] = _mm256_castsi256_ps(_mm256_cvtepi8_epi32(bytes));
         }
         transpose(zeros);
@@ -82,7 +91,8 @@ struct TileMemory {
   alignas(64) unsigned char tile[kTileBytes];
   alignas(64) float total[kMostRows][kRowsPerPanel];
   alignas(64) float offsets[kMostRows][kRowsPerPanel];
-  alignas(64) int32_t pending[kMostRows][kRowsPerPanel];  // sums of a scale block's runs, floats or integers
+  // sums of a scale block's runs, floats or integers
+  alignas(64) int32_t pending[kMostRows][kRowsPerPanel];
 
   void clear(int rows, bool with_offsets) {
     std::memset(total, 0, size_t(rows) * sizeof total[0]);
@@ -93,7 +103,8 @@ struct TileMemory {
 
 // use(0) .. use(kCount - 1), with constants: arrays with such indices alone are kept in registers.
 template <class Use, int... kIndices>
-[[gnu::always_inline]] inline void unrolled(std::integer_sequence<int, kIndices...>, Use const& use) {
+[[gnu::always_inline]] inline void unrolled(std::integer_sequence<int, kIndices...>,
+                                            Use const& use) {
   (use(std::integral_constant<int, kIndices>()), ...);
 }
 template <int kCount, class Use>
@@ -101,7 +112,8 @@ template <int kCount, class Use>
   unrolled(std::make_integer_sequence<int, kCount>(), use);
 }
 
-// Adds sums of a scale block: of rows m .. m + kRows - 1 of x, which are `row` and so on of their chunk, and of row block i.
+// Adds sums of a scale block: of rows m .. m + kRows - 1 of x, which are `row` and so on of their
+// chunk, and of row block i.
 template <int kRows>
 void add_block(CpuProduct const& p, TileMemory& memory, Span::Run const& run, int m, int row, int i,
                __m256 const (&sums)[kRows][2]) {
@@ -111,7 +123,8 @@ void add_block(CpuProduct const& p, TileMemory& memory, Span::Run const& run, in
   float* const total = memory.total[row] + 16 * i;
   bool const integers = !p.has_floats;
   unrolled<kRows>([&](auto r) {
-    __m256 const x_scale = integers ? _mm256_set1_ps(x_scales[at + r * stride]) : _mm256_setzero_ps();
+    __m256 const x_scale =
+        integers ? _mm256_set1_ps(x_scales[at + r * stride]) : _mm256_setzero_ps();
     for (int h = 0; h < 2; ++h) {
       __m256 const scale = integers ? _mm256_mul_ps(x_scale, scales[h]) : scales[h];
       float* const to = total + r * kRowsPerPanel + 8 * h;
@@ -123,7 +136,8 @@ void add_block(CpuProduct const& p, TileMemory& memory, Span::Run const& run, in
     __m256 const x_sum = _mm256_set1_ps(p.offset_x[at + r * stride]);
     for (int h = 0; h < 2; ++h) {
       float* const to = memory.offsets[row + r] + 16 * i + 8 * h;
-      _mm256_store_ps(to, _mm256_add_ps(_mm256_load_ps(to), _mm256_mul_ps(x_sum, run.offsets[2 * i + h])));
+      _mm256_store_ps(
+          to, _mm256_add_ps(_mm256_load_ps(to), _mm256_mul_ps(x_sum, run.offsets[2 * i + h])));
     }
   }
 }
@@ -132,36 +146,40 @@ void add_block(CpuProduct const& p, TileMemory& memory, Span::Run const& run, in
 
 // Of row block i: [lane][place of the lane][two vectors of rows].
 template <class Format>
-void decode_floats(CpuProduct const& p, Format const& format, Span const& span, uint8_t const* codes, int i, float* tile) {
+void decode_floats(CpuProduct const& p, Format const& format, Span const& span,
+                   uint8_t const* codes, int i, float* tile) {
   __m256 zeros[2][2];  // of words j = 0 and 1, and 2 and 3
   for (int part = 0; part < 2; ++part) {
     for (int h = 0; h < 2; ++h) {
       __m256i const zero = span.run[part < span.runs ? part : 0].zeros[2 * i + h];
-      zeros[part][h] = _mm256_cvtepi32_ps(_mm256_add_epi32(zero, _mm256_set1_epi32(1 << (Format::kBits - 1))));
+      zeros[part][h] =
+          _mm256_cvtepi32_ps(_mm256_add_epi32(zero, _mm256_set1_epi32(1 << (Format::kBits - 1))));
     }
   }
   if (p.run() >= kLaneColumns) zeros[1][0] = zeros[0][0], zeros[1][1] = zeros[0][1];
   int const places = span.columns / kLanes;
   for (int f = 0; f < span.columns / kLaneColumns; ++f) {
-    for_each_word<Format::kBits>(codes + f * (kUnitBytes * Format::kBits / 4), [&](int t, int j, __m256i low, __m256i high) {
-      float* const to = tile + ((4 * (t % 2) + j) * places + 8 * f + 4 * (t / 2)) * kRowsPerBlock;
-      __m256 const(&zero)[2] = zeros[j / 2];
-      _mm256_store_ps(to, format.template value<0>(low, zero[0]));
-      _mm256_store_ps(to + 8, format.template value<0>(high, zero[1]));
-      _mm256_store_ps(to + 16, format.template value<1>(low, zero[0]));
-      _mm256_store_ps(to + 24, format.template value<1>(high, zero[1]));
-      _mm256_store_ps(to + 32, format.template value<2>(low, zero[0]));
-      _mm256_store_ps(to + 40, format.template value<2>(high, zero[1]));
-      _mm256_store_ps(to + 48, format.template value<3>(low, zero[0]));
-      _mm256_store_ps(to + 56, format.template value<3>(high, zero[1]));
-    });
+    for_each_word<Format::kBits>(
+        codes + f * (kUnitBytes * Format::kBits / 4), [&](int t, int j, __m256i low, __m256i high) {
+          float* const to =
+              tile + ((4 * (t % 2) + j) * places + 8 * f + 4 * (t / 2)) * kRowsPerBlock;
+          __m256 const(&zero)[2] = zeros[j / 2];
+          _mm256_store_ps(to, format.template value<0>(low, zero[0]));
+          _mm256_store_ps(to + 8, format.template value<0>(high, zero[1]));
+          _mm256_store_ps(to + 16, format.template value<1>(low, zero[0]));
+          _mm256_store_ps(to + 24, format.template value<1>(high, zero[1]));
+          _mm256_store_ps(to + 32, format.template value<2>(low, zero[0]));
+          _mm256_store_ps(to + 40, format.template value<2>(high, zero[1]));
+          _mm256_store_ps(to + 48, format.template value<3>(low, zero[0]));
+          _mm256_store_ps(to + 56, format.template value<3>(high, zero[1]));
+        });
   }
 }
 
 // Sums of one lane: of kRows of x, and of eight rows of the weight and the next eight.
 template <int kRows>
-[[gnu::always_inline]] inline void sum_lane(float const* tile, float const* x, int64_t stride, int places, int lane,
-                                            __m256 (&out)[kRows][2]) {
+[[gnu::always_inline]] inline void sum_lane(float const* tile, float const* x, int64_t stride,
+                                            int places, int lane, __m256 (&out)[kRows][2]) {
   float const* codes = tile + lane * places * kRowsPerBlock;
   __m256 sums[kRows][2];
   x += lane;
@@ -178,13 +196,16 @@ template <int kRows>
 }
 
 template <int kRows>
-[[gnu::always_inline]] inline void add_to(__m256 (&sums)[kRows][2], __m256 const (&more)[kRows][2]) {
-  unrolled<2 * kRows>([&](auto i) { sums[i / 2][i % 2] = _mm256_add_ps(sums[i / 2][i % 2], more[i / 2][i % 2]); });
+[[gnu::always_inline]] inline void add_to(__m256 (&sums)[kRows][2],
+                                          __m256 const (&more)[kRows][2]) {
+  unrolled<2 * kRows>(
+      [&](auto i) { sums[i / 2][i % 2] = _mm256_add_ps(sums[i / 2][i % 2], more[i / 2][i % 2]); });
 }
 
 // Sums of the lanes of j = 2 * half and 2 * half + 1.
 template <int kRows>
-void sum_lanes(float const* tile, float const* x, int64_t stride, int places, int half, __m256 (&sums)[kRows][2]) {
+void sum_lanes(float const* tile, float const* x, int64_t stride, int places, int half,
+               __m256 (&sums)[kRows][2]) {
   __m256 lanes[kRows][2], pair[kRows][2];
   sum_lane<kRows>(tile, x, stride, places, 2 * half, sums);
   sum_lane<kRows>(tile, x, stride, places, 2 * half + 1, lanes);
@@ -197,7 +218,8 @@ void sum_lanes(float const* tile, float const* x, int64_t stride, int places, in
 
 // Row block i of rows m .. m + kRows - 1 of x, which are `row` and so on of their chunk.
 template <int kRows>
-void multiply_tile(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m, int row) {
+void multiply_tile(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m,
+                   int row) {
   auto const* const tile = reinterpret_cast<float const*>(memory.tile);
   float const* const x = p.x + m * p.x_stride + span.begin;
   int const places = span.columns / kLanes;
@@ -226,11 +248,13 @@ struct FloatTiles {
   Format format;
 
   explicit FloatTiles(CpuProduct const& p) : format(p) {}
-  void decode(CpuProduct const& p, TileMemory& memory, Span const& span, uint8_t const* codes, int i) {
+  void decode(CpuProduct const& p, TileMemory& memory, Span const& span, uint8_t const* codes,
+              int i) {
     decode_floats(p, format, span, codes, i, reinterpret_cast<float*>(memory.tile));
   }
   template <int kRows>
-  void multiply(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m, int row) const {
+  void multiply(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m,
+                int row) const {
     multiply_tile<kRows>(p, memory, span, i, m, row);
   }
 };
@@ -243,7 +267,8 @@ constexpr int kOctetWords = 8;
 // Bytes of codes from 0 on, times int8; Dot says how.
 template <int kCodeBits, class Dot>
 struct ByteTiles {
-  static constexpr int kBits = kCodeBits, kAbove = 1 << (kBits - 1);  // what codes are above centred ones
+  // what codes are above centred ones
+  static constexpr int kBits = kCodeBits, kAbove = 1 << (kBits - 1);
   static constexpr int kVectorsOfWord = 1;
   static constexpr bool kCentred = false;
   static __m256i codes(__m256i words) {
@@ -278,8 +303,8 @@ struct HalfTiles {
 
 // Sums of so many words: of kRows of x, and of eight rows of the weight and the next eight.
 template <class Dot, int kRows>
-[[gnu::always_inline]] inline void sum_words(__m256i const* codes, char const* x, int64_t stride, int words,
-                                             __m256i (&out)[kRows][2]) {
+[[gnu::always_inline]] inline void sum_words(__m256i const* codes, char const* x, int64_t stride,
+                                             int words, __m256i (&out)[kRows][2]) {
   __m256i sums[kRows][2];
   unrolled<kRows>([&](auto r) { sums[r][0] = sums[r][1] = _mm256_setzero_si256(); });
 #pragma GCC unroll 1
@@ -298,37 +323,42 @@ template <class Dot, int kRows>
 
 // Adds those of 32 columns. It has all registers: the sums of 32 bits are in memory meanwhile.
 template <class Dot, int kRows>
-[[gnu::noinline]] void add_octet(__m256i const* codes, char const* x, int64_t stride, __m256i (&sums)[kRows][2]) {
+[[gnu::noinline]] void add_octet(__m256i const* codes, char const* x, int64_t stride,
+                                 __m256i (&sums)[kRows][2]) {
   __m256i more[kRows][2];
   sum_words<Dot, kRows>(codes, x, stride, kOctetWords, more);
-  unrolled<2 * kRows>(
-      [&](auto v) { sums[v / 2][v % 2] = _mm256_add_epi32(sums[v / 2][v % 2], Dot::words(more[v / 2][v % 2])); });
+  unrolled<2 * kRows>([&](auto v) {
+    sums[v / 2][v % 2] = _mm256_add_epi32(sums[v / 2][v % 2], Dot::words(more[v / 2][v % 2]));
+  });
 }
 
 template <class Codes>
 struct IntegerTiles {
   static constexpr int kBits = Codes::kBits;
   static constexpr int kSteps = kOctetWords * Codes::kVectorsOfWord;  // of 32 columns
-  __m256i colsums[2][2];                                              // of a run's codes, where x has zero points
-  __m256i zeros[2][2];                                                // of a run, of codes as they are in the tile
+  __m256i colsums[2][2];  // of a run's codes, where x has zero points
+  __m256i zeros[2][2];    // of a run, of codes as they are in the tile
 
   explicit IntegerTiles(CpuProduct const&) {}
 
   // [32 columns][word][vector of the word][two vectors of rows]
-  void decode(CpuProduct const& p, TileMemory& memory, Span const& span, uint8_t const* codes, int i) {
+  void decode(CpuProduct const& p, TileMemory& memory, Span const& span, uint8_t const* codes,
+              int i) {
     auto* const tile = reinterpret_cast<__m256i*>(memory.tile);
     for (int f = 0; f < span.columns / kLaneColumns; ++f) {
-      for_each_word<kBits>(codes + f * (kUnitBytes * kBits / 4), [&](int t, int j, __m256i low, __m256i high) {
-        int const word = 8 * (2 * f + j / 2) + 2 * t + j % 2;
-        __m256i* const to = tile + word * Codes::kVectorsOfWord * 2;
-        Codes::decode_word(low, to, 2);
-        Codes::decode_word(high, to + 1, 2);
-      });
+      for_each_word<kBits>(codes + f * (kUnitBytes * kBits / 4),
+                           [&](int t, int j, __m256i low, __m256i high) {
+                             int const word = 8 * (2 * f + j / 2) + 2 * t + j % 2;
+                             __m256i* const to = tile + word * Codes::kVectorsOfWord * 2;
+                             Codes::decode_word(low, to, 2);
+                             Codes::decode_word(high, to + 1, 2);
+                           });
     }
     int const octets = std::min(p.run(), span.columns) / 32;
     for (int part = 0; part < span.runs; ++part) {
       for (int h = 0; h < 2; ++h) {
-        zeros[part][h] = _mm256_add_epi32(span.run[part].zeros[2 * i + h], _mm256_set1_epi32(Codes::kAbove));
+        zeros[part][h] =
+            _mm256_add_epi32(span.run[part].zeros[2 * i + h], _mm256_set1_epi32(Codes::kAbove));
         __m256i sum = _mm256_setzero_si256();
         if (!Codes::kCentred && p.zeros) {
           __m256i const* const from = tile + part * octets * kSteps * 2 + h;
@@ -343,11 +373,13 @@ struct IntegerTiles {
   }
 
   template <int kRows>
-  void multiply(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m, int row) const {
+  void multiply(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m,
+                int row) const {
     using Dot = typename Codes::Product;
     constexpr int kBytes = Codes::kCentred ? 2 : 1;  // of an integer of x
     auto const* codes = reinterpret_cast<__m256i const*>(memory.tile);
-    auto const* x = Codes::kCentred ? reinterpret_cast<char const*>(p.centred) : reinterpret_cast<char const*>(p.codes);
+    auto const* x = Codes::kCentred ? reinterpret_cast<char const*>(p.centred)
+                                    : reinterpret_cast<char const*>(p.codes);
     int64_t const stride = p.x_stride * kBytes;
     x += m * stride + span.begin * kBytes;
     int const octets = std::min(p.run(), span.columns) / 32;
@@ -369,12 +401,14 @@ struct IntegerTiles {
         __m256i const colsum[2] = {colsums[part][0], colsums[part][1]};
         unrolled<2 * kRows>([&](auto v) {
           __m256i const zero = _mm256_set1_epi32(x_zeros[v / 2 * blocks]);
-          sums[v / 2][v % 2] = _mm256_sub_epi32(sums[v / 2][v % 2], _mm256_mullo_epi32(zero, colsum[v % 2]));
+          sums[v / 2][v % 2] =
+              _mm256_sub_epi32(sums[v / 2][v % 2], _mm256_mullo_epi32(zero, colsum[v % 2]));
         });
       }
       if (!run.whole) {
         unrolled<2 * kRows>([&](auto v) {
-          auto* const to = reinterpret_cast<__m256i*>(memory.pending[row + v / 2] + 16 * i + 8 * (v % 2));
+          auto* const to =
+              reinterpret_cast<__m256i*>(memory.pending[row + v / 2] + 16 * i + 8 * (v % 2));
           __m256i& sum = sums[v / 2][v % 2];
           sum = _mm256_add_epi32(_mm256_load_si256(to), sum);
           _mm256_store_si256(to, run.last ? _mm256_setzero_si256() : sum);
@@ -385,7 +419,8 @@ struct IntegerTiles {
       __m256i const zero[2] = {zeros[part][0], zeros[part][1]};
       __m256 centred[kRows][2];
       unrolled<2 * kRows>([&](auto v) {
-        __m256i const above = _mm256_mullo_epi32(zero[v % 2], _mm256_set1_epi32(int(x_sums[v / 2 * blocks])));
+        __m256i const above =
+            _mm256_mullo_epi32(zero[v % 2], _mm256_set1_epi32(int(x_sums[v / 2 * blocks])));
         centred[v / 2][v % 2] = _mm256_cvtepi32_ps(_mm256_sub_epi32(sums[v / 2][v % 2], above));
       });
       add_block<kRows>(p, memory, run, m, row, i, centred);
@@ -413,7 +448,8 @@ void store_vector(CpuProduct const& p, int m, int column, __m256 value) {
   alignas(32) float values[8];
   if (count == 8) {
     if (p.bias) value = _mm256_add_ps(value, _mm256_loadu_ps(p.bias + column));
-    if (p.out_type == DataType::kFloat32) return _mm256_storeu_ps(static_cast<float*>(p.out) + at, value);
+    if (p.out_type == DataType::kFloat32)
+      return _mm256_storeu_ps(static_cast<float*>(p.out) + at, value);
     if (p.out_type == DataType::kFloat16) {
       auto* const to = reinterpret_cast<__m128i*>(static_cast<uint16_t*>(p.out) + at);
       return _mm_storeu_si128(to, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
@@ -435,10 +471,11 @@ void multiply_tiles(CpuProduct const& p, int panel, int first, int rows) {
   uint8_t const* const chunks = p.weight.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
   int const blocks = (rows + kTileRows - 1) / kTileRows;
   Tiles tiles(p);
-  for (int begin = 0; begin < p.tiles * kKPerTile && begin / p.block < p.blocks; begin += std::max(p.run(), kLaneColumns)) {
+  for (int begin = 0; begin < p.tiles * kKPerTile && begin / p.block < p.blocks;
+       begin += std::max(p.run(), kLaneColumns)) {
     Span const span(p, panel, begin);
-    uint8_t const* const codes =
-        chunks + int64_t(begin / kKPerTile) * k_tile_bytes(kBits) + begin % kKPerTile / kLaneColumns * (kUnitBytes * kBits / 4);
+    uint8_t const* const codes = chunks + int64_t(begin / kKPerTile) * k_tile_bytes(kBits) +
+                                 begin % kKPerTile / kLaneColumns * (kUnitBytes * kBits / 4);
     for (int i = 0; i < kRowBlocks; ++i) {
       tiles.decode(p, *memory, span, codes + i * kBlockBytes, i);
       for (int block = 0; block < blocks; ++block) {

@@ -1,5 +1,6 @@
-// Products of few rows of int8 x, with AVX-512 VNNI. The 64 bytes of a lane group (layout.h) are one vector: in it, x in the order
-// of the codes is multiplied with rows g and g + 8 of a fragment, and nothing is shuffled before the sums of a scale block.
+// Products of few rows of int8 x, with AVX-512 VNNI. The 64 bytes of a lane group (layout.h) are
+// one vector: in it, x in the order of the codes is multiplied with rows g and g + 8 of a fragment,
+// and nothing is shuffled before the sums of a scale block.
 #pragma once
 
 #include "cpu/avx2_rows.h"
@@ -25,8 +26,9 @@ __m512i add_quarters(__m512i a, __m512i b) {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
 }
 
-// The products of a span of columns with the rows of a lane group: in words of one row (4 bits: two vectors of each row block),
-// or of both in turn (8 bits: one, of the columns of even and of odd fragments).
+// The products of a span of columns with the rows of a lane group: in words of one row (4 bits:
+// two vectors of each row block), or of both in turn (8 bits: one, of the columns of even and
+// of odd fragments).
 template <int kBits>
 struct LaneSums {
   static constexpr int kSets = kBits == 4 ? 1 : 2;
@@ -38,7 +40,8 @@ struct LaneSums {
     }
   }
 
-  // Sums of rows 0 .. 3 and of rows 4 .. 7, of each quarter of the vectors: of all columns, or of 32 and of the next.
+  // Sums of rows 0 .. 3 and of rows 4 .. 7, of each quarter of the vectors: of all columns, or of
+  // 32 and of the next.
   [[gnu::always_inline]] void reduce(bool halves, __m512i (&sums)[2][2]) const {
     for (int four = 0; four < 2; ++four) {
       __m512i first, second;
@@ -46,10 +49,12 @@ struct LaneSums {
         __m512i pairs[2];  // words of j = 0 and 1 of two rows, then of j = 2 and 3
         for (int i = 0; i < 2; ++i) {
           __m512i const a = v[0][4 * four + 2 * i], b = v[0][4 * four + 2 * i + 1];
-          __m512i const other = _mm512_shuffle_epi32(_mm512_mask_blend_epi32(0xaaaa, b, a), _MM_PERM_ENUM(0xb1));
+          __m512i const other =
+              _mm512_shuffle_epi32(_mm512_mask_blend_epi32(0xaaaa, b, a), _MM_PERM_ENUM(0xb1));
           pairs[i] = _mm512_add_epi32(_mm512_mask_blend_epi32(0xaaaa, a, b), other);
         }
-        first = _mm512_unpacklo_epi64(pairs[0], pairs[1]), second = _mm512_unpackhi_epi64(pairs[0], pairs[1]);
+        first = _mm512_unpacklo_epi64(pairs[0], pairs[1]),
+        second = _mm512_unpackhi_epi64(pairs[0], pairs[1]);
       } else {
         auto const of_set = [&](int set) {
           __m512i const a = v[set][2 * four], b = v[set][2 * four + 1];
@@ -66,7 +71,8 @@ struct LaneSums {
 // The scales of the next group: a panel has few, far from those of other groups.
 void prefetch_next(CpuProduct const& p, int64_t vector) {
   int64_t const size = p.weight.scale_type == DataType::kFloat32 ? 4 : 2;
-  char const* const scales = static_cast<char const*>(p.weight.scales) + size * (vector + padded_rows(p.weight.n));
+  char const* const scales =
+      static_cast<char const*>(p.weight.scales) + size * (vector + padded_rows(p.weight.n));
   _mm_prefetch(scales, _MM_HINT_T0);
 }
 
@@ -76,7 +82,8 @@ void multiply_few(CpuProduct const& p, int panel, int m) {
   constexpr int kColumns = kBits == 4 ? 64 : 32, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
   uint8_t const* const tiles = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
   __m512i const flip = _mm512_set1_epi8(char(kBits == 4 ? 0x88 : 0x80)), ones = _mm512_set1_epi8(1);
-  // Nibbles of rows g + 8 stay where they are: their sums are 16 times as large, which 32 bits hold.
+  // Nibbles of rows g + 8 stay where they are: their sums are 16 times as large,
+  // which 32 bits hold.
   __m512i const nibbles[2] = {_mm512_set1_epi8(0x0f), _mm512_set1_epi8(char(0xf0))};
   __m512i const shifts = kBits == 4 ? _mm512_set1_epi64(int64_t(4) << 32) : _mm512_setzero_si512();
   alignas(64) float total[kRows][kRowsPerPanel] = {}, offsets[kRows][kRowsPerPanel] = {};
@@ -84,8 +91,8 @@ void multiply_few(CpuProduct const& p, int panel, int m) {
   int const run = p.run(), span = std::max(run, kLaneColumns), end_k = p.tiles * kKPerTile;
   bool const halves = run < kLaneColumns;
   for (int begin = 0; begin < end_k && begin / p.block < p.blocks; begin += span) {
-    uint8_t const* const codes =
-        tiles + int64_t(begin / kKPerTile) * k_tile_bytes(kBits) + begin % kKPerTile / kColumns * kUnitBytes;
+    uint8_t const* const codes = tiles + int64_t(begin / kKPerTile) * k_tile_bytes(kBits) +
+                                 begin % kKPerTile / kColumns * kUnitBytes;
     int8_t const* const x = p.codes + m * p.x_stride + int64_t(begin) / kColumns * 64;
     Runs const runs(p, panel, begin);
     for (int g = 0; g < kGroups; g += 2) {
@@ -96,20 +103,27 @@ void multiply_few(CpuProduct const& p, int panel, int m) {
         for (int unit = 0; unit < span / kColumns; unit += LaneSums<kBits>::kSets) {
           unrolled<LaneSums<kBits>::kSets>([&](auto set) {
             __m512i values[kRows];
-            unrolled<kRows>([&](auto r) { values[r] = _mm512_loadu_si512(x + r * p.x_stride + (unit + set) * 64); });
+            unrolled<kRows>([&](auto r) {
+              values[r] = _mm512_loadu_si512(x + r * p.x_stride + (unit + set) * 64);
+            });
             unrolled<kRowBlocks>([&](auto i) {
               uint8_t const* const from = bytes + i * kBlockBytes + (unit + set) * kUnitBytes;
               _mm_prefetch(reinterpret_cast<char const*>(from) + k_tile_bytes(kBits), _MM_HINT_T0);
               __m512i const words = _mm512_loadu_si512(from);
               auto const add = [&](auto place, __m512i factors) {
-                unrolled<kRows>(
-                    [&](auto r) { lanes[r].v[set][place] = _mm512_dpbusd_epi32(lanes[r].v[set][place], factors, values[r]); });
-                if (kXZeros) columns.v[set][place] = _mm512_dpbusd_epi32(columns.v[set][place], factors, ones);
+                unrolled<kRows>([&](auto r) {
+                  lanes[r].v[set][place] =
+                      _mm512_dpbusd_epi32(lanes[r].v[set][place], factors, values[r]);
+                });
+                if (kXZeros)
+                  columns.v[set][place] = _mm512_dpbusd_epi32(columns.v[set][place], factors, ones);
               };
               if constexpr (kBits == 4) {
                 constexpr int kXorAnd = 0x28;
-                add(std::integral_constant<int, 2 * i>(), _mm512_ternarylogic_epi32(words, flip, nibbles[0], kXorAnd));
-                add(std::integral_constant<int, 2 * i + 1>(), _mm512_ternarylogic_epi32(words, flip, nibbles[1], kXorAnd));
+                add(std::integral_constant<int, 2 * i>(),
+                    _mm512_ternarylogic_epi32(words, flip, nibbles[0], kXorAnd));
+                add(std::integral_constant<int, 2 * i + 1>(),
+                    _mm512_ternarylogic_epi32(words, flip, nibbles[1], kXorAnd));
               } else {
                 add(i, _mm512_xor_si512(words, flip));
               }
@@ -139,7 +153,8 @@ void multiply_few(CpuProduct const& p, int panel, int m) {
         for (int r = 0; r < kRows; ++r) {
           int64_t const at = int64_t(m + r) * p.blocks + block;
           __m512i sum = rows_of(sums[r]);
-          if (kXZeros) sum = _mm512_sub_epi32(sum, _mm512_mullo_epi32(_mm512_set1_epi32(p.zeros[at]), colsum));
+          if (kXZeros)
+            sum = _mm512_sub_epi32(sum, _mm512_mullo_epi32(_mm512_set1_epi32(p.zeros[at]), colsum));
           if (p.block > run) {
             auto* const kept = pending[r] + 8 * g;
             sum = _mm512_add_epi32(_mm512_load_si512(kept), sum);
@@ -149,7 +164,8 @@ void multiply_few(CpuProduct const& p, int panel, int m) {
           __m512i const above = _mm512_mullo_epi32(zero, _mm512_set1_epi32(int(p.sums[at])));
           __m512 const integers = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, above));
           float* const to = total[r] + 8 * g;
-          __m512 const product = _mm512_mul_ps(integers, _mm512_mul_ps(_mm512_set1_ps(p.scales[at]), scale));
+          __m512 const product =
+              _mm512_mul_ps(integers, _mm512_mul_ps(_mm512_set1_ps(p.scales[at]), scale));
           _mm512_store_ps(to, _mm512_add_ps(_mm512_load_ps(to), product));
           if (!w.offsets) continue;
           float* const more = offsets[r] + 8 * g;
@@ -168,8 +184,9 @@ void multiply_few(CpuProduct const& p, int panel, int m) {
 
 template <int kRows>
 void multiply_few(CpuProduct const& p, int panel, int m) {
-  auto const run = p.weight.bits == 4 ? (p.zeros ? multiply_few<4, kRows, true> : multiply_few<4, kRows, false>)
-                                      : (p.zeros ? multiply_few<8, kRows, true> : multiply_few<8, kRows, false>);
+  auto const run = p.weight.bits == 4
+                       ? (p.zeros ? multiply_few<4, kRows, true> : multiply_few<4, kRows, false>)
+                       : (p.zeros ? multiply_few<8, kRows, true> : multiply_few<8, kRows, false>);
   run(p, panel, m);
 }
 

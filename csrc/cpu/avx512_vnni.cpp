@@ -1,5 +1,5 @@
-// Kernels for CPUs with AVX-512 VNNI: those for AVX2, with sums of four products of bytes by one instruction, and one for few rows
-// of int8 x.
+// Kernels for CPUs with AVX-512 VNNI: those for AVX2, with sums of four products of bytes by one
+// instruction, and one for few rows of int8 x.
 #include "cpu/avx2_dequantize.h"
 #include "cpu/avx2_panel.h"
 #include "cpu/avx512_rows.h"
@@ -10,14 +10,19 @@ namespace {
 
 struct QuadProduct {
   static constexpr bool kDrains = false;
-  static __m256i add(__m256i sum, __m256i codes, __m256i x) { return _mm256_dpbusd_epi32(sum, codes, x); }
+  static __m256i add(__m256i sum, __m256i codes, __m256i x) {
+    return _mm256_dpbusd_epi32(sum, codes, x);
+  }
 };
 
 using Four = ByteTiles<4, QuadProduct>;
 using Eight = ByteTiles<8, QuadProduct>;
 
-// Whether the rows of x are few enough to read the codes again for each three of them, without a decoded tile.
-bool has_few_rows(CpuProduct const& p) { return !p.has_floats && p.m <= kMostFewRows && p.block <= kColumnsOf32Bits; }
+// Whether the rows of x are few enough to read the codes again for each three of them,
+// without a decoded tile.
+bool has_few_rows(CpuProduct const& p) {
+  return !p.has_floats && p.m <= kMostFewRows && p.block <= kColumnsOf32Bits;
+}
 
 void multiply_any(CpuProduct const& p, int panel, int first, int rows) {
   if (!has_few_rows(p)) return multiply<Four, Eight>(p, panel, first, rows);
@@ -25,7 +30,9 @@ void multiply_any(CpuProduct const& p, int panel, int first, int rows) {
   int const parts = (rows + kRowsTogether - 1) / kRowsTogether;
   for (int part = 0; part < parts; ++part) {
     int const row = rows * part / parts, count = rows * (part + 1) / parts - row;
-    (count == 1 ? multiply_few<1> : count == 2 ? multiply_few<2> : multiply_few<3>)(p, panel, first + row);
+    (count == 1   ? multiply_few<1>
+     : count == 2 ? multiply_few<2>
+                  : multiply_few<3>)(p, panel, first + row);
   }
 }
 
@@ -37,6 +44,7 @@ CpuKernels::IntegerOrder order_of_any(CpuProduct const& p) {
 
 }  // namespace
 
-CpuKernels const kAvx512VnniKernels = {"avx512_vnni", order_of_any, multiply_any, dequantize, quantize_block};
+CpuKernels const kAvx512VnniKernels = {"avx512_vnni", order_of_any, multiply_any, dequantize,
+                                       quantize_block};
 
 }  // namespace cutlass_ops

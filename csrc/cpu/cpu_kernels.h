@@ -1,4 +1,5 @@
-// What the CPU kernels of every instruction set share: the prepared product, and one function a row panel.
+// What the CPU kernels of every instruction set share: the prepared product, and one
+// function a row panel.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +10,10 @@
 
 namespace cutlass_ops {
 
-// fp32 sums over K are taken in eight lanes for each 64 columns, so that vectors of eight hold them. This is the column, of 64,
-// that stands at a place of x in a kernel's order: lane is place % 8, and a lane adds its places in order. A lane is a word of
-// two neighbouring t of the layout (layout.h), so codes go from the packed order to lanes without a shuffle.
+// fp32 sums over K are taken in eight lanes for each 64 columns, so that vectors of eight hold
+// them. This is the column, of 64, that stands at a place of x in a kernel's order: lane is place %
+// 8, and a lane adds its places in order. A lane is a word of two neighbouring t of the layout
+// (layout.h), so codes go from the packed order to lanes without a shuffle.
 inline constexpr int kLanes = 8;
 inline constexpr int kLaneColumns = 64;
 constexpr int lane_column(int place) {
@@ -19,30 +21,35 @@ constexpr int lane_column(int place) {
   return 16 * (place % 4) + 2 * t + element / 2 + 8 * (element % 2);
 }
 
-// A product whose activations are prepared. A scale block is the longest run of K that shares all scales.
+// A product whose activations are prepared. A scale block is the longest run of K that
+// shares all scales.
 struct CpuProduct {
   PackedWeight weight;
-  float const* codebook = nullptr;  // values by code (not centred), rounded to x's type; null for integer codes
+  float const* codebook = nullptr;  // values by code (not centred), rounded to x's type; null
+                                    // for integer codes
   int m = 0;
-  int tiles = 0;                     // of 128 columns
-  int block = 0;                     // columns of a scale block: 32, 64, or a multiple of 128
-  int blocks = 0;                    // scale blocks that hold real columns
-  int group_blocks = 0;              // scale blocks of a group of weights
-  bool has_floats = false;           // x is floats
-  int64_t x_stride = 0;              // elements of a row of x, codes or centred
-  float const* x = nullptr;          // floats, in the order of lane_column; null for integers
-  int8_t const* codes = nullptr;     // integers in the order of the kernel's instruction set, or null
+  int tiles = 0;                  // of 128 columns
+  int block = 0;                  // columns of a scale block: 32, 64, or a multiple of 128
+  int blocks = 0;                 // scale blocks that hold real columns
+  int group_blocks = 0;           // scale blocks of a group of weights
+  bool has_floats = false;        // x is floats
+  int64_t x_stride = 0;           // elements of a row of x, codes or centred
+  float const* x = nullptr;       // floats, in the order of lane_column; null for integers
+  int8_t const* codes = nullptr;  // integers in the order of the kernel's instruction set, or null
   int16_t const* centred = nullptr;  // integers less their zero points, in that order, or null
   float const* scales = nullptr;     // [m][blocks], of integers
   int32_t const* zeros = nullptr;    // [m][blocks], where codes are given and have any
-  int64_t const* sums = nullptr;     // [m][blocks]: of integers less their zero points; null for floats
-  float const* offset_x = nullptr;   // [m][blocks]: sums of x, which offsets multiply; null without offsets
+  int64_t const* sums = nullptr;     // [m][blocks]: of integers less their zero points; null for
+                                     // floats
+  float const* offset_x = nullptr;   // [m][blocks]: sums of x, which offsets multiply;
+                                     // null without offsets
 
   void* out = nullptr;  // [m][n] of out_type
   DataType out_type = DataType::kFloat32;
   float const* bias = nullptr;  // [n], or null
 
-  int run() const { return block < kKPerTile ? block : kKPerTile; }  // columns whose products are summed at a time
+  // columns whose products are summed at a time
+  int run() const { return block < kKPerTile ? block : kKPerTile; }
 };
 
 // Rows of x that a kernel is given at a time.
@@ -50,7 +57,8 @@ inline constexpr int kMostRows = 96;
 
 struct CpuKernels {
   char const* name;
-  // A product's integers, in what order: [0, columns) at each place, `places` a time; and whether as `centred`.
+  // A product's integers, in what order: [0, columns) at each place, `places` a time; and
+  // whether as `centred`.
   struct IntegerOrder {
     int columns, places;
     bool centred;
@@ -71,7 +79,8 @@ extern CpuKernels const kAvx2Kernels;
 extern CpuKernels const kAvx512VnniKernels;
 #endif
 
-// Writes the sums of a panel in group_row order to a row of the result, plus the bias. What is not finite becomes NaN.
+// Writes the sums of a panel in group_row order to a row of the result, plus the bias. What is not
+// finite becomes NaN.
 void store_panel(CpuProduct const& product, int panel, int row, float const* total);
 
 // ---- numbers

@@ -39,12 +39,14 @@ std::atomic<CpuKernels const*>& chosen() {
 
 constexpr std::array<uint8_t, kLaneColumns> kLaneOrder = [] {
   std::array<uint8_t, kLaneColumns> columns{};
-  for (int place = 0; place < kLaneColumns; ++place) columns[size_t(place)] = uint8_t(lane_column(place));
+  for (int place = 0; place < kLaneColumns; ++place)
+    columns[size_t(place)] = uint8_t(lane_column(place));
   return columns;
 }();
 
 // A row in fp32, columns in the order of `perm`.
-void gather_row(void const* x, DataType type, int64_t start, int k, int32_t const* perm, float* out) {
+void gather_row(void const* x, DataType type, int64_t start, int k, int32_t const* perm,
+                float* out) {
   if (!perm) return load_row(x, type, start, k, out);
   for (int i = 0; i < k; ++i) out[i] = load_float(x, type, start + perm[i]);
 }
@@ -66,7 +68,8 @@ struct Quantized {
     codes.reset(new int8_t[size_t(m * k_pad)]), scales.resize(size_t(m * blocks));
     if (!symmetric) zeros.resize(size_t(m * blocks));
     QuantizedActivations out;
-    out.codes = codes.get(), out.scales = scales.data(), out.zeros = symmetric ? nullptr : zeros.data();
+    out.codes = codes.get(), out.scales = scales.data(),
+    out.zeros = symmetric ? nullptr : zeros.data();
     out.block = block, out.stride = m;
     return out;
   }
@@ -83,12 +86,14 @@ struct Prepared {
 };
 
 float sum_run(float const* x, int first, int run) {
-  // As products are summed: reduce() of the scalar kernel, of one of a fragment's two runs or of all.
+  // As products are summed: reduce() of the scalar kernel, of one of a fragment's two runs or of
+  // all.
   float lanes[kLanes] = {};
   int const fragments = std::max(run / kLaneColumns, 1);
   for (int place = 0; place < fragments * kLaneColumns; ++place)
     lanes[place % kLanes] += x[first / kLaneColumns * kLaneColumns + place];
-  float const low = (lanes[0] + lanes[1]) + (lanes[4] + lanes[5]), high = (lanes[2] + lanes[3]) + (lanes[6] + lanes[7]);
+  float const low = (lanes[0] + lanes[1]) + (lanes[4] + lanes[5]),
+              high = (lanes[2] + lanes[3]) + (lanes[6] + lanes[7]);
   if (run >= kLaneColumns) return low + high;
   return first % kLaneColumns ? high : low;
 }
@@ -98,8 +103,9 @@ template <class Work>
 void for_rows(int m, int k_pad, int threads, Work const& work) {
   constexpr int kElementsOfBatch = 1 << 15;
   int const batch = std::max(1, kElementsOfBatch / k_pad);
-  for_each_index(ceil_div(m, batch), 1, threads,
-                 [&](int64_t index) { work(int(index) * batch, int(std::min<int64_t>(m, (index + 1) * batch))); });
+  for_each_index(ceil_div(m, batch), 1, threads, [&](int64_t index) {
+    work(int(index) * batch, int(std::min<int64_t>(m, (index + 1) * batch)));
+  });
 }
 
 void prepare_floats(GemmProblem const& problem, CpuProduct& p, Prepared& memory, int threads) {
@@ -110,7 +116,8 @@ void prepare_floats(GemmProblem const& problem, CpuProduct& p, Prepared& memory,
   for_rows(p.m, k_pad, threads, [&](int first, int last) {
     std::vector<float> natural(size_t(k_pad), 0.0f);
     for (int row = first; row < last; ++row) {
-      gather_row(problem.x, problem.x_type, row * problem.x_stride, k, problem.weight.perm, natural.data());
+      gather_row(problem.x, problem.x_type, row * problem.x_stride, k, problem.weight.perm,
+                 natural.data());
       float* const x = memory.x.get() + size_t(row) * k_pad;
       for (int start = 0; start < k_pad; start += kLaneColumns) {
         for (int place = 0; place < kLaneColumns; ++place)
@@ -133,19 +140,22 @@ int32_t sum_codes(int8_t const* codes, int64_t count) {
   return sum;
 }
 
-void prepare_integers(GemmProblem const& problem, CpuKernels const& kernels, CpuProduct& p, Prepared& memory, int threads) {
+void prepare_integers(GemmProblem const& problem, CpuKernels const& kernels, CpuProduct& p,
+                      Prepared& memory, int threads) {
   QuantizedActivations const& q = problem.quantized;
   int const k = problem.weight.k, k_pad = p.tiles * kKPerTile;
   auto const order = kernels.integer_order(p);
   int const columns = order.columns, places = order.places;
-  uint8_t positions[kLaneColumns];  // of codes in the order of QuantizedActivations; four of one word stay side by side
+  uint8_t positions[kLaneColumns];  // of codes in the order of QuantizedActivations; four of one
+                                    // word stay side by side
   for (int place = 0; place < places; ++place) {
     int const column = order.column(place);
     positions[place] = uint8_t(column / 16 * 16 + activation_position(column));
   }
   int64_t const stride = p.x_stride = int64_t(k_pad) / columns * places;
   size_t const vectors = size_t(p.m) * p.blocks, integers = size_t(p.m) * size_t(p.x_stride);
-  (order.centred ? memory.centred.reset(new int16_t[integers]) : memory.codes.reset(new int8_t[integers]));
+  (order.centred ? memory.centred.reset(new int16_t[integers])
+                 : memory.codes.reset(new int8_t[integers]));
   memory.scales.resize(vectors), memory.sums.resize(vectors);
   if (q.zeros) memory.zeros.resize(vectors);
   if (problem.weight.offsets) memory.offset_x.resize(vectors);
@@ -158,7 +168,8 @@ void prepare_integers(GemmProblem const& problem, CpuKernels const& kernels, Cpu
         size_t const at = vector + size_t(block);
         int const zero = q.zeros ? q.zeros[from] : 0;
         // Padding holds zero points, at any position of the last sixteen columns: it adds nothing.
-        int64_t const begin = int64_t(block) * p.block, end = std::min<int64_t>(begin + p.block, (int64_t(k) + 15) / 16 * 16);
+        int64_t const begin = int64_t(block) * p.block,
+                      end = std::min<int64_t>(begin + p.block, (int64_t(k) + 15) / 16 * 16);
         int64_t const sum = sum_codes(codes + begin, end - begin) - zero * (end - begin);
         memory.scales[at] = q.scales[from], memory.sums[at] = sum;
         if (q.zeros) memory.zeros[at] = zero;
@@ -168,7 +179,8 @@ void prepare_integers(GemmProblem const& problem, CpuKernels const& kernels, Cpu
       if (!order.centred) {
         int8_t* to = memory.codes.get() + row * stride;
         for (int start = 0; start < k_pad; start += columns, from += columns, to += places) {
-          for (int place = 0; place < places; place += 4) std::memcpy(to + place, from + positions[place], 4);
+          for (int place = 0; place < places; place += 4)
+            std::memcpy(to + place, from + positions[place], 4);
         }
         continue;
       }
@@ -192,7 +204,8 @@ void prepare_integers(GemmProblem const& problem, CpuKernels const& kernels, Cpu
   p.offset_x = memory.offset_x.data();
 }
 
-// The values of codes that are no integers, by code, rounded to `type`: where another format begins.
+// The values of codes that are no integers, by code, rounded to `type`: where another format
+// begins.
 void prepare_codebook(DataType type, CpuProduct& p, Prepared& memory) {
   PackedWeight const& w = p.weight;
   if (has_integer_codes(w)) return;
@@ -201,7 +214,8 @@ void prepare_codebook(DataType type, CpuProduct& p, Prepared& memory) {
     float value;
     if (w.e4m3) {
       uint32_t const exponent = code >> 3 & 15, mantissa = code & 7;
-      value = exponent ? as_float((exponent + 120) << 23 | mantissa << 20) : float(mantissa) * 0x1p-9f;
+      value =
+          exponent ? as_float((exponent + 120) << 23 | mantissa << 20) : float(mantissa) * 0x1p-9f;
       if (code & 0x80) value = -value;
     } else {
       value = w.book[code];
@@ -225,7 +239,8 @@ void use_cpu_instruction_set(std::string const& name) {
   for (CpuKernels const* kernels : available()) {
     if (name == kernels->name) return chosen().store(kernels);
   }
-  throw std::invalid_argument("there are no kernels for the instruction set " + name + " on this machine");
+  throw std::invalid_argument("there are no kernels for the instruction set " + name +
+                              " on this machine");
 }
 
 bool cpu_multiplies_bfloat16() {
@@ -249,7 +264,8 @@ void cpu_quantize_activations(QuantizeProblem const& problem, int threads) {
   for_rows(problem.m, k_pad, threads, [&](int first, int last) {
     std::vector<float> natural(size_t(k_pad), 0.0f);
     for (int row = first; row < last; ++row) {
-      gather_row(problem.x, problem.x_type, row * problem.x_stride, k, problem.perm, natural.data());
+      gather_row(problem.x, problem.x_type, row * problem.x_stride, k, problem.perm,
+                 natural.data());
       int8_t* const codes = out.codes + int64_t(row) * k_pad;
       for (int begin = 0; begin < k_pad; begin += block) {
         if (begin >= k) {
@@ -274,15 +290,19 @@ void cpu_mixed_gemm(GemmProblem const& given, int threads) {
   Quantized quantized;
   if (!given.quantized.codes && given.act_quant != ActQuant::kNone) {
     problem.quantized = quantized.make_room(
-        given.m, w.k, given.act_quant == ActQuant::kToken ? -1 : activation_block(w.group_size), given.act_symmetric);
-    cpu_quantize_activations({given.x, given.x_type, given.x_stride, given.m, w.k, w.perm, problem.quantized}, threads);
+        given.m, w.k, given.act_quant == ActQuant::kToken ? -1 : activation_block(w.group_size),
+        given.act_symmetric);
+    cpu_quantize_activations(
+        {given.x, given.x_type, given.x_stride, given.m, w.k, w.perm, problem.quantized}, threads);
   }
   CpuProduct p;
   p.weight = w, p.m = problem.m, p.out = problem.out, p.out_type = problem.out_type;
   p.has_floats = !problem.quantized.codes;
   p.tiles = int(padded_k(w.k) / kKPerTile);
   int const group = columns_of_group(w);
-  p.block = problem.quantized.codes && problem.quantized.block != -1 ? std::min(group, problem.quantized.block) : group;
+  p.block = problem.quantized.codes && problem.quantized.block != -1
+                ? std::min(group, problem.quantized.block)
+                : group;
   p.blocks = int(ceil_div(w.k, p.block));
   p.group_blocks = group / p.block;
   Prepared memory;
@@ -296,7 +316,8 @@ void cpu_mixed_gemm(GemmProblem const& given, int threads) {
                           : prepare_floats(problem, p, memory, threads);
   // Threads are at work in less time than so many products take.
   constexpr int64_t kProductsOfThread = 1 << 17;
-  int const used = int(std::min<int64_t>(threads, std::max<int64_t>(1, padded_size(w) * p.m / kProductsOfThread)));
+  int const used = int(
+      std::min<int64_t>(threads, std::max<int64_t>(1, padded_size(w) * p.m / kProductsOfThread)));
   int64_t const panels = padded_rows(w.n) / kRowsPerPanel, parts = ceil_div(p.m, kMostRows);
   int64_t const batch = std::max<int64_t>(1, panels * parts / (8 * used));
   for_each_index(panels * parts, batch, used, [&](int64_t index) {
@@ -315,10 +336,12 @@ void cpu_dequantize(DequantizeProblem const& problem, int threads) {
   Prepared memory;
   prepare_codebook(DataType::kFloat32, p, memory);
   int const all = problem.rows < 0 ? w.n - problem.first_row : problem.rows;
-  int64_t const size = problem.out_type == DataType::kFloat32 ? 4 : 2, panels = ceil_div(all, kRowsPerPanel);
+  int64_t const size = problem.out_type == DataType::kFloat32 ? 4 : 2,
+                panels = ceil_div(all, kRowsPerPanel);
   // Threads are at work in less time than so many values take.
   constexpr int64_t kValuesOfThread = 1 << 16;
-  int const used = int(std::min<int64_t>(threads, std::max<int64_t>(1, int64_t(all) * w.k / kValuesOfThread)));
+  int const used =
+      int(std::min<int64_t>(threads, std::max<int64_t>(1, int64_t(all) * w.k / kValuesOfThread)));
   for_each_index(panels, 1, used, [&](int64_t index) {
     int const panel = int(problem.first_row / kRowsPerPanel + index);
     int const rows = int(std::min<int64_t>(kRowsPerPanel, all - index * kRowsPerPanel));
@@ -327,7 +350,8 @@ void cpu_dequantize(DequantizeProblem const& problem, int threads) {
     std::unique_ptr<float[]> const values(new float[size_t(rows) * size_t(w.k)]);
     kernels.dequantize(p, panel, rows, values.get(), DataType::kFloat32);
     for (int64_t start = 0; start < int64_t(rows) * w.k; start += w.k) {
-      for (int i = 0; i < w.k; ++i) store_float(out, problem.out_type, start + w.perm[i], values[size_t(start + i)]);
+      for (int i = 0; i < w.k; ++i)
+        store_float(out, problem.out_type, start + w.perm[i], values[size_t(start + i)]);
     }
   });
 }

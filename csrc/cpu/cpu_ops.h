@@ -1,5 +1,6 @@
-// The operators on the host, whose bits are those of cutlass_ops/reference/: weights stay packed, and fp32 sums are taken in
-// the order that the reference defines, whatever the instruction set and the number of threads.
+// The operators on the host, whose bits are those of cutlass_ops/reference/: weights stay packed,
+// and fp32 sums are taken in the order that the reference defines, whatever the instruction set and
+// the number of threads.
 #pragma once
 
 #include <string>
@@ -12,17 +13,20 @@ namespace cutlass_ops {
 // Floats to int8 codes in kernel order, with scales (and zero points). All of `out` is written.
 void cpu_quantize_activations(QuantizeProblem const& problem, int threads);
 
-// y = x @ W^T + bias, quantising the activations first where the problem says so. The problem has no activation, no residual, and does not saturate.
+// y = x @ W^T + bias, quantising the activations first where the problem says so. The problem has
+// no activation, no residual, and does not saturate.
 void cpu_mixed_gemm(GemmProblem const& problem, int threads);
 
 // The weight's values, act order undone: fp32 arithmetic, rounded once.
 void cpu_dequantize(DequantizeProblem const& problem, int threads);
 
-// Instruction sets that there are kernels for and this machine has, the fastest first, and the choice of one of them.
+// Instruction sets that there are kernels for and this machine has, the fastest first, and the
+// choice of one of them.
 std::vector<std::string> cpu_instruction_sets();
 void use_cpu_instruction_set(std::string const& name);
 
-// Whether this machine has instructions for products of bf16 (every CPU with AMX has AVX-512's, too).
+// Whether this machine has instructions for products of bf16 (every CPU with AMX has
+// AVX-512's, too).
 bool cpu_multiplies_bfloat16();
 
 // The name of the kernels that are chosen.

@@ -5,7 +5,8 @@ namespace cutlass_ops {
 namespace {
 
 float half_value(uint16_t bits) {
-  uint32_t const sign = uint32_t(bits >> 15) << 31, exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  uint32_t const sign = uint32_t(bits >> 15) << 31, exponent = bits >> 10 & 31,
+                 mantissa = bits & 1023;
   uint32_t const normal = (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13;
   return as_float(sign | (exponent == 0 ? as_bits(float(mantissa) * 0x1p-24f) : normal));
 }
@@ -35,7 +36,8 @@ void load_row(void const* data, DataType type, int64_t index, int count, float* 
 }
 
 void store_float(void* data, DataType type, int64_t index, float value) {
-  if (type == DataType::kFloat32) return void(std::memcpy(static_cast<char*>(data) + 4 * index, &value, sizeof value));
+  if (type == DataType::kFloat32)
+    return void(std::memcpy(static_cast<char*>(data) + 4 * index, &value, sizeof value));
   uint32_t const bits = as_bits(value), sign = bits >> 31, magnitude = bits & 0x7fffffff;
   uint16_t half;
   if (type == DataType::kBFloat16) {

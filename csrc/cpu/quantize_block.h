@@ -1,5 +1,6 @@
-// Quantises a block of activations. Each source file that includes this has its own copy, which the compiler vectorises for the
-// file's instruction set: no operation depends on another element's but the extrema, whose order does not matter.
+// Quantises a block of activations. Each source file that includes this has its own copy, which the
+// compiler vectorises for the file's instruction set: no operation depends on another element's but
+// the extrema, whose order does not matter.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +29,8 @@ void quantize_block(float const* x, int count, int8_t* codes, float* scale, int8
   if (!zero) high = std::max(high, low);
   float const hi = as_float(uint32_t(high)), lo = as_float(uint32_t(low));  // lo: of -x
   float const span = zero ? hi + lo : hi, steps = zero ? 255.0f : 127.0f;
-  bool const finite = uint32_t(high) < kInfinity && uint32_t(low) < kInfinity && as_bits(span) < kInfinity;
+  bool const finite =
+      uint32_t(high) < kInfinity && uint32_t(low) < kInfinity && as_bits(span) < kInfinity;
   *scale = finite ? 1.0f : as_float(0x7fc00000);
   if (zero) *zero = 0;
   if (!finite || span < 0x1p-100f) return void(std::fill_n(codes, count, int8_t(0)));
@@ -36,7 +38,8 @@ void quantize_block(float const* x, int count, int8_t* codes, float* scale, int8
   float const reciprocal = steps / span;
   float shift = 0.0f, least = -127.0f;
   if (zero) {
-    shift = std::min(std::max(rounded(-128.0f + lo * reciprocal), -128.0f), 127.0f), least = -128.0f;
+    shift = std::min(std::max(rounded(-128.0f + lo * reciprocal), -128.0f), 127.0f),
+    least = -128.0f;
     *zero = int8_t(shift);
   }
   for (int i = 0; i < count; ++i) {

@@ -1,4 +1,5 @@
-// Kernels for any CPU, and what the others are compared with: a tile's codes are unpacked to bytes in the order of lane_column.
+// Kernels for any CPU, and what the others are compared with: a tile's codes are unpacked to bytes
+// in the order of lane_column.
 #include <algorithm>
 
 #include "cpu/quantize_block.h"
@@ -20,7 +21,8 @@ void unpack_tile(uint8_t const* chunk, Tile& tile) {
       for (int byte = 0; byte < kLaneBytes; ++byte, ++chunk) {
         int const word = byte / 4, element = byte % 4;
         int const j = first % kLaneColumns / 16 + (kBits == 4 ? word : word / 2);
-        int const place = first / kLaneColumns * kLaneColumns + 32 * (t / 2) + 8 * element + 4 * (t % 2) + j;
+        int const place =
+            first / kLaneColumns * kLaneColumns + 32 * (t / 2) + 8 * element + 4 * (t % 2) + j;
         int8_t (*const rows)[kKPerTile] = tile + 8 * g + 2 * i;
         if (kBits == 4) {
           rows[0][place] = int8_t(((*chunk & 15) ^ 8) - 8);
@@ -62,18 +64,23 @@ void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) 
       for (int place = 0; place < span; ++place) {
         int const code = tile[row][begin % kKPerTile + place];
         // Runs of 32 columns: words 2 and 3 belong to the second.
-        int const block = run < kLaneColumns ? std::min(begin / run + place % 4 / 2, p.blocks - 1) : begin / p.block;
+        int const block = run < kLaneColumns ? std::min(begin / run + place % 4 / 2, p.blocks - 1)
+                                             : begin / p.block;
         if (kFloats && p.codebook) {
           values[place] = X(p.codebook[code + middle]);
         } else {
-          values[place] = X(code - (w.zeros ? w.zeros[block / p.group_blocks * n_pad + panel * kRowsPerPanel + row] : 0));
+          values[place] =
+              X(code - (w.zeros
+                            ? w.zeros[block / p.group_blocks * n_pad + panel * kRowsPerPanel + row]
+                            : 0));
         }
       }
       for (int r = 0; r < rows; ++r) {
         X const* const factors = x + (m + r) * p.x_stride + begin;
         Sum lanes[kLanes] = {}, sums[2];
         for (int place = 0; place < span; place += kLanes) {
-          for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += Sum(factors[place + lane]) * Sum(values[place + lane]);
+          for (int lane = 0; lane < kLanes; ++lane)
+            lanes[lane] += Sum(factors[place + lane]) * Sum(values[place + lane]);
         }
         reduce(lanes, run, sums);
         for (int part = 0; part < span / run; ++part) {
@@ -85,7 +92,8 @@ void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) 
           int64_t const vector = block / p.group_blocks * n_pad + panel * kRowsPerPanel + row;
           float const scale = load_float(w.scales, w.scale_type, vector);
           total[r][row] += float(pending[r][row]) * (kFloats ? scale : p.scales[at] * scale);
-          if (w.offsets) offsets[r][row] += p.offset_x[at] * load_float(w.offsets, w.offset_type, vector);
+          if (w.offsets)
+            offsets[r][row] += p.offset_x[at] * load_float(w.offsets, w.offset_type, vector);
           pending[r][row] = 0;
         }
       }
@@ -119,12 +127,14 @@ void dequantize(CpuProduct const& p, int panel, int rows, void* out, DataType ty
     uint8_t const* const codes = tiles + begin / kKPerTile * int64_t(k_tile_bytes(w.bits));
     w.bits == 4 ? unpack_tile<4>(codes, tile) : unpack_tile<8>(codes, tile);
     for (int place = 0; place < kKPerTile; ++place) {
-      int const column = begin + place / kLaneColumns * kLaneColumns + lane_column(place % kLaneColumns);
+      int const column =
+          begin + place / kLaneColumns * kLaneColumns + lane_column(place % kLaneColumns);
       if (column >= w.k) continue;
       for (int i = 0; i < rows; ++i) {
         int const row = group_row(i), code = tile[row][place];
         int64_t const vector = column / p.block * padded_rows(w.n) + panel * kRowsPerPanel + row;
-        float value = p.codebook ? p.codebook[code + middle] : float(code - (w.zeros ? w.zeros[vector] : 0));
+        float value =
+            p.codebook ? p.codebook[code + middle] : float(code - (w.zeros ? w.zeros[vector] : 0));
         value *= load_float(w.scales, w.scale_type, vector);
         if (w.offsets) value += load_float(w.offsets, w.offset_type, vector);
         store_float(out, type, int64_t(i) * w.k + column, value);
@@ -133,7 +143,9 @@ void dequantize(CpuProduct const& p, int panel, int rows, void* out, DataType ty
   }
 }
 
-CpuKernels::IntegerOrder integer_order(CpuProduct const&) { return {kLaneColumns, kLaneColumns, true, lane_column}; }
+CpuKernels::IntegerOrder integer_order(CpuProduct const&) {
+  return {kLaneColumns, kLaneColumns, true, lane_column};
+}
 
 }  // namespace
 

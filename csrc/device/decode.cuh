@@ -90,10 +90,18 @@ CUTLASS_OPS_HD inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32
 
 #ifdef __CUDACC__
 namespace detail {
-__device__ inline __half2 as_half2(uint32_t bits) { return *reinterpret_cast<__half2 const*>(&bits); }
-__device__ inline uint32_t as_bits(__half2 value) { return *reinterpret_cast<uint32_t const*>(&value); }
-__device__ inline __nv_bfloat162 as_bfloat162(uint32_t bits) { return *reinterpret_cast<__nv_bfloat162 const*>(&bits); }
-__device__ inline uint32_t as_bits(__nv_bfloat162 value) { return *reinterpret_cast<uint32_t const*>(&value); }
+__device__ inline __half2 as_half2(uint32_t bits) {
+  return *reinterpret_cast<__half2 const*>(&bits);
+}
+__device__ inline uint32_t as_bits(__half2 value) {
+  return *reinterpret_cast<uint32_t const*>(&value);
+}
+__device__ inline __nv_bfloat162 as_bfloat162(uint32_t bits) {
+  return *reinterpret_cast<__nv_bfloat162 const*>(&bits);
+}
+__device__ inline uint32_t as_bits(__nv_bfloat162 value) {
+  return *reinterpret_cast<uint32_t const*>(&value);
+}
 }  // namespace detail
 #endif
 
@@ -122,7 +130,8 @@ struct Int4Half {
   // Built from their bits: a half in [1024, 2048) is 0x6400 + n, one in (-128, -64] is 0xd400 +
   // 16n. zc in [-8, 7].
   CUTLASS_OPS_HD static constexpr RowConstants zero_constants(int zero_g, int zero_g8) {
-    return {both_halves(uint32_t(0x6408 + zero_g)), both_halves(uint32_t(0xd400 + 16 * (8 + zero_g8)))};
+    return {both_halves(uint32_t(0x6408 + zero_g)),
+            both_halves(uint32_t(0xd400 + 16 * (8 + zero_g8)))};
   }
 
 #ifdef __CUDACC__
@@ -135,15 +144,18 @@ struct Int4Half {
     out[3] = as_bits(__hfma2(as_half2(out[3]), as_half2(kSixteenth), as_half2(zero.g8)));
   }
 
-  __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) { fragment(word, zero_constants(0, 0), out); }
+  __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) {
+    fragment(word, zero_constants(0, 0), out);
+  }
 #endif
 };
 
-// 4 bits -> fp16 without arithmetic: an integer in the mantissa of an fp16 whose exponent is zero is a subnormal number, which
-// tensor cores multiply exactly. So a third of Int4Half's instructions go, and the constant it subtracts is left to the caller:
-// out = kUnit * (c + kCodeBias) for row g and kUpper times that for row g+8, whose nibbles stand four bits higher. The caller
-// starts its sums at -kCodeBias * sum x. Two bits to the left, because the tensor cores align products by exponents alone:
-// leading zeros of a mantissa are bits that the sums lose.
+// 4 bits -> fp16 without arithmetic: an integer in the mantissa of an fp16 whose exponent is zero
+// is a subnormal number, which tensor cores multiply exactly. So a third of Int4Half's instructions
+// go, and the constant it subtracts is left to the caller: out = kUnit * (c + kCodeBias) for row g
+// and kUpper times that for row g+8, whose nibbles stand four bits higher. The caller starts its
+// sums at -kCodeBias * sum x. Two bits to the left, because the tensor cores align products by
+// exponents alone: leading zeros of a mantissa are bits that the sums lose.
 //
 // Worked example, w = 0x0000'00e3 (row g: c = 3; row g+8: c = -2), w << 2 = 0x0000'038c:
 //   out[0]: (w << 2 & 0x003c003c) ^ 0x00200020 = 0x0020'002c = (8, 11) * 2^-22
@@ -192,7 +204,9 @@ struct Int4Bfloat16 {
     out[3] = as_bits(__hsub2(as_bfloat162(out[3]), as_bfloat162(zero.g8)));
   }
 
-  __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) { fragment(word, zero_constants(0, 0), out); }
+  __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) {
+    fragment(word, zero_constants(0, 0), out);
+  }
 #endif
 };
 
@@ -230,7 +244,9 @@ struct Int8Half {
     out[3] = as_bits(__hsub2(as_half2(out[3]), as_half2(zero.g8)));
   }
 
-  __device__ static void fragment(uint32_t const* words, uint32_t (&out)[4]) { fragment(words, zero_constants(0, 0), out); }
+  __device__ static void fragment(uint32_t const* words, uint32_t (&out)[4]) {
+    fragment(words, zero_constants(0, 0), out);
+  }
 #endif
 };
 
@@ -265,7 +281,8 @@ struct Int8Bfloat16 {
   static constexpr int kWords = 2;
 
   // minuend - subtrahend = c.
-  CUTLASS_OPS_HD static void bits(uint32_t const* words, uint32_t (&minuend)[4], uint32_t (&subtrahend)[4]) {
+  CUTLASS_OPS_HD static void bits(uint32_t const* words, uint32_t (&minuend)[4],
+                                  uint32_t (&subtrahend)[4]) {
     for (int r = 0; r < 4; ++r) {
       uint32_t const word = words[r % 2] >> 8 * (r / 2);
       minuend[r] = and_xor(word, 0x007f007fu, 0x43004300u);
@@ -305,7 +322,8 @@ struct Int8Bfloat16 {
     using namespace detail;
     uint32_t subtrahend[4];
     bits(words, out, subtrahend);
-    for (int r = 0; r < 4; ++r) out[r] = as_bits(__hsub2(as_bfloat162(out[r]), as_bfloat162(subtrahend[r])));
+    for (int r = 0; r < 4; ++r)
+      out[r] = as_bits(__hsub2(as_bfloat162(out[r]), as_bfloat162(subtrahend[r])));
   }
 #endif
 };
@@ -346,7 +364,8 @@ struct Int4MinusZeroInt8 {
     return {all_bytes(uint32_t(120 - zero_g)), all_bytes(uint32_t(120 - zero_g8))};
   }
 
-  CUTLASS_OPS_HD static void fragment(uint32_t const* words, RowConstants zero, uint32_t (&out)[4]) {
+  CUTLASS_OPS_HD static void fragment(uint32_t const* words, RowConstants zero,
+                                      uint32_t (&out)[4]) {
     for (int column = 0; column < 2; ++column) {
       uint32_t const row_g = words[column], row_g8 = words[column] >> 4;
       out[2 * column] = (and_xor(row_g, 0x0f0f0f0fu, 0x08080808u) + zero.g) ^ 0x80808080u;
@@ -365,37 +384,47 @@ struct Int8Int8 {
   }
 };
 
-// 4 bits -> a code book's values, fp16 and bf16 alike, by look-up in shared memory. A byte of a word is the codes of rows g and
-// g+8 for one k, so a table of 256 entries gives both values at once, row g's in the low half. Each lane has a separate table,
-// in its own bank: entry e of lane l is word 32 * e + l, and the 32 look-ups of a warp never meet in a bank. (By PRMT from 16
-// values in registers it would be 21 instructions for eight codes, all of them on the pipe that does 64 a clock and SM; here
-// that pipe has 4, the multiplier 4, and the loads, at 32 a clock, take as long as both.)
+// 4 bits -> a code book's values, fp16 and bf16 alike, by look-up in shared memory. A byte of a
+// word is the codes of rows g and g+8 for one k, so a table of 256 entries gives both values at
+// once, row g's in the low half. Each lane has a separate table, in its own bank: entry e of lane
+// l is word 32 * e + l, and the 32 look-ups of a warp never meet in a bank. (By PRMT from 16
+// values in registers it would be 21 instructions for eight codes, all of them on the pipe that
+// does 64 a clock and SM; here that pipe has 4, the multiplier 4, and the loads, at 32 a clock,
+// take as long as both.)
 //
-// Worked example, word[0] = 0x0000'00e3 (byte 0: row g stored 3, code 11; row g+8 stored 14, code 6; the others: code 8 twice):
+// Worked example, word[0] = 0x0000'00e3 (byte 0: row g stored 3, code 11; row g+8 stored 14, code
+// 6; the others: code 8 twice):
 //   offsets: lane 5 reads the words at 0xe3 * 128 + 20 = 29076 and three times at 20
-//   out[0] = low halves of look-ups 0 and 2 = (book[11], book[8]);  out[1] = their high halves = (book[6], book[8])
+//   out[0] = low halves of look-ups 0 and 2 = (book[11], book[8]); out[1] = their high halves =
+//   (book[6], book[8])
 struct Int4Codebook {
   static constexpr int kWords = 1;
   static constexpr int kEntries = 256;
   static constexpr int kTableBytes = kEntries * 32 * 4;
 
-  // Entry e of the table, given the bits of the 16 values by code: stored nibbles are centred, code = nibble ^ 8.
+  // Entry e of the table, given the bits of the 16 values by code: stored nibbles are centred,
+  // code = nibble ^ 8.
   template <class Bits>
   CUTLASS_OPS_HD static uint32_t entry(int e, Bits const& value_bits) {
     return uint32_t(value_bits((e & 15) ^ 8)) | uint32_t(value_bits((e >> 4) ^ 8)) << 16;
   }
 
-  // Where the four bytes of a word are looked up, k 2t, 2t+8, 2t+1, 2t+9, in a lane's table that begins at `first`: an offset
-  // or an address. A byte is one instruction, a dot product of bytes of which one counts, and its constant a register: where
-  // there are those for kConstants alone, the other bytes are one instruction, and their product and sum another (the compiler
-  // would shift, mask and add).
+  // Where the four bytes of a word are looked up, k 2t, 2t+8, 2t+1, 2t+9, in a lane's table that
+  // begins at `first`: an offset or an address. A byte is one instruction, a dot product of bytes
+  // of which one counts, and its constant a register: where there are those for kConstants alone,
+  // the other bytes are one instruction, and their product and sum another (the compiler would
+  // shift, mask and add).
   template <int kConstants = 4>
   CUTLASS_OPS_HD static void places(uint32_t word, uint32_t first, uint32_t (&out)[4]) {
     for (int i = 0; i < 4; ++i) {
 #ifdef __CUDA_ARCH__
-      uint32_t const byte = i == 0 ? word & 0xffu : i == 3 ? word >> 24 : permute_bytes(word, 0, 0x4440u + i);
+      uint32_t const byte = i == 0   ? word & 0xffu
+                            : i == 3 ? word >> 24
+                                     : permute_bytes(word, 0, 0x4440u + i);
       if (i < kConstants) {
-        asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(out[i]) : "r"(word), "r"(128u << 8 * i), "r"(first));
+        asm("dp4a.u32.u32 %0, %1, %2, %3;"
+            : "=r"(out[i])
+            : "r"(word), "r"(128u << 8 * i), "r"(first));
       } else if (i < 3) {
         asm("mad.lo.u32 %0, %1, 128, %2;" : "=r"(out[i]) : "r"(byte), "r"(first));
       } else {
@@ -408,7 +437,8 @@ struct Int4Codebook {
   }
 
   // The two halves of `fragment`: loads, and what to do once they are there.
-  CUTLASS_OPS_HD static void look_up(uint32_t word, uint8_t const* table, int lane, uint32_t (&pairs)[4]) {
+  CUTLASS_OPS_HD static void look_up(uint32_t word, uint8_t const* table, int lane,
+                                     uint32_t (&pairs)[4]) {
     uint32_t at[4];
     places(word, uint32_t(lane) * 4, at);
     for (int i = 0; i < 4; ++i) pairs[i] = *reinterpret_cast<uint32_t const*>(table + at[i]);
@@ -429,15 +459,16 @@ struct Int4Codebook {
     }
   }
 
-  CUTLASS_OPS_HD static void fragment(uint32_t const* word, uint8_t const* table, int lane, uint32_t (&out)[4]) {
+  CUTLASS_OPS_HD static void fragment(uint32_t const* word, uint8_t const* table, int lane,
+                                      uint32_t (&out)[4]) {
     uint32_t pairs[4];
     look_up(word[0], table, lane, pairs);
     combine(pairs, out);
   }
 
 #ifdef __CUDACC__
-  // Fill the table with a book's values, rounded to Element; the caller synchronises. 16 bytes at a time: four lanes' same
-  // entry.
+  // Fill the table with a book's values, rounded to Element; the caller synchronises. 16 bytes at a
+  // time: four lanes' same entry.
   template <class Element>
   __device__ static void fill(uint8_t* table, float const* book, int thread, int threads) {
     auto bits = [&](int code) {
@@ -458,7 +489,8 @@ struct Int4Codebook {
 #ifdef __CUDACC__
 // The decoder of `kBits`-bit weights for activations of type Element (__half or __nv_bfloat16).
 template <int kBits, class Element>
-using ToFloat = std::conditional_t<std::is_same_v<Element, __half>, std::conditional_t<kBits == 4, Int4Half, Int8Half>,
+using ToFloat = std::conditional_t<std::is_same_v<Element, __half>,
+                                   std::conditional_t<kBits == 4, Int4Half, Int8Half>,
                                    std::conditional_t<kBits == 4, Int4Bfloat16, Int8Bfloat16>>;
 #endif
 

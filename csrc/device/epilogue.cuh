@@ -1,4 +1,5 @@
-// From a fp32 sum to an output: + bias -> activation -> + residual -> one rounding. All arithmetic is fp32.
+// From a fp32 sum to an output: + bias -> activation -> + residual -> one rounding. All
+// arithmetic is fp32.
 #pragma once
 
 #include <cfloat>
@@ -8,8 +9,8 @@
 
 namespace cutlass_ops {
 
-// Whether an activation is a clamp to EpilogueParams::low and high, which the store of whole 16-bit lines can do. An activation
-// that is not named here does not compile (-Werror=switch).
+// Whether an activation is a clamp to EpilogueParams::low and high, which the store of whole 16-bit
+// lines can do. An activation that is not named here does not compile (-Werror=switch).
 inline bool is_clamp(Activation activation) {
   switch (activation) {
     case Activation::kNone:
@@ -32,13 +33,16 @@ struct EpilogueParams {
   int64_t residual_stride;
   int m, n;
   float low, high;  // clamp; relu is the one from 0 to infinity
-  float limit;      // of the output's magnitude: its type's largest number where it saturates, or infinity
+  float limit;      // of the output's magnitude: its type's largest number where it
+                    // saturates, or infinity
   DataType out_type, bias_type, residual_type;
   Activation activation;
   bool vector_store;  // rows of `out` start on 16-byte boundaries
 
   static float largest(DataType type) {
-    return type == DataType::kFloat16 ? 65504.0f : type == DataType::kBFloat16 ? 0x1.fep127f : FLT_MAX;
+    return type == DataType::kFloat16    ? 65504.0f
+           : type == DataType::kBFloat16 ? 0x1.fep127f
+                                         : FLT_MAX;
   }
 
   explicit EpilogueParams(GemmProblem const& p)
@@ -57,10 +61,12 @@ struct EpilogueParams {
         bias_type(p.bias_type),
         residual_type(p.residual_type),
         activation(p.activation),
-        vector_store(int64_t(p.weight.n) * size_of(p.out_type) % 16 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0) {}
+        vector_store(int64_t(p.weight.n) * size_of(p.out_type) % 16 == 0 &&
+                     reinterpret_cast<uintptr_t>(p.out) % 16 == 0) {}
 };
 
-// A sum that is not finite is NaN from the start: a NaN or infinity in x shows in its whole row, also after relu.
+// A sum that is not finite is NaN from the start: a NaN or infinity in x shows in its whole row,
+// also after relu.
 __device__ __forceinline__ float nan_unless_finite(float x) { return fmaf(x, 0.0f, x); }
 
 // Comparisons are written so that NaN falls through them: nothing turns a NaN into a number.
@@ -93,12 +99,14 @@ __device__ __forceinline__ void activate(float (&v)[kCount], P const& p) {
 
 // What comes after the bias.
 template <int kCount>
-__device__ __forceinline__ void finish_biased(float (&v)[kCount], int m, int n, EpilogueParams const& p) {
+__device__ __forceinline__ void finish_biased(float (&v)[kCount], int m, int n,
+                                              EpilogueParams const& p) {
   activate(v, p);
   if (p.residual) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
-      if (n + i < p.n) v[i] += load_float(p.residual, p.residual_type, m * p.residual_stride + n + i);
+      if (n + i < p.n)
+        v[i] += load_float(p.residual, p.residual_type, m * p.residual_stride + n + i);
   }
   if (p.limit < HUGE_VALF) {
 #pragma unroll
@@ -106,9 +114,11 @@ __device__ __forceinline__ void finish_biased(float (&v)[kCount], int m, int n, 
   }
 }
 
-// Neighbouring sums of row m, the first at column n, become outputs. Every choice is made once for all of them.
+// Neighbouring sums of row m, the first at column n, become outputs. Every choice is made once
+// for all of them.
 template <int kCount>
-__device__ __forceinline__ void finish_outputs(float (&v)[kCount], int m, int n, EpilogueParams const& p) {
+__device__ __forceinline__ void finish_outputs(float (&v)[kCount], int m, int n,
+                                               EpilogueParams const& p) {
 #pragma unroll
   for (float& x : v) x = nan_unless_finite(x);
   if (p.bias) {
@@ -127,7 +137,8 @@ __device__ __forceinline__ uint32_t to_half_bits(float low, float high, bool bfl
 
 // Store 4 or 8 finished outputs, those whose column is below p.n.
 template <int kCount>
-__device__ __forceinline__ void store_finished(float const (&v)[kCount], int m, int n, EpilogueParams const& p) {
+__device__ __forceinline__ void store_finished(float const (&v)[kCount], int m, int n,
+                                               EpilogueParams const& p) {
   static_assert(kCount == 4 || kCount == 8);
   bool whole = p.vector_store && n + kCount <= p.n;
   int64_t index = int64_t(m) * p.n + n;
@@ -135,7 +146,8 @@ __device__ __forceinline__ void store_finished(float const (&v)[kCount], int m, 
     float* out = static_cast<float*>(p.out) + index;
     if (whole) {
 #pragma unroll
-      for (int i = 0; i < kCount; i += 4) *reinterpret_cast<float4*>(out + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+      for (int i = 0; i < kCount; i += 4)
+        *reinterpret_cast<float4*>(out + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
@@ -145,7 +157,8 @@ __device__ __forceinline__ void store_finished(float const (&v)[kCount], int m, 
   }
   uint32_t pairs[kCount / 2];
 #pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) pairs[i] = to_half_bits(v[2 * i], v[2 * i + 1], p.out_type == DataType::kBFloat16);
+  for (int i = 0; i < kCount / 2; ++i)
+    pairs[i] = to_half_bits(v[2 * i], v[2 * i + 1], p.out_type == DataType::kBFloat16);
   uint16_t* out = static_cast<uint16_t*>(p.out) + index;
   if (whole) {
     if constexpr (kCount == 8) {
@@ -162,7 +175,8 @@ __device__ __forceinline__ void store_finished(float const (&v)[kCount], int m, 
 
 // Finish 4 or 8 sums and store those whose column is below p.n.
 template <int kCount>
-__device__ __forceinline__ void store_outputs(float (&v)[kCount], int m, int n, EpilogueParams const& p) {
+__device__ __forceinline__ void store_outputs(float (&v)[kCount], int m, int n,
+                                              EpilogueParams const& p) {
   finish_outputs(v, m, n, p);
   store_finished(v, m, n, p);
 }

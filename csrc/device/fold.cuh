@@ -1,6 +1,6 @@
-// Operand A of 16-bit MMAs with each weight as its value: scale * (code - zero point) + offset, or scale * codebook[code],
-// rounded once to the type of x. What a code means is csrc/formats/'s; here is where codes and what belongs to groups lie in
-// shared memory, and how they become fragments.
+// Operand A of 16-bit MMAs with each weight as its value: scale * (code - zero point) + offset, or
+// scale * codebook[code], rounded once to the type of x. What a code means is csrc/formats/'s; here
+// is where codes and what belongs to groups lie in shared memory, and how they become fragments.
 #pragma once
 
 #include <type_traits>
@@ -14,8 +14,9 @@ namespace cutlass_ops {
 // Whether weights have zero points or offsets; kAny: looked for at run time.
 enum class AffineTerm { kNone, kZeros, kOffsets, kAny };
 
-// kNarrow: scales and offsets are of x's type and applied in it by one operation, which rounds once; otherwise they are of any
-// type, and the arithmetic is fp32. Code books and floats have neither zero points nor offsets.
+// kNarrow: scales and offsets are of x's type and applied in it by one operation, which rounds
+// once; otherwise they are of any type, and the arithmetic is fp32. Code books and floats have
+// neither zero points nor offsets.
 template <class Element_, class Format_, bool kNarrow_, AffineTerm kAffineTerm_>
 struct Fold {
   using Element = Element_;
@@ -23,8 +24,10 @@ struct Fold {
   using Unscaled = typename Format::template Unscaled<Element>;
   static constexpr bool kNarrow = kNarrow_;
   static constexpr AffineTerm kAffineTerm = Format::kIntegers ? kAffineTerm_ : AffineTerm::kNone;
-  static constexpr bool kZeros = kAffineTerm == AffineTerm::kZeros || kAffineTerm == AffineTerm::kAny;
-  static constexpr bool kOffsets = kAffineTerm == AffineTerm::kOffsets || kAffineTerm == AffineTerm::kAny;
+  static constexpr bool kZeros =
+      kAffineTerm == AffineTerm::kZeros || kAffineTerm == AffineTerm::kAny;
+  static constexpr bool kOffsets =
+      kAffineTerm == AffineTerm::kOffsets || kAffineTerm == AffineTerm::kAny;
   static constexpr int kGroups = 2;                 // in a step of 64 columns: of 32, the shortest
   static constexpr int kGroupKSlices = 2;           // MMAs of 16 columns in a group
   static constexpr int kLoads = Format::kBits / 4;  // of 16 bytes of codes, of a thread in a step
@@ -53,8 +56,9 @@ struct RowScale {
                                   : __hfma2(as_half2(v), as_half2(scale), as_half2(offset)));
     } else {
       using namespace decode::detail;
-      return as_bits(!F::kOffsets ? __hmul2_rn(as_bfloat162(v), as_bfloat162(scale))
-                                  : __hfma2(as_bfloat162(v), as_bfloat162(scale), as_bfloat162(offset)));
+      return as_bits(!F::kOffsets
+                         ? __hmul2_rn(as_bfloat162(v), as_bfloat162(scale))
+                         : __hfma2(as_bfloat162(v), as_bfloat162(scale), as_bfloat162(offset)));
     }
   }
 };
@@ -64,8 +68,8 @@ template <class F>
 struct RowPair {
   uint32_t words[F::kNarrow ? 1 : 2] = {};
 
-  // `bytes`: of a value; 0 if there is none. Predicated, since branches would keep the compiler from scheduling what is around
-  // them.
+  // `bytes`: of a value; 0 if there is none. Predicated, since branches would keep the compiler
+  // from scheduling what is around them.
   __device__ __forceinline__ void load(uint32_t from, int bytes) {
     if constexpr (F::kNarrow && F::kAffineTerm != AffineTerm::kAny) {
       asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(from));
@@ -96,7 +100,8 @@ struct RowPair {
     if constexpr (F::kNarrow && std::is_same_v<typename F::Element, __half>) {
       g = as_bits(__low2half2(as_half2(words[0]))), g8 = as_bits(__high2half2(as_half2(words[0])));
     } else if constexpr (F::kNarrow) {
-      g = as_bits(__low2bfloat162(as_bfloat162(words[0]))), g8 = as_bits(__high2bfloat162(as_bfloat162(words[0])));
+      g = as_bits(__low2bfloat162(as_bfloat162(words[0]))),
+      g8 = as_bits(__high2bfloat162(as_bfloat162(words[0])));
     } else {
       bool const is_float = type == DataType::kFloat32, is_half = type == DataType::kFloat16;
       uint32_t const half[2] = {__float_as_uint(unpack_half<__half>(words[0], 0)),
@@ -131,7 +136,8 @@ struct StoredGroup {
   __device__ __forceinline__ void load(GroupAddress from, Params const& p) {
     scales.load(from.scales, p.scale_bytes);
     if constexpr (F::kOffsets)
-      offsets.load(from.offsets, F::kAffineTerm == AffineTerm::kOffsets || p.weight.offsets ? p.offset_bytes : 0);
+      offsets.load(from.offsets,
+                   F::kAffineTerm == AffineTerm::kOffsets || p.weight.offsets ? p.offset_bytes : 0);
     if constexpr (F::kAffineTerm == AffineTerm::kZeros) {
       asm volatile("ld.shared.u16 %0, [%1];" : "=r"(zeros) : "r"(from.zeros));
     } else if constexpr (F::kZeros) {

@@ -1,6 +1,7 @@
-// Products whose rows of x and weights are experts': rows sorted by expert, each expert's from a multiple of 16 on ("slots"),
-// and tiles of these, which a kernel before has written (kernels/route.cu). How many there are is known on the GPU alone. Where
-// they are few, no kernel sorts them: slots are positions, and each CTA finds its tile's from the ids.
+// Products whose rows of x and weights are experts': rows sorted by expert, each expert's from a
+// multiple of 16 on ("slots"), and tiles of these, which a kernel before has written
+// (kernels/route.cu). How many there are is known on the GPU alone. Where they are few, no kernel
+// sorts them: slots are positions, and each CTA finds its tile's from the ids.
 #pragma once
 
 #include "cutlass_ops/layout.h"
@@ -9,9 +10,11 @@
 
 namespace cutlass_ops {
 
-// The experts of positions `first`, `first` + kStep, and so on before `end`; p.experts: none. Loads are in flight together.
+// The experts of positions `first`, `first` + kStep, and so on before `end`; p.experts: none. Loads
+// are in flight together.
 template <int kStep, int kCount>
-__device__ __forceinline__ void load_experts(RouteProblem const& p, int first, int end, int (&experts)[kCount]) {
+__device__ __forceinline__ void load_experts(RouteProblem const& p, int first, int end,
+                                             int (&experts)[kCount]) {
   int64_t const known = p.expert_map ? p.map_size : p.experts;
   auto const load = [&](auto const* ids) {
 #pragma unroll
@@ -54,8 +57,8 @@ struct SlotTile {
   }
 };
 
-// The tiles of at most kMostFoundPositions positions, which are slots then, found by a warp from their ids: in the order of the
-// positions of their first rows, and rows in that of theirs.
+// The tiles of at most kMostFoundPositions positions, which are slots then, found by a warp from
+// their ids: in the order of the positions of their first rows, and rows in that of theirs.
 class FoundTiles {
   static constexpr int kRounds = kMostFoundPositions / 32;
 
@@ -63,7 +66,9 @@ class FoundTiles {
   int count_ = 0;
 
   // Whether this lane's position of a round is the first of a tile.
-  __device__ __forceinline__ bool starts(int round) const { return experts_[round] < none_ && ranks_[round] % kSlotRows == 0; }
+  __device__ __forceinline__ bool starts(int round) const {
+    return experts_[round] < none_ && ranks_[round] % kSlotRows == 0;
+  }
 
  public:
   // `counts`: room for a byte an expert, in whole 16.
@@ -72,14 +77,16 @@ class FoundTiles {
     int const lane = threadIdx.x % 32;
     unsigned const lanes_before = (1u << lane) - 1;
     load_experts<32>(route, lane, positions_, experts_);
-    for (int i = lane * 16; i < route.experts; i += 32 * 16) *reinterpret_cast<uint4*>(counts + i) = make_uint4(0, 0, 0, 0);
+    for (int i = lane * 16; i < route.experts; i += 32 * 16)
+      *reinterpret_cast<uint4*>(counts + i) = make_uint4(0, 0, 0, 0);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       if (i * 32 >= positions_) break;
       bool const exists = experts_[i] < none_;
       unsigned const same = __match_any_sync(~0u, experts_[i]);
-      int const earlier = exists ? counts[experts_[i]] : 0;  // those of all rounds need not fit in a byte: nobody reads them
+      // those of all rounds need not fit in a byte: nobody reads them
+      int const earlier = exists ? counts[experts_[i]] : 0;
       ranks_[i] = earlier + __popc(same & lanes_before);
       __syncwarp();
       if (exists && !(same & lanes_before)) counts[experts_[i]] = uint8_t(earlier + __popc(same));
@@ -100,7 +107,9 @@ class FoundTiles {
       int const lanes_before = __popc(starting & ((1u << lane) - 1));
       unsigned const here = __ballot_sync(~0u, starts(i) && tiles + lanes_before == index);
       tiles += __popc(starting);
-      if (here) expert = __shfl_sync(~0u, experts_[i], __ffs(here) - 1), first = __shfl_sync(~0u, ranks_[i], __ffs(here) - 1);
+      if (here)
+        expert = __shfl_sync(~0u, experts_[i], __ffs(here) - 1),
+        first = __shfl_sync(~0u, ranks_[i], __ffs(here) - 1);
     }
     int rows = 0;
 #pragma unroll
@@ -135,8 +144,8 @@ struct RowPieces {
   RowPieces() = default;
 };
 
-// A thread's sums of a tile, those of gate's row g and up's row g + 8 two by two: activation(gate) * up takes gate's place. Each
-// choice is made once for all of them.
+// A thread's sums of a tile, those of gate's row g and up's row g + 8 two by two:
+// activation(gate) * up takes gate's place. Each choice is made once for all of them.
 template <int kSums>
 __device__ __forceinline__ void gate(float (&sums)[kSums], Groups const& groups) {
   auto const each = [&](auto activation) {
@@ -161,8 +170,8 @@ __device__ __forceinline__ void gate(float (&sums)[kSums], Groups const& groups)
 }
 
 // Four sums of neighbouring features from n on to outputs of a row of the tile.
-__device__ __forceinline__ void finish_group(float (&v)[4], int x_row, int n, SlotTile const& tile, Groups const& groups,
-                                             EpilogueParams const& p) {
+__device__ __forceinline__ void finish_group(float (&v)[4], int x_row, int n, SlotTile const& tile,
+                                             Groups const& groups, EpilogueParams const& p) {
   if (x_row >= tile.rows || n >= p.n) return;
 #pragma unroll
   for (float& x : v) x = nan_unless_finite(x);
@@ -174,16 +183,19 @@ __device__ __forceinline__ void finish_group(float (&v)[4], int x_row, int n, Sl
   store_finished(v, tile.slots[x_row], n, p);
 }
 
-// A warp's sums of 16 rows of an expert from `row` on, gate's and up's of eight features, and eight rows of x from `first` of the
-// tile's on, in the order of wgmma's accumulators, to 16-bit outputs. `row_scales`: of the rows of x, or null.
-__device__ __forceinline__ void finish_gated(float (&v)[4], float const* row_scales, int first, int row, SlotTile const& tile,
-                                             Groups const& groups, EpilogueParams const& p) {
+// A warp's sums of 16 rows of an expert from `row` on, gate's and up's of eight features, and eight
+// rows of x from `first` of the tile's on, in the order of wgmma's accumulators, to 16-bit outputs.
+// `row_scales`: of the rows of x, or null.
+__device__ __forceinline__ void finish_gated(float (&v)[4], float const* row_scales, int first,
+                                             int row, SlotTile const& tile, Groups const& groups,
+                                             EpilogueParams const& p) {
   int const lane = threadIdx.x % 32;
   if (row_scales) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const x_row = first + lane % 4 * 2 + i;
-      float const scale = x_row < tile.rows ? row_scales[row_of_slot(groups, tile.slots[x_row])] : 0.0f;
+      float const scale =
+          x_row < tile.rows ? row_scales[row_of_slot(groups, tile.slots[x_row])] : 0.0f;
       v[i] *= scale, v[2 + i] *= scale;
     }
   }
@@ -203,7 +215,8 @@ __device__ __forceinline__ void finish_gated(float (&v)[4], float const* row_sca
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(pair) : "r"(pair));
   int const x_row = first + lane / 4, n = row / 2 + lane % 4 * 2;
   if (x_row < tile.rows && n < p.n)
-    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + int64_t(tile.slots[x_row]) * p.n + n) = pair;
+    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + int64_t(tile.slots[x_row]) * p.n +
+                                 n) = pair;
 }
 
 }  // namespace cutlass_ops

@@ -1,5 +1,5 @@
-// The sm_90a instructions of the wgmma kernels: CUTLASS's and CuTe's barriers, copies and MMA atoms under the names of what
-// they do here.
+// The sm_90a instructions of the wgmma kernels: CUTLASS's and CuTe's barriers, copies and MMA atoms
+// under the names of what they do here.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // 104, 144, 160 and 176 columns
@@ -23,68 +23,83 @@ namespace cutlass_ops {
 using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 using ClusterBarrier = cutlass::arch::ClusterBarrier;
 
-// Into the shared memory of a block of the cluster; `barrier`, at its place there, counts the bytes. No fence, which would wait
-// for every access to memory that is in flight.
-__device__ __forceinline__ void store_remote(void* here, float4 const& v, uint64_t* barrier, int rank) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                   cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), rank)),
-               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(barrier), rank))
-               : "memory");
+// Into the shared memory of a block of the cluster; `barrier`, at its place there, counts the
+// bytes. No fence, which would wait for every access to memory that is in flight.
+__device__ __forceinline__ void store_remote(void* here, float4 const& v, uint64_t* barrier,
+                                             int rank) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), rank)),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w),
+      "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(barrier), rank))
+      : "memory");
 }
-__device__ __forceinline__ void store_remote(uint32_t* here, uint32_t v, uint64_t* barrier, int rank) {
+__device__ __forceinline__ void store_remote(uint32_t* here, uint32_t v, uint64_t* barrier,
+                                             int rank) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
                    cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), rank)),
                "r"(v), "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(barrier), rank))
                : "memory");
 }
 
-// `bytes`, a multiple of 16, to the same place of the CTAs of the cluster that have a bit in `ctas`; `barrier`, at its place
-// there, counts them.
-__device__ __forceinline__ void bulk_copy_multicast(void const* from, uint64_t* barrier, uint16_t ctas, void* to, int bytes) {
+// `bytes`, a multiple of 16, to the same place of the CTAs of the cluster that have a bit in
+// `ctas`; `barrier`, at its place there, counts them.
+__device__ __forceinline__ void bulk_copy_multicast(void const* from, uint64_t* barrier,
+                                                    uint16_t ctas, void* to, int bytes) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
-          cute::cast_smem_ptr_to_uint(to)),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1], %2, [%3], %4;" ::"r"(cute::cast_smem_ptr_to_uint(to)),
       "l"(from), "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(barrier)), "h"(ctas)
       : "memory");
 }
 
-// CuTe's wgmma atoms of kBlockM columns, operand A in registers: 64 x 32 int8, int32 sums; 64 x 16 floats, fp32 sums.
+// CuTe's wgmma atoms of kBlockM columns, operand A in registers: 64 x 32 int8, int32 sums; 64 x 16
+// floats, fp32 sums.
 template <class Operand, class Sum, int kBlockM, int kColumns>
-using Wgmma = decltype(cute::SM90::GMMA::rs_op_selector<Operand, Operand, Sum,
-                                                        cute::Shape<cute::_64, cute::Int<kBlockM>, cute::Int<kColumns>>>());
+using Wgmma = decltype(cute::SM90::GMMA::rs_op_selector<
+                       Operand, Operand, Sum,
+                       cute::Shape<cute::_64, cute::Int<kBlockM>, cute::Int<kColumns>>>());
 template <int kBlockM>
 using Int8Wgmma = Wgmma<int8_t, int32_t, kBlockM, 32>;
 template <class Element, int kBlockM>
 using FloatWgmma =
-    Wgmma<std::conditional_t<std::is_same_v<Element, __half>, cutlass::half_t, cutlass::bfloat16_t>, float, kBlockM, 16>;
+    Wgmma<std::conditional_t<std::is_same_v<Element, __half>, cutlass::half_t, cutlass::bfloat16_t>,
+          float, kBlockM, 16>;
 
 template <class Atom, class Sum, size_t... I>
-__device__ __forceinline__ void wgmma_expand(uint32_t const (&a)[4], uint64_t b, Sum* sums, bool add,
-                                             std::index_sequence<I...>) {
+__device__ __forceinline__ void wgmma_expand(uint32_t const (&a)[4], uint64_t b, Sum* sums,
+                                             bool add, std::index_sequence<I...>) {
   using cute::SM90::GMMA::ScaleOut;
   Atom::fma(a[0], a[1], a[2], a[3], b, sums[I]..., add ? ScaleOut::One : ScaleOut::Zero);
 }
 
 // sums[64 x kBlockM] (+)= a[64 x 32] b[kBlockM x 32]^T, issued; `b` is a shared-memory descriptor.
 template <int kBlockM>
-__device__ __forceinline__ void wgmma_int8(uint32_t const (&a)[4], uint64_t b, uint32_t (&sums)[kBlockM / 2], bool add) {
+__device__ __forceinline__ void wgmma_int8(uint32_t const (&a)[4], uint64_t b,
+                                           uint32_t (&sums)[kBlockM / 2], bool add) {
   wgmma_expand<Int8Wgmma<kBlockM>>(a, b, sums, add, std::make_index_sequence<kBlockM / 2>{});
 }
 
 // sums[64 x kBlockM] (+)= a[64 x 16] b[kBlockM x 16]^T, issued.
 template <class Element, int kBlockM>
-__device__ __forceinline__ void wgmma_float(uint32_t const (&a)[4], uint64_t b, float (&sums)[kBlockM / 2], bool add) {
-  wgmma_expand<FloatWgmma<Element, kBlockM>>(a, b, sums, add, std::make_index_sequence<kBlockM / 2>{});
+__device__ __forceinline__ void wgmma_float(uint32_t const (&a)[4], uint64_t b,
+                                            float (&sums)[kBlockM / 2], bool add) {
+  wgmma_expand<FloatWgmma<Element, kBlockM>>(a, b, sums, add,
+                                             std::make_index_sequence<kBlockM / 2>{});
 }
 
-// Loads of shared memory that stay where they are written: the compiler would move them to their first use, where their latency
-// shows.
+// Loads of shared memory that stay where they are written: the compiler would move them to their
+// first use, where their latency shows.
 __device__ __forceinline__ void load_shared(uint32_t address, uint32_t (&v)[4]) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(address));
 }
 
 __device__ __forceinline__ void load_shared(uint32_t address, float (&v)[4]) {
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(address));
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "r"(address));
 }
 
 // Keep the compiler from moving uses of registers that an MMA in flight reads or writes.
@@ -100,21 +115,23 @@ __device__ __forceinline__ void fence_registers(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// Descriptor of a K-major operand of 128-byte rows in the 128-byte swizzle: 8 rows to an atom of 1024 bytes, atoms 1024 bytes
-// apart (PTX ISA, "Matrix descriptor": start address / 16 in bits 0..13, stride / 16 from bit 32, swizzle mode 1 from bit 62).
-// The atom starts on 1024 bytes; 32 columns further is +2.
+// Descriptor of a K-major operand of 128-byte rows in the 128-byte swizzle: 8 rows to an atom of
+// 1024 bytes, atoms 1024 bytes apart (PTX ISA, "Matrix descriptor": start address / 16 in bits
+// 0..13, stride / 16 from bit 32, swizzle mode 1 from bit 62). The atom starts on 1024 bytes; 32
+// columns further is +2.
 __device__ __forceinline__ uint64_t operand_descriptor(uint32_t shared) {
   return uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | ((shared >> 4) & 0x3fff);
 }
 
-// The same where `shared` is the same in all lanes, kept in uniform registers, which is where wgmma takes it from.
+// The same where `shared` is the same in all lanes, kept in uniform registers, which is where
+// wgmma takes it from.
 __device__ __forceinline__ uint64_t uniform_operand_descriptor(void const* shared) {
   uint32_t address = __shfl_sync(~0u, (cute::cast_smem_ptr_to_uint(shared) >> 4) & 0x3fff, 0);
   return uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | address;
 }
 
-// Descriptor of 32 columns of bytes of which the first 16 are the second 16 too: 16 bytes a row, not swizzled, 8 rows to 128
-// bytes.
+// Descriptor of 32 columns of bytes of which the first 16 are the second 16 too: 16 bytes a row,
+// not swizzled, 8 rows to 128 bytes.
 __device__ __forceinline__ uint64_t repeated_descriptor(void const* shared) {
   return uint64_t(128 / 16) << 32 | ((cute::cast_smem_ptr_to_uint(shared) >> 4) & 0x3fff);
 }

@@ -6,17 +6,21 @@
 
 namespace cutlass_ops::hopper {
 
-// The usual outputs: a thread finishes and rounds its own sums, whose rows it holds two of; transposing stores put each token's
-// 64 outputs side by side, in the 128-byte swizzle, and one thread's copy stores them while the next tile is begun. The general
-// path below takes many times as long, and meanwhile the ring of stages stands still for both blocks. `end`: of an expert's rows
-// of x.
+// The usual outputs: a thread finishes and rounds its own sums, whose rows it holds two of;
+// transposing stores put each token's 64 outputs side by side, in the 128-byte swizzle, and one
+// thread's copy stores them while the next tile is begun. The general path below takes many
+// times as long, and meanwhile the ring of stages stands still for both blocks. `end`: of an
+// expert's rows of x.
 template <class C>
-__device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* staging, CUtensorMap const& map, Params const& p,
-                                             ThreadCoord<C> const& coord, int row0, int m0, int end = 0) {
+__device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* staging,
+                                             CUtensorMap const& map, Params const& p,
+                                             ThreadCoord<C> const& coord, int row0, int m0,
+                                             int end = 0) {
   EpilogueParams const& e = p.epilogue;
   int n = row0 + coord.warpgroup * kRowsPerPanel, barrier = 1 + coord.warpgroup;
   bool copies = coord.warp == 0 && coord.lane == 0;
-  // Each choice is made once for all sums: made for each of them, they take twice as many instructions.
+  // Each choice is made once for all sums: made for each of them, they take twice as
+  // many instructions.
   bool clamped = e.activation != Activation::kNone;
 #pragma unroll
   for (float& sum : sums) sum = nan_unless_finite(sum);
@@ -32,7 +36,8 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
     }
   }
   if (clamped || e.limit < HUGE_VALF) {
-    float low = fmaxf(clamped ? e.low : -HUGE_VALF, -e.limit), high = fminf(clamped ? e.high : HUGE_VALF, e.limit);
+    float low = fmaxf(clamped ? e.low : -HUGE_VALF, -e.limit),
+          high = fminf(clamped ? e.high : HUGE_VALF, e.limit);
 #pragma unroll
     for (float& sum : sums) sum = clamp_keeping_nan(sum, low, high);
   }
@@ -40,11 +45,12 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
   for (int first = 0; first < C::kBlockM; first += C::kLineRows) {
     if (copies) cute::tma_store_wait<0>();  // the lines before have been read
     cutlass::arch::NamedBarrier::sync(128, barrier);
-    uint8_t* lines = reinterpret_cast<uint8_t*>(staging) + coord.warpgroup * C::kLineRows * C::kLineBytes;
-    // Four 8 x 8 matrices an instruction: rows g and g + 8 of eight rows of x, then of the next eight. The lane gives the
-    // address of one line of one.
-    int matrix =
-        (coord.lane / 16 * 8 + coord.lane % 8) * C::kLineBytes + ((coord.warp * 2 + coord.lane / 8 % 2) ^ coord.lane % 8) * 16;
+    uint8_t* lines =
+        reinterpret_cast<uint8_t*>(staging) + coord.warpgroup * C::kLineRows * C::kLineBytes;
+    // Four 8 x 8 matrices an instruction: rows g and g + 8 of eight rows of x, then of the next
+    // eight. The lane gives the address of one line of one.
+    int matrix = (coord.lane / 16 * 8 + coord.lane % 8) * C::kLineBytes +
+                 ((coord.warp * 2 + coord.lane / 8 % 2) ^ coord.lane % 8) * 16;
     auto const stage = [&](auto type) {
 #pragma unroll
       for (int j = 0; j < C::kLineRows / 16 && first + 16 * j < C::kBlockM; ++j) {
@@ -54,8 +60,9 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
           float const* pair = sums + first / 2 + 8 * j + 2 * i;
           pairs[i] = pack_pair<decltype(type)>(pair[0], pair[1]);
         }
-        cute::SM90_U16x8_STSM_T::copy(pairs[0], pairs[1], pairs[2], pairs[3],
-                                      *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * C::kLineBytes));
+        cute::SM90_U16x8_STSM_T::copy(
+            pairs[0], pairs[1], pairs[2], pairs[3],
+            *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * C::kLineBytes));
       }
     };
     if (e.out_type == DataType::kFloat16) {
@@ -76,36 +83,43 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
   }
 }
 
-// A slice of a tile of the stream-K tail: the warps of all clusters but the one with the first slice store their sums in the
-// workspace, in the order of registers, and set their flags; those of the first wait for the flags, add in the order of K, and
-// return true: they store the tile. They wait only for clusters of lower numbers, which were started before. The workspace is
-// uninitialised, but holds no flag of this launch: a flag is cleared by its reader, so that a graph replays the same launch
-// correctly.
+// A slice of a tile of the stream-K tail: the warps of all clusters but the one with the first
+// slice store their sums in the workspace, in the order of registers, and set their flags; those of
+// the first wait for the flags, add in the order of K, and return true: they store the tile. They
+// wait only for clusters of lower numbers, which were started before. The workspace is
+// uninitialised, but holds no flag of this launch: a flag is cleared by its reader, so that a graph
+// replays the same launch correctly.
 template <class C>
-__device__ __forceinline__ bool add_parts(float (&sums)[C::kSums], Params const& p, ThreadCoord<C> const& coord,
+__device__ __forceinline__ bool add_parts(float (&sums)[C::kSums], Params const& p,
+                                          ThreadCoord<C> const& coord,
                                           typename C::Work::Part part) {
   constexpr int kStride = C::kCluster * C::kWarpgroups * C::kSums * 128;  // floats of a slice
   int row_panel = coord.rank * C::kWarpgroups + coord.warpgroup, others = p.splits - 1;
-  float* parts = p.splitk_workspace + int64_t(part.split_tile * others) * kStride + row_panel * C::kSums * 128 +
-                 coord.warp * 32 + coord.lane;
+  float* parts = p.splitk_workspace + int64_t(part.split_tile * others) * kStride +
+                 row_panel * C::kSums * 128 + coord.warp * 32 + coord.lane;
   constexpr int kFlags = C::kCluster * C::kWarpgroups * 4;
   uint64_t* flags = p.flags + part.split_tile * others * kFlags + row_panel * 4 + coord.warp;
-  // One float at a time: a vector needs consecutive registers, and the main loop runs slower (up to 4 %) with such a register
-  // assignment.
+  // One float at a time: a vector needs consecutive registers, and the main loop runs slower (up to
+  // 4 %) with such a register assignment.
   if (part.split > 0) {
     float* to = parts + int64_t(part.split - 1) * kStride;
 #pragma unroll
     for (int i = 0; i < C::kSums; ++i) __stcg(to + i * 128, sums[i]);
     __syncwarp();
     if (coord.lane == 0) {
-      asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flags + (part.split - 1) * kFlags), "l"(p.flag) : "memory");
+      asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flags + (part.split - 1) * kFlags),
+                   "l"(p.flag)
+                   : "memory");
     }
     return false;
   }
   if (coord.lane < others) {
     uint64_t found;
     do {
-      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(flags + coord.lane * kFlags) : "memory");
+      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
+                   : "=l"(found)
+                   : "l"(flags + coord.lane * kFlags)
+                   : "memory");
     } while (found != p.flag);
     flags[coord.lane * kFlags] = 0;
   }
@@ -118,9 +132,11 @@ __device__ __forceinline__ bool add_parts(float (&sums)[C::kSums], Params const&
   return true;
 }
 
-// Epilogue store of a tile, or of a slice of one, through shared memory, kStoreRows at a time, so that whole lines are stored.
+// Epilogue store of a tile, or of a slice of one, through shared memory, kStoreRows at a time, so
+// that whole lines are stored.
 template <class C>
-__device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging, CUtensorMap const& map, Params const& p,
+__device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging,
+                                      CUtensorMap const& map, Params const& p,
                                       ThreadCoord<C> const& coord, int index, int row0, int m0) {
   float* splitk_workspace = nullptr;
   if (index >= p.whole_tiles) {
@@ -132,25 +148,30 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging, C
     }
   }
   if (p.store_halves) return store_halves<C>(sums, staging, map, p, coord, row0, m0);
-  int n = row0 + coord.warpgroup * kRowsPerPanel, thread = coord.warp * 32 + coord.lane, barrier = 1 + coord.warpgroup;
+  int n = row0 + coord.warpgroup * kRowsPerPanel, thread = coord.warp * 32 + coord.lane,
+      barrier = 1 + coord.warpgroup;
   staging += coord.warpgroup * C::kStoreRows * C::kStoreStride;
 #pragma unroll
   for (int first = 0; first < C::kBlockM; first += C::kStoreRows) {
     cutlass::arch::NamedBarrier::sync(128, barrier);  // what was staged before has been read
 #pragma unroll
     for (int i = 0; i < C::kStoreRows / 2; ++i) {
-      int x_row = i / 4 * 8 + coord.lane % 4 * 2 + i % 2, row = coord.warp * 16 + coord.lane / 4 + i % 4 / 2 * 8;
+      int x_row = i / 4 * 8 + coord.lane % 4 * 2 + i % 2,
+          row = coord.warp * 16 + coord.lane / 4 + i % 4 / 2 * 8;
       staging[x_row * C::kStoreStride + row] = sums[first / 2 + i];
     }
     cutlass::arch::NamedBarrier::sync(128, barrier);
     int column = thread % 8 * 8;
     if (n + column >= (splitk_workspace ? p.n_pad : p.epilogue.n)) continue;
 #pragma unroll 1
-    for (int x_row = thread / 8; x_row < C::kStoreRows && m0 + first + x_row < p.epilogue.m; x_row += 16) {
-      float4 const* source = reinterpret_cast<float4 const*>(staging + x_row * C::kStoreStride + column);
+    for (int x_row = thread / 8; x_row < C::kStoreRows && m0 + first + x_row < p.epilogue.m;
+         x_row += 16) {
+      float4 const* source =
+          reinterpret_cast<float4 const*>(staging + x_row * C::kStoreStride + column);
       float4 a = source[0], b = source[1];
       if (splitk_workspace) {
-        float4* to = reinterpret_cast<float4*>(splitk_workspace + int64_t(m0 + first + x_row) * p.n_pad + n + column);
+        float4* to = reinterpret_cast<float4*>(splitk_workspace +
+                                               int64_t(m0 + first + x_row) * p.n_pad + n + column);
         to[0] = a, to[1] = b;
       } else {
         float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
@@ -160,10 +181,11 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging, C
   }
 }
 
-// Of int8 activations with a scale a row, whose codes' values were multiplied as floats. `end`: of an expert's rows of x.
+// Of int8 activations with a scale a row, whose codes' values were multiplied as floats. `end`: of
+// an expert's rows of x.
 template <class C>
-__device__ __forceinline__ void scale_x_rows(float (&sums)[C::kSums], typename C::Params const& p, ThreadCoord<C> const& coord,
-                                             int m0, int end = 0) {
+__device__ __forceinline__ void scale_x_rows(float (&sums)[C::kSums], typename C::Params const& p,
+                                             ThreadCoord<C> const& coord, int m0, int end = 0) {
   if (!p.x.scales) return;
   if constexpr (C::kGrouped) {
     if (p.groups.positions) {
@@ -178,25 +200,28 @@ __device__ __forceinline__ void scale_x_rows(float (&sums)[C::kSums], typename C
   }
 #pragma unroll
   for (int j = 0; j < C::kBlockM / 8; ++j) {
-    float2 const scale = __ldg(reinterpret_cast<float2 const*>(p.x.scales + min(m0 + 8 * j, p.x.stride - 8)) + coord.lane % 4);
+    float2 const scale =
+        __ldg(reinterpret_cast<float2 const*>(p.x.scales + min(m0 + 8 * j, p.x.stride - 8)) +
+              coord.lane % 4);
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[4 * j + i] *= i % 2 ? scale.y : scale.x;
   }
 }
 
-// 16-bit outputs of a tile of experts: one for each feature, or, where a thread's rows g and g + 8 are gate's and up's of one
-// feature, activation(gate) * up.
+// 16-bit outputs of a tile of experts: one for each feature, or, where a thread's rows g and g + 8
+// are gate's and up's of one feature, activation(gate) * up.
 template <class C>
-__device__ __forceinline__ void store_group(float (&sums)[C::kSums], float* staging, CUtensorMap const& map,
-                                            GroupedParams const& p, ThreadCoord<C> const& coord, typename C::Work const& work,
-                                            int row0) {
+__device__ __forceinline__ void store_group(float (&sums)[C::kSums], float* staging,
+                                            CUtensorMap const& map, GroupedParams const& p,
+                                            ThreadCoord<C> const& coord,
+                                            typename C::Work const& work, int row0) {
   Groups const& groups = p.groups;
   int const m0 = work.first_x_row, row_panel = row0 / kRowsPerPanel + coord.warpgroup;
 #pragma unroll
   for (float& sum : sums) sum = nan_unless_finite(sum);
   if (groups.bias && row_panel < groups.row_panels) {
-    int64_t const row =
-        (int64_t(work.expert) * groups.row_panels + row_panel) * kRowsPerPanel + coord.warp * 16 + coord.lane / 4;
+    int64_t const row = (int64_t(work.expert) * groups.row_panels + row_panel) * kRowsPerPanel +
+                        coord.warp * 16 + coord.lane / 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float const bias = load_float(groups.bias, groups.bias_type, row + h * 8);
@@ -212,7 +237,8 @@ __device__ __forceinline__ void store_group(float (&sums)[C::kSums], float* stag
   constexpr int kLineRows = C::kBlockM < 2 * C::kLineRows ? C::kBlockM : 2 * C::kLineRows;
   int const barrier = 1 + coord.warpgroup, n = row_panel * kFeatures;
   bool const copies = coord.warp == 0 && coord.lane == 0;
-  uint8_t* const lines = reinterpret_cast<uint8_t*>(staging) + coord.warpgroup * kLineRows * kLineBytes;
+  uint8_t* const lines =
+      reinterpret_cast<uint8_t*>(staging) + coord.warpgroup * kLineRows * kLineBytes;
   // Two 8 x 8 matrices an instruction: eight features of eight rows of x, then of the next eight.
   int const line = coord.lane % 16, matrix = line * kLineBytes + (coord.warp ^ line / 2 % 4) * 16;
 #pragma unroll
@@ -223,8 +249,10 @@ __device__ __forceinline__ void store_group(float (&sums)[C::kSums], float* stag
 #pragma unroll
       for (int j = 0; j < kLineRows / 16 && first + 16 * j < C::kBlockM; ++j) {
         float const* pair = sums + first / 2 + 8 * j;
-        cute::SM90_U16x4_STSM_T::copy(pack_pair<decltype(type)>(pair[0], pair[1]), pack_pair<decltype(type)>(pair[4], pair[5]),
-                                      *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * kLineBytes));
+        cute::SM90_U16x4_STSM_T::copy(
+            pack_pair<decltype(type)>(pair[0], pair[1]),
+            pack_pair<decltype(type)>(pair[4], pair[5]),
+            *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * kLineBytes));
       }
     };
     if (p.epilogue.out_type == DataType::kFloat16) {
@@ -237,7 +265,8 @@ __device__ __forceinline__ void store_group(float (&sums)[C::kSums], float* stag
     if (copies && n < p.epilogue.n) {
 #pragma unroll
       for (int i = 0; i < kLineRows && first + i < C::kBlockM; i += kSlotRows)
-        if (m0 + first + i < work.end_x_row) cute::SM90_TMA_STORE_2D::copy(&map, lines + i * kLineBytes, n, m0 + first + i);
+        if (m0 + first + i < work.end_x_row)
+          cute::SM90_TMA_STORE_2D::copy(&map, lines + i * kLineBytes, n, m0 + first + i);
       cute::tma_store_arrive();
     }
   }

@@ -1,8 +1,9 @@
-// What the wgmma kernels share: a persistent GEMM of clusters of two blocks whose ring of stages keeps turning from tile to
-// tile.
+// What the wgmma kernels share: a persistent GEMM of clusters of two blocks whose ring of stages
+// keeps turning from tile to tile.
 //
-// A block computes 128 output features x kBlockM (256 with four warpgroups that multiply). The two blocks of a cluster take
-// neighbouring rows of W and the same rows of x, and each loads half of the rows of x for both.
+// A block computes 128 output features x kBlockM (256 with four warpgroups that multiply). The two
+// blocks of a cluster take neighbouring rows of W and the same rows of x, and each loads half of
+// the rows of x for both.
 //
 //                       kBlockM ->
 //             +---------------------------+
@@ -13,12 +14,14 @@
 //         192 | warpgroup 2               |
 //             +---------------------------+
 //
-// Warpgroup 0 loads: one warp the weights, one the rows of x, each waiting for a free stage; where stages bring token scales, a
-// third brings them into the order of the accumulators. Warpgroups 1 and 2 run C::consume, each on its own, so that one keeps
-// the tensor cores busy while the other promotes.
+// Warpgroup 0 loads: one warp the weights, one the rows of x, each waiting for a free stage;
+// where stages bring token scales, a third brings them into the order of the accumulators.
+// Warpgroups 1 and 2 run C::consume, each on its own, so that one keeps the tensor cores busy
+// while the other promotes.
 //
-// Clusters take tiles in turn. The stream-K tail, which is left after full waves, may be split along K, so that all clusters
-// end at about the same time (add_parts()); where the tiles fill no wave, all may be split, and splitk_reduce adds the slices.
+// Clusters take tiles in turn. The stream-K tail, which is left after full waves, may be split
+// along K, so that all clusters end at about the same time (add_parts()); where the tiles fill no
+// wave, all may be split, and splitk_reduce adds the slices.
 #pragma once
 
 #include <algorithm>
@@ -34,8 +37,8 @@ namespace cutlass_ops::hopper {
 
 // The body of a kernel; `stages` is its dynamic shared memory.
 template <class C>
-__device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUtensorMap const& out_map,
-                                    typename C::Params const& p) {
+__device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map,
+                                    CUtensorMap const& out_map, typename C::Params const& p) {
   auto* staging = reinterpret_cast<float*>(stages + C::kStages * C::kStageBytes);
   static_assert(sizeof(Barriers<C>) <= 256);
   auto& barriers = *reinterpret_cast<Barriers<C>*>(stages + C::kSharedBytes - 256);
@@ -44,7 +47,8 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
   bool const index = by_index<C>(p);
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
-      // The two loading threads; or that of the weights, and the lanes that bring rows by their numbers.
+      // The two loading threads; or that of the weights, and the lanes that bring rows
+      // by their numbers.
       TransactionBarrier::init(&barriers.full[i], index ? 1 + 32 * kIndexWarps : 2);
       ClusterBarrier::init(&barriers.empty[i], C::kCluster * C::kWarpgroups * 4);
       ClusterBarrier::init(&barriers.prepared[i], 32 * preparing_warps);  // the lanes
@@ -56,9 +60,9 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
   if (index) pdl_wait();  // tiles are those of the kernel before
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<C::kLoadingRegisters>();
-    // The same in all lanes, as the compiler can see: then a role's addresses stay in the uniform registers that copies take
-    // them from. Otherwise every copy becomes a loop over the lanes that might differ, and its instructions slow down
-    // concurrent MMAs.
+    // The same in all lanes, as the compiler can see: then a role's addresses stay in the uniform
+    // registers that copies take them from. Otherwise every copy becomes a loop over the lanes that
+    // might differ, and its instructions slow down concurrent MMAs.
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == 0) produce_weights<C>(stages, barriers, p, rank);
     if (warp == 1 && !index) produce_x_rows<C>(stages, barriers, p, map, rank);
@@ -88,21 +92,22 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
   cute::cluster_wait();
 }
 
-// A number that no other launch of this process has, and that arbitrary memory holds with a chance of 2^-64: a counter's bits,
-// well mixed.
+// A number that no other launch of this process has, and that arbitrary memory holds with a chance
+// of 2^-64: a counter's bits, well mixed.
 inline uint64_t new_flag() {
-  static std::atomic<uint64_t> launches{uint64_t(std::chrono::steady_clock::now().time_since_epoch().count())};
+  static std::atomic<uint64_t> launches{
+      uint64_t(std::chrono::steady_clock::now().time_since_epoch().count())};
   uint64_t x = launches.fetch_add(0x9e3779b97f4a7c15);
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
   x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
   return x ^ (x >> 31);
 }
 
-// Of experts: as many clusters as the GPU has places for, each with every so many tiles. Outputs are 16-bit floats, whose rows
-// start on 16 bytes.
+// Of experts: as many clusters as the GPU has places for, each with every so many tiles. Outputs
+// are 16-bit floats, whose rows start on 16 bytes.
 template <class C>
-Status launch_grouped(void (*kernel)(CUtensorMap, CUtensorMap, GroupedParams), GroupedGemm const& problem, Plan const& plan,
-                      Stream stream) {
+Status launch_grouped(void (*kernel)(CUtensorMap, CUtensorMap, GroupedParams),
+                      GroupedGemm const& problem, Plan const& plan, Stream stream) {
   PackedWeight const& w = problem.weight;
   int const weight_tiles = int(padded_k(w.k) / kKPerTile);
   bool const short_groups = w.group_size > 0 && w.group_size < kKPerTile;
@@ -123,7 +128,8 @@ Status launch_grouped(void (*kernel)(CUtensorMap, CUtensorMap, GroupedParams), G
   int const columns = codes ? int(padded_k(w.k)) : w.k, x_bytes = codes ? 1 : 2;
   Status status;
   if (!problem.groups.positions)
-    status = encode_x_rows(problem.x, x_bytes, problem.rows, columns, problem.x_stride * x_bytes, p.half_x_rows, &map);
+    status = encode_x_rows(problem.x, x_bytes, problem.rows, columns, problem.x_stride * x_bytes,
+                           p.half_x_rows, &map);
   if (status.ok() && problem.groups.gated) status = encode_gated_rows(e.out, e.m, e.n, &out_map);
   if (status.ok() && !problem.groups.gated)
     status = encode_x_rows(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kXBoxRows, &out_map);
@@ -132,43 +138,46 @@ Status launch_grouped(void (*kernel)(CUtensorMap, CUtensorMap, GroupedParams), G
 }
 
 template <class C>
-Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Params), GemmProblem const& problem,
-                         Plan const& plan, float* splitk_workspace, CUtensorMap const& map, Stream stream,
-                         int band_tiles = 16) {
+Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Params),
+                         GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                         CUtensorMap const& map, Stream stream, int band_tiles = 16) {
   PackedWeight const& w = problem.weight;
   int const clusters = plan.grid_x / C::kCluster;
   int const weight_tiles = int(padded_k(w.k) / kKPerTile), n_pad = int(padded_rows(w.n));
   int k_tiles = weight_tiles;
   if constexpr (C::kWindowTiles > 0) k_tiles += compensation_windows(weight_tiles, C::kBits);
-  bool const short_groups = w.group_size > 0 && w.group_size < kKPerTile, along_m = plan.ctas_along_m > 1;
-  if (along_m && !C::kSplitsRows) return {Status::kInvalid, std::string(plan.kernel) + " has no clusters along M"};
-  Params p{w,
-           problem.quantized,
-           EpilogueParams(problem),
-           splitk_workspace,
-           plan.tail_tiles ? reinterpret_cast<uint64_t*>(splitk_workspace + part_floats(plan)) : nullptr,
-           plan.tail_tiles ? new_flag() : 0,
-           int(ceil_div(n_pad, plan.block_n)),
-           int(ceil_div(problem.m, plan.block_m)),
-           k_tiles,
-           n_pad,
-           0,
-           plan.tail_tiles,
-           plan.slices,
-           plan.tail,
-           0,
-           clusters,
-           band_tiles,
-           w.group_size == -1 ? weight_tiles
-           : short_groups     ? 1
-                              : w.group_size / kKPerTile,
-           short_groups ? kKPerTile / w.group_size : 1,
-           size_of(w.scale_type),
-           size_of(w.offset_type),
-           along_m ? C::kBlockM / C::kCluster : half_x_rows<C>(problem.m),
-           false,
-           along_m,
-           ImageTiles(problem)};
+  bool const short_groups = w.group_size > 0 && w.group_size < kKPerTile,
+             along_m = plan.ctas_along_m > 1;
+  if (along_m && !C::kSplitsRows)
+    return {Status::kInvalid, std::string(plan.kernel) + " has no clusters along M"};
+  Params p{
+      w,
+      problem.quantized,
+      EpilogueParams(problem),
+      splitk_workspace,
+      plan.tail_tiles ? reinterpret_cast<uint64_t*>(splitk_workspace + part_floats(plan)) : nullptr,
+      plan.tail_tiles ? new_flag() : 0,
+      int(ceil_div(n_pad, plan.block_n)),
+      int(ceil_div(problem.m, plan.block_m)),
+      k_tiles,
+      n_pad,
+      0,
+      plan.tail_tiles,
+      plan.slices,
+      plan.tail,
+      0,
+      clusters,
+      band_tiles,
+      w.group_size == -1 ? weight_tiles
+      : short_groups     ? 1
+                         : w.group_size / kKPerTile,
+      short_groups ? kKPerTile / w.group_size : 1,
+      size_of(w.scale_type),
+      size_of(w.offset_type),
+      along_m ? C::kBlockM / C::kCluster : half_x_rows<C>(problem.m),
+      false,
+      along_m,
+      ImageTiles(problem)};
   int const tiles = p.row_pairs * p.m_tiles;
   if (plan.slices > 1 && plan.tail_tiles == 0) p.split_tiles = tiles;  // split-K
   p.whole_tiles = tiles - p.split_tiles;
@@ -176,20 +185,24 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Pa
                    ? p.whole_tiles + p.tail_split.tiles_per_cluster * clusters
                    : p.whole_tiles + p.split_tiles * (p.tail_split.parts - 1) + p.tail_split.last;
   EpilogueParams const& e = p.epilogue;
-  p.store_halves = (!splitk_workspace || p.flags) && !e.residual && e.vector_store && e.out_type != DataType::kFloat32 &&
+  p.store_halves = (!splitk_workspace || p.flags) && !e.residual && e.vector_store &&
+                   e.out_type != DataType::kFloat32 &&
                    (e.activation == Activation::kNone || is_clamp(e.activation));
   CUtensorMap out_map = {};
   if (p.store_halves) {
-    if (Status status = encode_x_rows(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kXBoxRows, &out_map); !status.ok())
+    if (Status status = encode_x_rows(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kXBoxRows, &out_map);
+        !status.ok())
       return status;
   }
   if constexpr (C::kWindowTiles > 0) {
     CompensatedParams compensated{p, {}, weight_tiles};
     int const columns = int(zero_columns(w.k));
-    Status status = encode_x_rows(problem.quantized.zero_values, 2, problem.m, columns, int64_t(columns) * 2,
-                                  C::kBlockM / C::kCluster, &compensated.zero_values);
+    Status status =
+        encode_x_rows(problem.quantized.zero_values, 2, problem.m, columns, int64_t(columns) * 2,
+                      C::kBlockM / C::kCluster, &compensated.zero_values);
     if (!status.ok()) return status;
-    return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, compensated);
+    return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map,
+                       compensated);
   } else {
     return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, p);
   }

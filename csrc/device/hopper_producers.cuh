@@ -1,5 +1,5 @@
-// What the loading warps of the persistent wgmma GEMM (hopper_gemm.cuh) do: copies of weights and of
-// rows of x into the ring of stages.
+// What the loading warps of the persistent wgmma GEMM (hopper_gemm.cuh) do: copies of weights and
+// of rows of x into the ring of stages.
 #pragma once
 
 #include "device/hopper_tiles.cuh"
@@ -9,23 +9,28 @@ namespace cutlass_ops::hopper {
 
 // Where a cluster's CTAs have the same features, each copies one of the row panels into both.
 template <class C>
-__device__ __forceinline__ void share_row_panel(uint8_t* stage, uint64_t* full, Params const& p, int row_panel, int chunk,
-                                                int vector) {
+__device__ __forceinline__ void share_row_panel(uint8_t* stage, uint64_t* full, Params const& p,
+                                                int row_panel, int chunk, int vector) {
   static_assert(!C::kSplitsRows || C::kWarpgroups == C::kCluster);
   constexpr int kChunk = k_tile_bytes(C::kBits);
   constexpr uint16_t kEveryCta = (1 << C::kCluster) - 1;
-  auto const copy = [&](void const* from, int to, int bytes) { bulk_copy_multicast(from, full, kEveryCta, stage + to, bytes); };
+  auto const copy = [&](void const* from, int to, int bytes) {
+    bulk_copy_multicast(from, full, kEveryCta, stage + to, bytes);
+  };
   copy(p.weight.codes + int64_t(chunk) * kChunk, C::kWeights + row_panel * kChunk, kChunk);
   if (C::kLoadScales) {
     copy(static_cast<uint8_t const*>(p.weight.scales) + int64_t(vector) * p.scale_bytes,
          C::kScales + row_panel * kRowsPerPanel * p.scale_bytes, kRowsPerPanel * p.scale_bytes);
   }
-  if (C::kZeros) copy(p.weight.zeros + vector, C::kZeroPoints + row_panel * kRowsPerPanel, kRowsPerPanel);
+  if (C::kZeros)
+    copy(p.weight.zeros + vector, C::kZeroPoints + row_panel * kRowsPerPanel, kRowsPerPanel);
 }
 
-// One warp starts the copies of weights, scales and zero points. They do not depend on the kernel before and start at once.
+// One warp starts the copies of weights, scales and zero points. They do not depend on the kernel
+// before and start at once.
 template <class C>
-__device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p, int rank) {
+__device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& barriers,
+                                                typename C::Params const& p, int rank) {
   using Copy = cute::SM90_BULK_COPY_G2S;
   constexpr int kChunk = k_tile_bytes(C::kBits);
   bool leader = cute::elect_one_sync();
@@ -37,10 +42,13 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
     // The last pair may reach beyond N.
     int row_panels = max(0, min(C::kWarpgroups, (rows_of_weight<C>(p) - row0) / kRowsPerPanel));
     if constexpr (C::kGrouped) row0 += work.expert * p.groups.row_panels * kRowsPerPanel;
-    int bytes = row_panels * (kChunk + kRowsPerPanel * ((C::kLoadScales ? p.scale_bytes : 0) + (C::kZeros ? 1 : 0)));
+    int bytes =
+        row_panels *
+        (kChunk + kRowsPerPanel * ((C::kLoadScales ? p.scale_bytes : 0) + (C::kZeros ? 1 : 0)));
     // 32-bit indices, not pointers: this role has 40 registers.
     int weight_tiles = p.k_tiles, tile = k;
-    if constexpr (C::kWindowTiles > 0) weight_tiles = p.weight_tiles, tile = WindowPosition<C::kWindowTiles>(k, p).tile;
+    if constexpr (C::kWindowTiles > 0)
+      weight_tiles = p.weight_tiles, tile = WindowPosition<C::kWindowTiles>(k, p).tile;
     int chunk = row0 / kRowsPerPanel * weight_tiles + tile, group = tile / p.group_tiles;
     int until_next = (group + 1) * p.group_tiles - tile, vector = group * p.n_pad + row0;
 #pragma unroll 1
@@ -54,16 +62,20 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
           pdl_wait();  // the product's own launch may have made the sums
           if (leader) {
             int const windows = p.k_tiles - weight_tiles;
-            TransactionBarrier::arrive_and_expect_tx(full, row_panels * (kChunk + kRowsPerPanel * p.scale_bytes));
+            TransactionBarrier::arrive_and_expect_tx(
+                full, row_panels * (kChunk + kRowsPerPanel * p.scale_bytes));
 #pragma unroll
             for (int row_panel = 0; row_panel < C::kWarpgroups; ++row_panel) {
               if (row_panel < row_panels)
-                Copy::copy(p.weight.sums + (int64_t(row0 / kRowsPerPanel + row_panel) * windows + coord.window) * kChunk, full,
-                           stage + C::kWeights + row_panel * kChunk, kChunk);
+                Copy::copy(p.weight.sums + (int64_t(row0 / kRowsPerPanel + row_panel) * windows +
+                                            coord.window) *
+                                               kChunk,
+                           full, stage + C::kWeights + row_panel * kChunk, kChunk);
             }
             if (row_panels > 0)
-              Copy::copy(static_cast<uint8_t const*>(p.weight.sum_scales) + int64_t(row0) * p.scale_bytes, full,
-                         stage + C::kScales, row_panels * kRowsPerPanel * p.scale_bytes);
+              Copy::copy(
+                  static_cast<uint8_t const*>(p.weight.sum_scales) + int64_t(row0) * p.scale_bytes,
+                  full, stage + C::kScales, row_panels * kRowsPerPanel * p.scale_bytes);
           }
           continue;
         }
@@ -72,7 +84,8 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
         if (leader) {
           TransactionBarrier::arrive_and_expect_tx(full, bytes);
           if (rank < row_panels)
-            share_row_panel<C>(stage, full, p, rank, chunk + rank * weight_tiles, vector + rank * kRowsPerPanel);
+            share_row_panel<C>(stage, full, p, rank, chunk + rank * weight_tiles,
+                               vector + rank * kRowsPerPanel);
         }
       } else if (leader) {
         TransactionBarrier::arrive_and_expect_tx(full, bytes);
@@ -83,11 +96,12 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
                        stage + C::kWeights + row_panel * kChunk, kChunk);
         }
         if (C::kLoadScales && row_panels > 0) {
-          Copy::copy(static_cast<uint8_t const*>(p.weight.scales) + int64_t(vector) * p.scale_bytes, full, stage + C::kScales,
-                     row_panels * kRowsPerPanel * p.scale_bytes);
+          Copy::copy(static_cast<uint8_t const*>(p.weight.scales) + int64_t(vector) * p.scale_bytes,
+                     full, stage + C::kScales, row_panels * kRowsPerPanel * p.scale_bytes);
         }
         if (C::kZeros && row_panels > 0)
-          Copy::copy(p.weight.zeros + vector, full, stage + C::kZeroPoints, row_panels * kRowsPerPanel);
+          Copy::copy(p.weight.zeros + vector, full, stage + C::kZeroPoints,
+                     row_panels * kRowsPerPanel);
       }
       ++chunk;
       if (--until_next == 0) until_next = p.group_tiles, vector += p.n_pad;
@@ -95,9 +109,9 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
   }
 }
 
-// Of a tile's rows of x, those that a block loads for both: half, or, of C::kShortTiles, half of all rows of x, in eights, if
-// they are fewer. (Rows beyond the last come as zeros, at 8 bytes a clock: M = 40, 14336 x 4096 in W8A16 took 21.2 us, and 64
-// rows of x 19.4.)
+// Of a tile's rows of x, those that a block loads for both: half, or, of C::kShortTiles, half of
+// all rows of x, in eights, if they are fewer. (Rows beyond the last come as zeros, at 8 bytes a
+// clock: M = 40, 14336 x 4096 in W8A16 took 21.2 us, and 64 rows of x 19.4.)
 template <class C>
 constexpr int half_x_rows(int m) {
   constexpr int kHalf = C::kBlockM / C::kCluster, kAtom = 8;  // rows that the swizzle repeats after
@@ -105,8 +119,8 @@ constexpr int half_x_rows(int m) {
   return C::kShortTiles ? std::min(kHalf, (m + 2 * kAtom - 1) / (2 * kAtom) * kAtom) : kHalf;
 }
 
-// The rows of x of a tile that a CTA copies in a turn, and for which CTAs: its half for both or, where they have different
-// ones, all rows of its tile.
+// The rows of x of a tile that a CTA copies in a turn, and for which CTAs: its half for both or,
+// where they have different ones, all rows of its tile.
 template <class C>
 struct XRowsShare {
   int first, loaded;  // in the tile; loaded: of it in all
@@ -124,8 +138,9 @@ struct XRowsShare {
 
 // Another starts those of the rows of x, and of their scales.
 template <class C>
-__device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p,
-                                               CUtensorMap const& map, int rank) {
+__device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& barriers,
+                                               typename C::Params const& p, CUtensorMap const& map,
+                                               int rank) {
   XRowsShare<C> const share(p, rank);
   pdl_wait_and_launch_dependents();
   bool leader = cute::elect_one_sync();
@@ -135,8 +150,11 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
     typename C::Work work(index, p);
     int m0 = first_x_row<C>(work, rank, p), end = work.end_k(p);
     // prepare_pixels() brings those of an image.
-    int scaled = !C::kLoadTokenScales || (C::kImages && p.image.columns) ? 0 : min(C::kBlockM, p.x.stride - m0);
-    int bytes = C::kColumnPanels * share.loaded * C::kSwizzleBytes + scaled * (C::kLoadTokenZeros ? 5 : 4);
+    int scaled = !C::kLoadTokenScales || (C::kImages && p.image.columns)
+                     ? 0
+                     : min(C::kBlockM, p.x.stride - m0);
+    int bytes =
+        C::kColumnPanels * share.loaded * C::kSwizzleBytes + scaled * (C::kLoadTokenZeros ? 5 : 4);
     XRows<C::kPanelColumns, C::kImages> x_rows(p.image, m0 + share.first, work.first_k(p));
 #pragma unroll 1
     for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
@@ -146,37 +164,46 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
       if constexpr (C::kWindowTiles > 0) {
         WindowPosition<C::kWindowTiles> const coord(k, p);
         bool const compensates = k == coord.compensation;
-        int const row = compensates ? coord.window * C::kWindowTiles / kTilesPerZeroRow : coord.tile;
+        int const row =
+            compensates ? coord.window * C::kWindowTiles / kTilesPerZeroRow : coord.tile;
         if (leader) {
           TransactionBarrier::arrive_and_expect_tx(full, bytes);
-          cute::SM90_TMA_LOAD_MULTICAST_2D::copy(compensates ? &p.zero_values : &map, full, share.ctas,
-                                                 uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                                 stage + C::kActivations + share.first * C::kSwizzleBytes,
-                                                 row * (compensates ? kZeroRow : kKPerTile), m0 + share.first);
-          cute::SM90_BULK_COPY_G2S::copy((compensates ? p.x.zero_scales : p.x.scales) + int64_t(row) * p.x.stride + m0, full,
-                                         stage + C::kTokenScales, scaled * 4);
+          cute::SM90_TMA_LOAD_MULTICAST_2D::copy(
+              compensates ? &p.zero_values : &map, full, share.ctas,
+              uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+              stage + C::kActivations + share.first * C::kSwizzleBytes,
+              row * (compensates ? kZeroRow : kKPerTile), m0 + share.first);
+          cute::SM90_BULK_COPY_G2S::copy(
+              (compensates ? p.x.zero_scales : p.x.scales) + int64_t(row) * p.x.stride + m0, full,
+              stage + C::kTokenScales, scaled * 4);
         }
       } else {
         if (leader) TransactionBarrier::arrive_and_expect_tx(full, bytes);
 #pragma unroll
         for (int panel = 0; panel < C::kColumnPanels; ++panel)
-          x_rows.copy_next(leader, map, full, share.ctas,
-                           stage + C::kActivations + panel * C::kPanelBytes + share.first * C::kSwizzleBytes,
-                           k * kKPerTile + panel * C::kPanelColumns);
+          x_rows.copy_next(
+              leader, map, full, share.ctas,
+              stage + C::kActivations + panel * C::kPanelBytes + share.first * C::kSwizzleBytes,
+              k * kKPerTile + panel * C::kPanelColumns);
         if (leader) {
           int64_t vector = int64_t(k) * p.x.stride + m0;
-          if (scaled) cute::SM90_BULK_COPY_G2S::copy(p.x.scales + vector, full, stage + C::kTokenScales, scaled * 4);
-          if (C::kLoadTokenZeros) cute::SM90_BULK_COPY_G2S::copy(p.x.zeros + vector, full, stage + C::kTokenZeros, scaled);
+          if (scaled)
+            cute::SM90_BULK_COPY_G2S::copy(p.x.scales + vector, full, stage + C::kTokenScales,
+                                           scaled * 4);
+          if (C::kLoadTokenZeros)
+            cute::SM90_BULK_COPY_G2S::copy(p.x.zeros + vector, full, stage + C::kTokenZeros,
+                                           scaled);
         }
       }
     }
   }
 }
 
-// Those of experts' rows that are brought by their numbers, by one of kIndexWarps warps. run() has waited for the kernels before.
+// Those of experts' rows that are brought by their numbers, by one of kIndexWarps warps. run() has
+// waited for the kernels before.
 template <class C>
-__device__ __forceinline__ void produce_rows_by_index(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p,
-                                                      int warp) {
+__device__ __forceinline__ void produce_rows_by_index(uint8_t* stages, Barriers<C>& barriers,
+                                                      typename C::Params const& p, int warp) {
   uint32_t const first = cute::cast_smem_ptr_to_uint(stages) + C::kActivations;
   Ring<C::kStages> ring;
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
@@ -187,8 +214,8 @@ __device__ __forceinline__ void produce_rows_by_index(uint8_t* stages, Barriers<
 #pragma unroll 1
     for (int k = work.first_k(p), end = work.end_k(p); k < end; ++k, ring.advance()) {
       ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
-      rows.copy(p.rows, k * C::kColumnPanels * C::kSwizzleBytes, first + ring.stage * C::kStageBytes,
-                &barriers.full[ring.stage]);
+      rows.copy(p.rows, k * C::kColumnPanels * C::kSwizzleBytes,
+                first + ring.stage * C::kStageBytes, &barriers.full[ring.stage]);
     }
   }
 }
@@ -200,22 +227,26 @@ __device__ __forceinline__ void prepare_weight_scales(uint8_t* stage, Params con
   float scales[C::kRows / 32];
 #pragma unroll
   for (int i = 0; i < C::kRows / 32; i += 4) {
-    load_float4(stage + C::kScales, p.weight.scale_type, i * 32 + lane * 4, reinterpret_cast<float (&)[4]>(scales[i]));
+    load_float4(stage + C::kScales, p.weight.scale_type, i * 32 + lane * 4,
+                reinterpret_cast<float (&)[4]>(scales[i]));
   }
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < C::kRows / 32; i += 4) {
     reinterpret_cast<float4*>(stage + C::kScales)[i * 8 + lane] =
-        make_float4(scales[i] * C::kUnit, scales[i + 1] * C::kUnit, scales[i + 2] * C::kUnit, scales[i + 3] * C::kUnit);
+        make_float4(scales[i] * C::kUnit, scales[i + 1] * C::kUnit, scales[i + 2] * C::kUnit,
+                    scales[i + 3] * C::kUnit);
   }
   cutlass::arch::fence_view_async_shared();  // before the copies that come next to this place
 }
 
-// A warp brings every stage's token scales, and behind them zero points as floats, into the accumulators' order, so that a
-// thread has those of its four rows of x of 16 by one load. Register 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t +
-// 2 (j % 2) + e. Where C::kPrepareScales, it also prepares the weights' scales.
+// A warp brings every stage's token scales, and behind them zero points as floats, into the
+// accumulators' order, so that a thread has those of its four rows of x of 16 by one load. Register
+// 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t + 2 (j % 2) + e. Where
+// C::kPrepareScales, it also prepares the weights' scales.
 template <class C>
-__device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p) {
+__device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& barriers,
+                                               typename C::Params const& p) {
   Ring<C::kStages> ring;
   int clusters = gridDim.x / C::kCluster, total = C::Work::count(p), lane = threadIdx.x % 32;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
@@ -226,7 +257,8 @@ __device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& bar
       TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
 #pragma unroll
       for (int first = 0; first < C::kBlockM / 4; first += 32) {
-        int four = first + lane, x_row = four / 4 * 16 + four % 4 * 2;  // and token + 1, + 8 and + 9
+        // and token + 1, + 8 and + 9
+        int four = first + lane, x_row = four / 4 * 16 + four % 4 * 2;
         if (first + 32 <= C::kBlockM / 4 || four < C::kBlockM / 4) {
           float2 low, high;
           auto* scales = reinterpret_cast<float2 const*>(stage + C::kTokenScales + x_row * 4);
@@ -236,7 +268,8 @@ __device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& bar
           if constexpr (C::kLoadTokenZeros) {
             auto* zeros = reinterpret_cast<char2 const*>(stage + C::kTokenZeros + x_row);
             char2 low_zeros = zeros[0], high_zeros = zeros[4];
-            factors[C::kBlockM / 4] = make_float4(low_zeros.x, low_zeros.y, high_zeros.x, high_zeros.y);
+            factors[C::kBlockM / 4] =
+                make_float4(low_zeros.x, low_zeros.y, high_zeros.x, high_zeros.y);
           }
         }
       }
@@ -253,15 +286,17 @@ __device__ __forceinline__ void store_factor(float* factors, int row, float scal
   if (row < C::kBlockM) factors[row / 16 * 16 + place] = scale;
 }
 
-// The same for an image, by kPixelWarps warps: the scales of the pixels under a tile's tap, from where they lie in memory; those
-// of the next tile are in flight while one's are stored.
+// The same for an image, by kPixelWarps warps: the scales of the pixels under a tile's tap, from
+// where they lie in memory; those of the next tile are in flight while one's are stored.
 constexpr int kPixelWarps = 2;
 template <class C>
-__device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p, int warp) {
+__device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& barriers,
+                                               typename C::Params const& p, int warp) {
   constexpr int kStep = kPixelWarps * 32, kEach = (C::kBlockM + kStep - 1) / kStep;
   ImageTiles const& image = p.image;
   Ring<C::kStages> ring;
-  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p), lane = threadIdx.x % 32, first = warp * 32 + lane;
+  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p), lane = threadIdx.x % 32,
+            first = warp * 32 + lane;
   int const rank = int(cute::block_rank_in_cluster());
   pdl_wait();
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
@@ -274,8 +309,10 @@ __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& bar
     for (int i = 0; i < kEach; ++i) pixels[i] = RowPixel(image, m0 + first + i * kStep);
     float scales[kEach];
     auto const load = [&](bool first_tile) {
-      if (!first_tile && image.scale_step == 0 && tap.channel > 0) return tap.advance(image, kKPerTile);
-      float const* const from = p.x.scales + int64_t(tap.channel / kKPerTile * image.scale_step) * p.x.stride;
+      if (!first_tile && image.scale_step == 0 && tap.channel > 0)
+        return tap.advance(image, kKPerTile);
+      float const* const from =
+          p.x.scales + int64_t(tap.channel / kKPerTile * image.scale_step) * p.x.stride;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         int const pixel = pixels[i].under(image, tap);
@@ -302,7 +339,8 @@ __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& bar
 
 // The same for experts' rows that are brought by their numbers, by one warp.
 template <class C>
-__device__ __forceinline__ void prepare_scales_by_index(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p) {
+__device__ __forceinline__ void prepare_scales_by_index(uint8_t* stages, Barriers<C>& barriers,
+                                                        typename C::Params const& p) {
   constexpr int kEach = (C::kBlockM + 31) / 32;
   Ring<C::kStages> ring;
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p), lane = threadIdx.x % 32;
@@ -311,7 +349,8 @@ __device__ __forceinline__ void prepare_scales_by_index(uint8_t* stages, Barrier
     int rows[kEach];
     float scales[kEach];
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) rows[i] = row_of_slot(p.groups, min(work.first_x_row + i * 32 + lane, work.end_x_row - 1));
+    for (int i = 0; i < kEach; ++i)
+      rows[i] = row_of_slot(p.groups, min(work.first_x_row + i * 32 + lane, work.end_x_row - 1));
     auto const load = [&](int k) {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) scales[i] = p.x.scales[int64_t(k) * p.x.stride + rows[i]];
@@ -332,17 +371,19 @@ __device__ __forceinline__ void prepare_scales_by_index(uint8_t* stages, Barrier
   }
 }
 
-// The warpgroups that multiply leave zeros in the place of rows of x that no copy brings, while the first copies are in flight:
-// with zeros products took less time than with stale data (M = 40, 8192 x 28672 in W8A16 63 us, and 67).
+// The warpgroups that multiply leave zeros in the place of rows of x that no copy brings, while the
+// first copies are in flight: with zeros products took less time than with stale data (M = 40,
+// 8192 x 28672 in W8A16 63 us, and 67).
 template <class C>
 __device__ __forceinline__ void clear_missing_x_rows(uint8_t* stages, Params const& p) {
   int const loaded = C::kCluster * p.half_x_rows * C::kSwizzleBytes;
   if (loaded == C::kPanelBytes) return;
   constexpr int kMultiplying = C::kThreads - 128;
   for (int panel = 0; panel < C::kStages * C::kColumnPanels; ++panel) {
-    uint8_t* x_rows =
-        stages + panel / C::kColumnPanels * C::kStageBytes + C::kActivations + panel % C::kColumnPanels * C::kPanelBytes;
-    for (int byte = loaded + (threadIdx.x - 128) * 16; byte < C::kPanelBytes; byte += kMultiplying * 16)
+    uint8_t* x_rows = stages + panel / C::kColumnPanels * C::kStageBytes + C::kActivations +
+                      panel % C::kColumnPanels * C::kPanelBytes;
+    for (int byte = loaded + (threadIdx.x - 128) * 16; byte < C::kPanelBytes;
+         byte += kMultiplying * 16)
       *reinterpret_cast<uint4*>(x_rows + byte) = uint4{};
   }
   cutlass::arch::fence_view_async_shared();

@@ -17,11 +17,11 @@ struct Work;
 struct Params;
 
 // Sizes and the layout of a stage. A kernel's Config derives from it.
-//   kElementBytes: of an activation; kScales: whether every stage brings the weights' scales; kZeros: and their zero points
-//   kTokenScales: whether every stage brings scales of the rows of x
+//   kElementBytes: of an activation; kScales: whether every stage brings the weights' scales;
+//   kZeros: and their zero points kTokenScales: whether every stage brings scales of the rows of x
 //   kTokenZeros: whether activations have zero points, which come with their scales
-template <int kBits_, int kBlockM_, int kElementBytes, bool kScales_, bool kTokenScales_, bool kTokenZeros_, bool kZeros_,
-          int kStages_, int kWarpgroups_ = 2>
+template <int kBits_, int kBlockM_, int kElementBytes, bool kScales_, bool kTokenScales_,
+          bool kTokenZeros_, bool kZeros_, int kStages_, int kWarpgroups_ = 2>
 struct TileConfig {
   static constexpr int kBits = kBits_;
   static constexpr int kBlockM = kBlockM_;
@@ -30,55 +30,73 @@ struct TileConfig {
   static constexpr bool kLoadTokenZeros = kTokenZeros_ && kLoadTokenScales;
   static constexpr bool kZeros = kZeros_;
   static constexpr int kStages = kStages_;
-  static constexpr bool kPrepareScales = false;  // whether prepare_x_rows() prepares the weights' too
-  static constexpr bool kGrouped = false;        // whether rows of x and weights are experts' (GroupedWork)
+  static constexpr bool kPrepareScales = false;  // whether prepare_x_rows() prepares
+                                                 // the weights' too
+  static constexpr bool kGrouped = false;        // whether rows of x and weights are
+                                                 // experts' (GroupedWork)
   static constexpr bool kImages = false;         // whether x may be an image
-  static constexpr bool kSplitsRows = false;     // whether a cluster's CTAs may have different rows of x (Params::splits_rows)
+  static constexpr bool kSplitsRows = false;     // whether a cluster's CTAs may have different rows
+                                                 // of x (Params::splits_rows)
   static constexpr bool kShortTiles =
-      false;                              // whether a block loads less than half a tile where there are not as many rows of x
-  using Work = hopper::Work;              // how clusters share tiles
-  using Params = hopper::Params;          // of the kernel
-  static constexpr int kWindowTiles = 0;  // tiles of K between one compensation (zero_compensation.h) and the next; 0: none
+      false;  // whether a block loads less than half a tile where there are not as many rows of x
+  using Work = hopper::Work;                        // how clusters share tiles
+  using Params = hopper::Params;                    // of the kernel
+  static constexpr int kWindowTiles = 0;            // tiles of K between one compensation
+                                                    // (zero_compensation.h) and the next; 0: none
   static constexpr int kWarpgroups = kWarpgroups_;  // that multiply
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
-  // Of a thread of the warpgroup that loads, and of the others, which have what is left of those of a launch.
+  // Of a thread of the warpgroup that loads, and of the others, which have what is left of
+  // those of a launch.
   static constexpr int kLoadingRegisters = kWarpgroups > 2 ? 32 : 40;
-  static constexpr int kRegisters = ((65536 / kThreads / 8 * 8) * (kWarpgroups + 1) - kLoadingRegisters) / kWarpgroups / 8 * 8;
+  static constexpr int kRegisters =
+      ((65536 / kThreads / 8 * 8) * (kWarpgroups + 1) - kLoadingRegisters) / kWarpgroups / 8 * 8;
   static constexpr int kRows = kRowsPerPanel * kWarpgroups;
   static constexpr int kCluster = 2;
   static constexpr int kSums = kBlockM / 2;  // registers of a thread
 
-  static constexpr int kSwizzleBytes = 128;                                        // of a token, side by side in shared memory
-  static constexpr int kColumnPanels = kKPerTile * kElementBytes / kSwizzleBytes;  // a stage's rows of x: [panel][token][128 B]
+  static constexpr int kSwizzleBytes = 128;  // of a token, side by side in shared memory
+  // a stage's rows of x: [panel][token][128 B]
+  static constexpr int kColumnPanels = kKPerTile * kElementBytes / kSwizzleBytes;
   static constexpr int kPanelColumns = kKPerTile / kColumnPanels;
   static constexpr int kPanelBytes = kBlockM * kSwizzleBytes;
   static constexpr int kActivations = 0;
   static constexpr int kWeights = kActivations + kColumnPanels * kPanelBytes;
   static constexpr int kTokenScales = kWeights + kWarpgroups * k_tile_bytes(kBits);
   static constexpr int kTokenZeros = kTokenScales + (kLoadTokenScales ? kBlockM * 4 : 0);
-  static constexpr int kTokenFactors = kTokenZeros + (kLoadTokenZeros ? kBlockM : 0);  // what prepare_x_rows() makes of both
-  static constexpr int kScales = kTokenFactors + (kLoadTokenScales ? kBlockM * 4 : 0) + (kLoadTokenZeros ? kBlockM * 4 : 0);
+  // what prepare_x_rows() makes of both
+  static constexpr int kTokenFactors = kTokenZeros + (kLoadTokenZeros ? kBlockM : 0);
+  static constexpr int kScales =
+      kTokenFactors + (kLoadTokenScales ? kBlockM * 4 : 0) + (kLoadTokenZeros ? kBlockM * 4 : 0);
   static constexpr int kZeroPoints = kScales + (kLoadScales ? kRows * 4 : 0);
   static constexpr int kStageBytes =
       (kZeroPoints + (kZeros ? kRows : 0) + 1023) / 1024 * 1024;  // the swizzle repeats every 1024
 
-  // Rows of x that leave through shared memory at a time, as floats and as lines of 16-bit outputs, and the lines of one copy.
-  // Stages of more than 176 rows of x leave little room: least where these have two bytes.
+  // Rows of x that leave through shared memory at a time, as floats and as lines of 16-bit outputs,
+  // and the lines of one copy. Stages of more than 176 rows of x leave little room: least where
+  // these have two bytes.
   static constexpr bool kLargeBlockM = kBlockM > 176 && kElementBytes == 2;
   static constexpr int kStoreRows = kLargeBlockM ? 16 : kBlockM % 32 ? kBlockM / 2 : 32;
-  static constexpr int kStoreStride = kRowsPerPanel + 4;  // floats; keeps the transposing writes off each other's banks
+  // floats; keeps the transposing writes off each other's banks
+  static constexpr int kStoreStride = kRowsPerPanel + 4;
   static constexpr int kLineBytes = kRowsPerPanel * 2;
-  static constexpr int kLineRows = kLargeBlockM ? (kBits == 8 ? 64 : 112) : kBlockM > 176 && kBits == 8 ? kBlockM / 2 : kBlockM;
+  static constexpr int kLineRows = kLargeBlockM                  ? (kBits == 8 ? 64 : 112)
+                                   : kBlockM > 176 && kBits == 8 ? kBlockM / 2
+                                                                 : kBlockM;
   static constexpr int kXBoxRows = kLargeBlockM ? 16 : kLineRows;
-  static constexpr int kStagedFloats = kStoreStride * 4 * kStoreRows, kStagedLines = kLineBytes * kLineRows;  // bytes
-  static constexpr int kStoreBytes = kWarpgroups * (kStagedFloats > kStagedLines ? kStagedFloats : kStagedLines);
-  // Behind the staged outputs: token zero points, 16 times where they are an operand (with group scales), for each warpgroup,
-  // then token scales, which are applied at the end, for each. compute-sanitizer takes an operand whose rows repeat for twice
-  // its length, so that much memory follows the last.
+  // bytes
+  static constexpr int kStagedFloats = kStoreStride * 4 * kStoreRows,
+                       kStagedLines = kLineBytes * kLineRows;
+  static constexpr int kStoreBytes =
+      kWarpgroups * (kStagedFloats > kStagedLines ? kStagedFloats : kStagedLines);
+  // Behind the staged outputs: token zero points, 16 times where they are an operand (with group
+  // scales), for each warpgroup, then token scales, which are applied at the end, for each.
+  // compute-sanitizer takes an operand whose rows repeat for twice its length, so that much memory
+  // follows the last.
   static constexpr int kEndScales = kElementBytes == 1 && !kLoadTokenScales ? kBlockM : 0;
   static constexpr int kEndZeros = kTokenZeros_ ? kEndScales * (kLoadScales ? 16 : 1) : 0;  // bytes
   static constexpr int kEndScaleBytes = kWarpgroups * kEndScales * 4;
-  static constexpr int kEndBytes = kWarpgroups * kEndZeros + (kEndScaleBytes > kEndZeros ? kEndScaleBytes : kEndZeros);
+  static constexpr int kEndBytes =
+      kWarpgroups * kEndZeros + (kEndScaleBytes > kEndZeros ? kEndScaleBytes : kEndZeros);
   static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + kEndBytes + 256;
   static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
   static_assert(kBlockM / kCluster % 8 == 0, "half of BLOCK_M is whole swizzle atoms");
@@ -88,27 +106,31 @@ struct Params {
   PackedWeight weight;
   QuantizedActivations x;  // int8 kernels: the scales
   EpilogueParams epilogue;
-  float* splitk_workspace;  // for splitk_reduce or, in the order of registers, for the warps that add the slices
-  uint64_t* flags;          // with the latter, [split tile][slice but the first][warp of the cluster]; null for splitk_reduce
-  uint64_t flag;            // of this launch: it is found nowhere else
+  float* splitk_workspace;  // for splitk_reduce or, in the order of registers, for the warps
+                            // that add the slices
+  uint64_t* flags;  // with the latter, [split tile][slice but the first][warp of the cluster]; null
+                    // for splitk_reduce
+  uint64_t flag;    // of this launch: it is found nowhere else
   int row_pairs, m_tiles, k_tiles, n_pad;
   int whole_tiles, split_tiles;  // the first tiles have all of K; the others are split
   int splits;                    // slices of a split tile
   StreamKTail tail_split;        // StreamKWork's slices
-  int work_end, clusters;        // StreamKWork: a cluster takes each clusters-th from its number on, below work_end
+  int work_end, clusters;        // StreamKWork: a cluster takes each clusters-th from its number
+                                 // on, below work_end
   int band_tiles;                // StreamKWork: of rows of x, that are computed together
   int group_tiles;               // tiles of K that share a weight scale, at least 1
   int tile_groups;               // groups in a tile of K, at least 1
   int scale_bytes;               // of one weight scale
   int offset_bytes;              // of one offset
   int half_x_rows;               // that a block loads of a tile
-  bool store_halves;             // the outputs are 16-bit floats in whole lines, of an epilogue that needs no more than bounds
-  bool splits_rows;              // a cluster's CTAs have the same features and neighbouring tiles of rows of x
-  ImageTiles image;              // whose pixels are the rows of x, if they are
+  bool store_halves;  // the outputs are 16-bit floats in whole lines, of an epilogue that needs no
+                      // more than bounds
+  bool splits_rows;   // a cluster's CTAs have the same features and neighbouring tiles of rows of x
+  ImageTiles image;   // whose pixels are the rows of x, if they are
 };
 
-// Of kernels whose stages of K are its tiles and, after each window of these, a compensation (zero_compensation.h).
-// Params::k_tiles counts both.
+// Of kernels whose stages of K are its tiles and, after each window of these, a compensation
+// (zero_compensation.h). Params::k_tiles counts both.
 struct CompensatedParams : Params {
   CUtensorMap zero_values;
   int weight_tiles;  // of K
@@ -131,15 +153,17 @@ struct WindowPosition {
         tile(k - window) {}
 };
 
-// The first feature and the first row of x of a CTA's tile: of what the cluster's CTAs share, one of both is the same. m_tiles
-// and row_pairs count what clusters compute. Features are those of one expert.
+// The first feature and the first row of x of a CTA's tile: of what the cluster's CTAs share,
+// one of both is the same. m_tiles and row_pairs count what clusters compute. Features are
+// those of one expert.
 template <class C>
 __device__ __forceinline__ int first_feature(int row_pair, int rank, Params const& p) {
   if (C::kSplitsRows && p.splits_rows) return row_pair * C::kRows;
   return (row_pair * C::kCluster + rank) * C::kRows;
 }
 template <class C>
-__device__ __forceinline__ int first_x_row(typename C::Work const& work, int rank, Params const& p) {
+__device__ __forceinline__ int first_x_row(typename C::Work const& work, int rank,
+                                           Params const& p) {
   if constexpr (C::kGrouped) {
     return work.first_x_row;
   } else {
@@ -169,9 +193,9 @@ struct Part {
   }
 };
 
-// Work: (pair of row tiles, token tile, split of K), token tiles in bands (of 16) fastest, so that what runs together shares
-// weights and rows of x in L2. First come the whole tiles, then the last slices of the split ones, then the slices before
-// those.
+// Work: (pair of row tiles, token tile, split of K), token tiles in bands (of 16) fastest, so that
+// what runs together shares weights and rows of x in L2. First come the whole tiles, then the last
+// slices of the split ones, then the slices before those.
 struct Work {
   using Part = hopper::Part;
   int pair, m_tile, split = 0, splits = 1;
@@ -185,14 +209,21 @@ struct Work {
     pair = inside / height;
     m_tile = band * band_tiles + inside - pair * height;
   }
-  static __device__ __forceinline__ int count(Params const& p) { return p.whole_tiles + p.split_tiles * p.splits; }
-  __device__ __forceinline__ int first_k(Params const& p) const { return p.k_tiles * split / splits; }
-  __device__ __forceinline__ int end_k(Params const& p) const { return p.k_tiles * (split + 1) / splits; }
+  static __device__ __forceinline__ int count(Params const& p) {
+    return p.whole_tiles + p.split_tiles * p.splits;
+  }
+  __device__ __forceinline__ int first_k(Params const& p) const {
+    return p.k_tiles * split / splits;
+  }
+  __device__ __forceinline__ int end_k(Params const& p) const {
+    return p.k_tiles * (split + 1) / splits;
+  }
 };
 
-// The same where a cluster takes the last slices of p.tail_split.tiles_per_cluster tiles, which are shorter, one after another:
-// those of neighbouring tiles are multiplied at a time, so that the columns of K in flight stay few, as the cache wants it.
-// (Slices of equal length, which begin anywhere in K, took M = 1024, 8192 x 28672 in W8A16 from 675 to 720 us.)
+// The same where a cluster takes the last slices of p.tail_split.tiles_per_cluster tiles, which are
+// shorter, one after another: those of neighbouring tiles are multiplied at a time, so that the
+// columns of K in flight stay few, as the cache wants it. (Slices of equal length, which begin
+// anywhere in K, took M = 1024, 8192 x 28672 in W8A16 from 675 to 720 us.)
 struct StreamKSlice {
   int split_tile, split;
   __device__ __forceinline__ StreamKSlice(int index, Params const& p) {
@@ -200,29 +231,35 @@ struct StreamKSlice {
     int const round = p.tail_split.tiles_per_cluster > 1 ? index / p.clusters : 0;
     index -= round * p.clusters;
     if (index < p.tail_split.last) {
-      split_tile = index + round * p.tail_split.last, split = split_tile < p.split_tiles ? p.tail_split.parts - 1 : -1;
+      split_tile = index + round * p.tail_split.last,
+      split = split_tile < p.split_tiles ? p.tail_split.parts - 1 : -1;
     } else {
       int const part = (index - p.tail_split.last) / p.split_tiles;
-      split_tile = index - p.tail_split.last - part * p.split_tiles, split = round > 0 ? -1 : p.tail_split.parts - 2 - part;
+      split_tile = index - p.tail_split.last - part * p.split_tiles,
+      split = round > 0 ? -1 : p.tail_split.parts - 2 - part;
     }
   }
   __device__ __forceinline__ bool empty() const { return split < 0; }
 };
 
-// Only with 16-bit x: wgmma_gemm_a8's main loops are scheduled worse with it, M = 1024, 28672 x 4096 in W8A8 take 265 us
-// instead of 256.
+// Only with 16-bit x: wgmma_gemm_a8's main loops are scheduled worse with it, M = 1024, 28672 x
+// 4096 in W8A8 take 265 us instead of 256.
 struct StreamKWork {
   using Part = StreamKSlice;
   int pair, m_tile;
-  __device__ __forceinline__ StreamKWork(int index, Params const& p) : first_k_(0), end_k_(p.k_tiles) {
+  __device__ __forceinline__ StreamKWork(int index, Params const& p)
+      : first_k_(0), end_k_(p.k_tiles) {
     if (index >= p.whole_tiles) {
       Part const part(index, p);
       first_k_ = p.tail_split.share_numerator * part.split / p.tail_split.share_denominator;
       if (part.split < p.tail_split.parts - 1)
-        end_k_ = part.empty() ? first_k_ : p.tail_split.share_numerator * (part.split + 1) / p.tail_split.share_denominator;
+        end_k_ = part.empty() ? first_k_
+                              : p.tail_split.share_numerator * (part.split + 1) /
+                                    p.tail_split.share_denominator;
       index = p.whole_tiles + part.split_tile;
     }
-    int band = index / (p.band_tiles * p.row_pairs), inside = index - band * p.band_tiles * p.row_pairs;
+    int band = index / (p.band_tiles * p.row_pairs),
+        inside = index - band * p.band_tiles * p.row_pairs;
     int height = min(p.band_tiles, p.m_tiles - band * p.band_tiles);
     pair = inside / height;
     m_tile = band * p.band_tiles + inside - pair * height;
@@ -242,26 +279,30 @@ template <int kBlockM>
 struct GroupedWork {
   using Part = hopper::Part;
   int expert, pair, first_x_row, end_x_row;
-  __device__ __forceinline__ GroupedWork(int index, GroupedParams const& p, int const band_tiles = 16) {
+  __device__ __forceinline__ GroupedWork(int index, GroupedParams const& p,
+                                         int const band_tiles = 16) {
     // No __ldg(), which the compiler may move before pdl_wait().
     int4 const stored = reinterpret_cast<int4 const*>(p.groups.tiles)[index / p.row_pairs];
     int const rows = uniform(stored.z);
     expert = uniform(stored.x), first_x_row = uniform(stored.y), end_x_row = first_x_row + rows;
     index -= uniform(stored.w) * p.row_pairs;
     int const tiles = (rows + kBlockM - 1) / kBlockM;
-    int const band = index / (band_tiles * p.row_pairs), inside = index - band * band_tiles * p.row_pairs;
+    int const band = index / (band_tiles * p.row_pairs),
+              inside = index - band * band_tiles * p.row_pairs;
     int const height = min(band_tiles, tiles - band * band_tiles);
     pair = inside / height;
     first_x_row += (band * band_tiles + inside - pair * height) * kBlockM;
   }
-  static __device__ __forceinline__ int count(GroupedParams const& p) { return uniform(*p.groups.count) * p.row_pairs; }
+  static __device__ __forceinline__ int count(GroupedParams const& p) {
+    return uniform(*p.groups.count) * p.row_pairs;
+  }
   __device__ __forceinline__ bool empty() const { return false; }
   __device__ __forceinline__ int first_k(Params const&) const { return 0; }
   __device__ __forceinline__ int end_k(Params const& p) const { return p.k_tiles; }
 
  private:
-  // What was loaded is the same in all lanes; now the compiler sees it too, and loops, ring positions and barriers stay in
-  // uniform registers.
+  // What was loaded is the same in all lanes; now the compiler sees it too, and loops, ring
+  // positions and barriers stay in uniform registers.
   static __device__ __forceinline__ int uniform(int loaded) { return __shfl_sync(~0u, loaded, 0); }
 };
 
@@ -289,11 +330,12 @@ __device__ __forceinline__ bool by_index(typename C::Params const& p) {
 template <class C>
 struct Barriers {
   uint64_t full[C::kStages], empty[C::kStages];
-  uint64_t prepared[C::kStages];  // where stages bring token scales: they are in the accumulators' order
+  uint64_t prepared[C::kStages];  // where stages bring token scales: they are in the
+                                  // accumulators' order
 };
 
-// A thread's coordinates in a tile, and the offsets of its operands in a stage. The offsets are pinned in registers: the
-// compiler would recompute them in every turn of the main loop.
+// A thread's coordinates in a tile, and the offsets of its operands in a stage. The offsets are
+// pinned in registers: the compiler would recompute them in every turn of the main loop.
 template <class C>
 struct ThreadCoord {
   int rank, warpgroup, warp, lane;
@@ -302,7 +344,8 @@ struct ThreadCoord {
   __device__ __forceinline__ ThreadCoord(Params const& p, int rank, int warpgroup)
       : rank(rank), warpgroup(warpgroup), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
     int row = warpgroup * kRowsPerPanel + lane / 4 * 8 + warp * 2;  // in the order of group vectors
-    units = C::kWeights + warpgroup * k_tile_bytes(C::kBits) + warp * (C::kBits / 2) * kUnitBytes + lane * kLaneBytes;
+    units = C::kWeights + warpgroup * k_tile_bytes(C::kBits) + warp * (C::kBits / 2) * kUnitBytes +
+            lane * kLaneBytes;
     scales = C::kScales + row * (C::kPrepareScales ? 4 : p.scale_bytes);
     zeros = C::kZeroPoints + row;
     token_factors = C::kTokenFactors + lane % 4 * 16;
@@ -310,9 +353,10 @@ struct ThreadCoord {
   }
 };
 
-// The scales of a thread's rows as they are stored: a load from shared memory takes long while an MMA reads shared memory, and
-// nothing should wait for one between products and their promotion. The second of fp32 is loaded first: otherwise the compiler
-// let that load wait until the next weights were loaded too.
+// The scales of a thread's rows as they are stored: a load from shared memory takes long while an
+// MMA reads shared memory, and nothing should wait for one between products and their promotion.
+// The second of fp32 is loaded first: otherwise the compiler let that load wait until the next
+// weights were loaded too.
 struct StoredScales {
   uint32_t words[2];
 

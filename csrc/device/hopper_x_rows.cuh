@@ -1,10 +1,11 @@
-// Where the rows of x of a tile come from: a source brings the next columns of a CTA's share of BLOCK_M rows into a stage, for
-// the CTAs of the cluster that multiply them.
+// Where the rows of x of a tile come from: a source brings the next columns of a CTA's share of
+// BLOCK_M rows into a stage, for the CTAs of the cluster that multiply them.
 //
 //   matrix   rows [m][k]: a box of the tensor map
-//   image    the pixels under one tap of a kernel, since a tile of K has one tap: TMA's im2col mode collects them in the order of
-//            the result's pixels, with zeros where there are none
-//   by index experts' rows, each wherever it lies: TMA has no such copy on Hopper, so lanes copy 16 bytes each by its address into
+//   image    the pixels under one tap of a kernel, since a tile of K has one tap: TMA's im2col mode
+//            collects them in the order of the result's pixels, with zeros where there are none
+//   by index experts' rows, each wherever it lies: TMA has no such copy on Hopper, so lanes copy 16
+//   bytes each by its address into
 //            the swizzle. These copies are of the CTA alone: it brings all rows of its tile itself
 #pragma once
 
@@ -25,32 +26,37 @@ class XRows {
   TapColumns tap_;
 
  public:
-  __device__ __forceinline__ XRows(ImageTiles const& image, int row, int k_tile) : image_(image), row_(row) {
+  __device__ __forceinline__ XRows(ImageTiles const& image, int row, int k_tile)
+      : image_(image), row_(row) {
     if (!kImages || image.columns == 0) return;
     tap_ = TapColumns(image, k_tile);
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) {
       int const left = row_ / image.out[axis];
-      pixel_[axis] = (row_ - left * image.out[axis]) * image.stride[axis] - image.padding[axis], row_ = left;
+      pixel_[axis] = (row_ - left * image.out[axis]) * image.stride[axis] - image.padding[axis],
+      row_ = left;
     }
   }
 
-  // The columns from `column` of K on, which are the next, to `ctas` of the cluster, a bit each. `copies`: whether this lane is
-  // the one that does it; all call.
-  __device__ __forceinline__ void copy_next(bool copies, CUtensorMap const& map, uint64_t* full, uint16_t ctas, uint8_t* to,
-                                            int column) {
+  // The columns from `column` of K on, which are the next, to `ctas` of the cluster, a bit each.
+  // `copies`: whether this lane is the one that does it; all call.
+  __device__ __forceinline__ void copy_next(bool copies, CUtensorMap const& map, uint64_t* full,
+                                            uint16_t ctas, uint8_t* to, int column) {
     if (!kImages || image_.columns == 0) {
       if (copies) cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, ctas, kHint, to, column, row_);
       return;
     }
     if (copies) {
-      auto const offset = [&](int axis) { return uint16_t(tap_.tap[axis] * image_.dilation[axis]); };
+      auto const offset = [&](int axis) {
+        return uint16_t(tap_.tap[axis] * image_.dilation[axis]);
+      };
       if (image_.volume) {
-        cute::SM90_TMA_LOAD_IM2COL_MULTICAST_5D::copy(&map, full, ctas, to, tap_.channel, pixel_[0], pixel_[1], pixel_[2], row_,
-                                                      offset(0), offset(1), offset(2));
+        cute::SM90_TMA_LOAD_IM2COL_MULTICAST_5D::copy(&map, full, ctas, to, tap_.channel, pixel_[0],
+                                                      pixel_[1], pixel_[2], row_, offset(0),
+                                                      offset(1), offset(2));
       } else {
-        cute::SM90_TMA_LOAD_IM2COL_MULTICAST_4D::copy(&map, full, ctas, to, tap_.channel, pixel_[0], pixel_[1], row_, offset(0),
-                                                      offset(1));
+        cute::SM90_TMA_LOAD_IM2COL_MULTICAST_4D::copy(&map, full, ctas, to, tap_.channel, pixel_[0],
+                                                      pixel_[1], row_, offset(0), offset(1));
       }
     }
     tap_.advance(image_, kColumns);
@@ -64,7 +70,8 @@ __device__ __forceinline__ int slot_of_row(Work const& work, int row) {
   return slot < work.end_x_row ? slot : -1;
 }
 
-// Of a tile of kBlockM rows, for kWarps warps together; kPanels: of 128 bytes of a row, kPanelBytes apart in shared memory.
+// Of a tile of kBlockM rows, for kWarps warps together; kPanels: of 128 bytes of a row, kPanelBytes
+// apart in shared memory.
 template <int kBlockM, int kPanels, int kPanelBytes, int kWarps>
 class RowsByIndex {
   static constexpr int kHeld = (kBlockM + 31) / 32, kStep = 4 * kWarps;
@@ -75,7 +82,8 @@ class RowsByIndex {
  public:
   // slot_of(i): of the tile's row i; -1: there is none.
   template <class SlotOf>
-  __device__ __forceinline__ RowsByIndex(Groups const& groups, RowPieces const& rows, int warp, SlotOf slot_of) {
+  __device__ __forceinline__ RowsByIndex(Groups const& groups, RowPieces const& rows, int warp,
+                                         SlotOf slot_of) {
     int const lane = threadIdx.x % 32;
     row_ = warp * 4 + lane / 8;
 #pragma unroll
@@ -85,9 +93,10 @@ class RowsByIndex {
     }
   }
 
-  // The panels from byte `byte` of the rows on, to `panels` in shared memory. They have come when `full` has had an arrival from
-  // every lane. Where there is no row, zeros come.
-  __device__ __forceinline__ void copy(RowPieces const& rows, int byte, uint32_t panels, uint64_t* full) const {
+  // The panels from byte `byte` of the rows on, to `panels` in shared memory. They have come when
+  // `full` has had an arrival from every lane. Where there is no row, zeros come.
+  __device__ __forceinline__ void copy(RowPieces const& rows, int byte, uint32_t panels,
+                                       uint64_t* full) const {
     int const piece = threadIdx.x % 8;
     uint32_t const to = panels + row_ * 128 + ((piece ^ row_ % 8) << 4);
     uint8_t const* from = rows.x + byte + piece * 16;
@@ -99,8 +108,8 @@ class RowsByIndex {
       for (int panel = 0; panel < kPanels; ++panel) {
         bool const exists = piece_of_row >= 0 && byte + panel * 128 + piece * 16 < rows.bytes;
         // Every other step of four rows begins in the middle of an atom of the swizzle.
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"((to ^ first % 8 * 16) + first * 128 +
-                                                                                    panel * kPanelBytes),
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                         (to ^ first % 8 * 16) + first * 128 + panel * kPanelBytes),
                      "l"(from + int64_t(piece_of_row) * 16 + panel * 128), "r"(exists ? 16 : 0)
                      : "memory");
       }

@@ -1,4 +1,5 @@
-// An image whose pixels are rows of x: what kernels need of ImageRows, and a pixel's number by its row and tap.
+// An image whose pixels are rows of x: what kernels need of ImageRows, and a pixel's number by
+// its row and tap.
 #pragma once
 
 #include <climits>
@@ -13,7 +14,8 @@ struct ImageTiles {
   int columns = 0;  // of a tap, a multiple of kKPerTile; 0: x is a matrix
   int channels;     // of a pixel
   int rows;         // of x: the kernel's places
-  int scale_step;   // scales of a pixel from a tile of K of a tap to the next: 1, or 0 where it has one
+  int scale_step;   // scales of a pixel from a tile of K of a tap to the next: 1, or 0
+                    // where it has one
   bool volume;      // the tensor map of TMA's im2col mode has depth
   int size[3], taps[3], out[3], stride[3], padding[3], dilation[3];
 
@@ -25,7 +27,8 @@ struct ImageTiles {
     for (int axis = 0; axis < 3; ++axis) {
       int const from = 2 - axis;
       size[axis] = image.size[from], taps[axis] = image.taps[from], out[axis] = image.out[from];
-      stride[axis] = image.stride[from], padding[axis] = image.padding[from], dilation[axis] = image.dilation[from];
+      stride[axis] = image.stride[from], padding[axis] = image.padding[from],
+      dilation[axis] = image.dilation[from];
     }
   }
   ImageTiles() = default;
@@ -69,7 +72,8 @@ struct RowPixel {
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) {
       int const left = row / image.out[axis];
-      at[axis] = (row - left * image.out[axis]) * image.stride[axis] - image.padding[axis], row = left;
+      at[axis] = (row - left * image.out[axis]) * image.stride[axis] - image.padding[axis],
+      row = left;
     }
     number = ((row * image.size[2] + at[2]) * image.size[1] + at[1]) * image.size[0] + at[0];
     if (!exists) at[0] = INT_MIN;  // no tap brings it inside

@@ -1,4 +1,5 @@
-// Starting a kernel: shared memory beyond 48 KB, programmatic dependent launch, and errors as a Status.
+// Starting a kernel: shared memory beyond 48 KB, programmatic dependent launch, and
+// errors as a Status.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,30 +14,34 @@
 namespace cutlass_ops {
 
 inline Status cuda_error(char const* call, cudaError_t error) {
-  return {Status::kCuda, std::string(call) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")"};
+  return {Status::kCuda, std::string(call) + ": " + cudaGetErrorName(error) + " (" +
+                             cudaGetErrorString(error) + ")"};
 }
 
-// Allow a kernel this much dynamic shared memory on the current device. The runtime is called once, or when the size grows: the
-// call takes longer than a launch.
+// Allow a kernel this much dynamic shared memory on the current device. The runtime is called once,
+// or when the size grows: the call takes longer than a launch.
 inline Status allow_shared_memory(void const* kernel, int bytes) {
   static std::mutex mutex;
   static std::map<std::pair<int, void const*>, int> allowed;  // device, kernel -> bytes
   int device = 0;
-  if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return cuda_error("cudaGetDevice", error);
+  if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess)
+    return cuda_error("cudaGetDevice", error);
   std::lock_guard<std::mutex> lock(mutex);
   int& known = allowed[{device, kernel}];
   if (bytes <= known) return {};
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return cuda_error("cudaFuncSetAttribute", error);
   known = bytes;
   return {};
 }
 
-// On sm_90 and later the kernel may start while its predecessor in the stream still runs: everything but weights is read, and
-// anything is written, only after pdl_wait_and_launch_dependents().
+// On sm_90 and later the kernel may start while its predecessor in the stream still runs:
+// everything but weights is read, and anything is written, only after
+// pdl_wait_and_launch_dependents().
 template <class... Params, class... Args>
-Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 threads, int shared_bytes, Stream stream,
-                       Args&&... args) {
+Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 threads,
+                       int shared_bytes, Stream stream, Args&&... args) {
   if (shared_bytes > 48 * 1024) {
     Status status = allow_shared_memory(reinterpret_cast<void const*>(kernel), shared_bytes);
     if (!status.ok()) return status;
@@ -51,15 +56,17 @@ Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 t
   cudaLaunchAttribute attributes[3];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  // The same for all kernels, however little they need: an SM divides its memory between cache and shared memory again only
-  // once it is empty, so that a kernel with another division would not overlap with its predecessor, nor its successor with it.
+  // The same for all kernels, however little they need: an SM divides its memory between cache and
+  // shared memory again only once it is empty, so that a kernel with another division would not
+  // overlap with its predecessor, nor its successor with it.
   attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
   attributes[1].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
   attributes[2].id = cudaLaunchAttributeClusterDimension;
   attributes[2].val.clusterDim.x = unsigned(cluster);
   attributes[2].val.clusterDim.y = attributes[2].val.clusterDim.z = 1;
   config.attrs = attributes;
-  // Clusters of one CTA, too: without the attribute compute-sanitizer's synccheck takes a cluster's barriers for the CTA's.
+  // Clusters of one CTA, too: without the attribute compute-sanitizer's synccheck takes a cluster's
+  // barriers for the CTA's.
   config.numAttrs = device.architecture < 90 ? 0 : 3;
   cudaError_t error = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
   if (error != cudaSuccess) {
@@ -71,20 +78,25 @@ Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 t
 
 // As a plan says, of a kernel with CTAs of so many threads and at least so much shared memory.
 template <class... Params, class... Args>
-Status launch_plan(void (*kernel)(Params...), Plan const& plan, int threads, int shared_bytes, Stream stream, Args&&... args) {
+Status launch_plan(void (*kernel)(Params...), Plan const& plan, int threads, int shared_bytes,
+                   Stream stream, Args&&... args) {
   if (plan.threads != threads || plan.shared_bytes < shared_bytes) {
-    return {Status::kInvalid, std::string("the plan of ") + plan.kernel + " has " + std::to_string(plan.threads) +
-                                  " threads and " + std::to_string(plan.shared_bytes) +
-                                  " bytes of shared memory; the kernel wants " + std::to_string(threads) + " and " +
-                                  std::to_string(shared_bytes)};
+    return {Status::kInvalid, std::string("the plan of ") + plan.kernel + " has " +
+                                  std::to_string(plan.threads) + " threads and " +
+                                  std::to_string(plan.shared_bytes) +
+                                  " bytes of shared memory; the kernel wants " +
+                                  std::to_string(threads) + " and " + std::to_string(shared_bytes)};
   }
-  return launch_clusters(kernel, dim3(unsigned(plan.grid_x), unsigned(plan.grid_y)), plan.cluster_size, dim3(threads),
-                         plan.shared_bytes, stream, std::forward<Args>(args)...);
+  return launch_clusters(kernel, dim3(unsigned(plan.grid_x), unsigned(plan.grid_y)),
+                         plan.cluster_size, dim3(threads), plan.shared_bytes, stream,
+                         std::forward<Args>(args)...);
 }
 
 template <class... Params, class... Args>
-Status launch(void (*kernel)(Params...), dim3 grid, dim3 threads, int shared_bytes, Stream stream, Args&&... args) {
-  return launch_clusters(kernel, grid, 1, threads, shared_bytes, stream, std::forward<Args>(args)...);
+Status launch(void (*kernel)(Params...), dim3 grid, dim3 threads, int shared_bytes, Stream stream,
+              Args&&... args) {
+  return launch_clusters(kernel, grid, 1, threads, shared_bytes, stream,
+                         std::forward<Args>(args)...);
 }
 
 // Let the next kernel in the stream start.
@@ -94,8 +106,8 @@ __device__ __forceinline__ void pdl_launch_dependents() {
 #endif
 }
 
-// Wait until all that earlier kernels in the stream wrote can be seen; for kernels that call pdl_launch_dependents()
-// themselves.
+// Wait until all that earlier kernels in the stream wrote can be seen; for kernels that call
+// pdl_launch_dependents() themselves.
 __device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

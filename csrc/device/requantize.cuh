@@ -31,7 +31,8 @@ __device__ __forceinline__ int int32_bias(ConvProblem const& p, int n, float w_s
   if (!p.bias) return 0;
   if (p.bias_int32) return __ldg(static_cast<int const*>(p.bias) + n);
   // The conversion saturates, and makes 0 of NaN.
-  return __float2int_rn(__fdiv_rn(load_float(p.bias, p.bias_type, n), __fmul_rn(p.x_scale, w_scale)));
+  return __float2int_rn(
+      __fdiv_rn(load_float(p.bias, p.bias_type, n), __fmul_rn(p.x_scale, w_scale)));
 }
 
 // Start loading what the functions above and below load for channel n.
@@ -45,7 +46,9 @@ __device__ __forceinline__ void prefetch_channel(ConvProblem const& p, int n) {
 }
 
 // Sums wrap: unsigned, which may.
-__device__ __forceinline__ int wrapping_multiply(int a, int b) { return int(unsigned(a) * unsigned(b)); }
+__device__ __forceinline__ int wrapping_multiply(int a, int b) {
+  return int(unsigned(a) * unsigned(b));
+}
 __device__ __forceinline__ int wrapping_add(int a, int b) { return int(unsigned(a) + unsigned(b)); }
 
 // The bias minus what the zero point of x adds to the sums.
@@ -62,8 +65,10 @@ __device__ __forceinline__ int border_class(ConvParams const& p, int pixel) {
   int number = 0;
 #pragma unroll
   for (int axis = 0; axis < 2; ++axis) {
-    int const taps = axis ? problem.weight.width : problem.weight.height, size = axis ? problem.width : problem.height;
-    int const dilation = problem.dilation[axis], first = place[axis] * problem.stride[axis] - problem.padding[axis];
+    int const taps = axis ? problem.weight.width : problem.weight.height,
+              size = axis ? problem.width : problem.height;
+    int const dilation = problem.dilation[axis],
+              first = place[axis] * problem.stride[axis] - problem.padding[axis];
     int const before = max(-first, 0), behind = max(first + (taps - 1) * dilation - (size - 1), 0);
     int const begin = dilation == 1 ? before : (before + dilation - 1) / dilation;
     int const end = dilation == 1 ? behind : (behind + dilation - 1) / dilation;
@@ -89,7 +94,8 @@ __device__ __forceinline__ int requantize(ConvParams const& p, int acc, float fa
 }
 
 // One output.
-__device__ __forceinline__ void store_output(ConvParams const& p, int64_t index, int acc, float factor) {
+__device__ __forceinline__ void store_output(ConvParams const& p, int64_t index, int acc,
+                                             float factor) {
   if (p.problem.out_type == ConvOutput::kInt32) {
     static_cast<int*>(p.problem.out)[index] = acc;
   } else {
@@ -108,10 +114,14 @@ struct ChannelVectors {
 // Two bytes of each of four groups of 8 channels -> 8 bytes of one, in lanes of fours: lane t has
 // group t.
 __device__ __forceinline__ uint2 exchange_pairs(uint32_t (&pairs)[4], int t) {
-  uint32_t const even = __byte_perm(pairs[0], pairs[2], 0x5410), odd = __byte_perm(pairs[1], pairs[3], 0x5410);
+  uint32_t const even = __byte_perm(pairs[0], pairs[2], 0x5410),
+                 odd = __byte_perm(pairs[1], pairs[3], 0x5410);
   uint32_t const own = t % 2 ? odd : even, other = __shfl_xor_sync(~0u, t % 2 ? even : odd, 1);
-  uint32_t const first = t % 2 ? other : own, second = t % 2 ? own : other;  // of lanes t & ~1 and t | 1
-  uint32_t const low = __byte_perm(first, second, 0x5410), high = __byte_perm(first, second, 0x7632);  // groups t % 2, + 2
+  // of lanes t & ~1 and t | 1
+  uint32_t const first = t % 2 ? other : own, second = t % 2 ? own : other;
+  // groups t % 2, + 2
+  uint32_t const low = __byte_perm(first, second, 0x5410),
+                 high = __byte_perm(first, second, 0x7632);
   uint32_t const kept = t < 2 ? low : high, found = __shfl_xor_sync(~0u, t < 2 ? high : low, 2);
   return t < 2 ? make_uint2(kept, found) : make_uint2(found, kept);
 }

@@ -1,5 +1,6 @@
-// Reading and writing a float whose type is known at run time: scales, biases and residuals keep the type they came in, and the
-// branch is the same for every thread. And pairs of 16-bit floats in a word.
+// Reading and writing a float whose type is known at run time: scales, biases and residuals
+// keep the type they came in, and the branch is the same for every thread. And pairs of 16-bit
+// floats in a word.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,7 +14,8 @@ namespace cutlass_ops {
 
 __device__ __forceinline__ float load_float(void const* data, DataType type, int64_t index) {
   if (type == DataType::kFloat16) return __half2float(static_cast<__half const*>(data)[index]);
-  if (type == DataType::kBFloat16) return __bfloat162float(static_cast<__nv_bfloat16 const*>(data)[index]);
+  if (type == DataType::kBFloat16)
+    return __bfloat162float(static_cast<__nv_bfloat16 const*>(data)[index]);
   return static_cast<float const*>(data)[index];
 }
 
@@ -57,7 +59,8 @@ __host__ __device__ constexpr int size_of(DataType type) {
 __host__ __device__ constexpr int log2_size_of(DataType type) { return size_of(type) / 2; }
 
 // Four neighbouring values; `index` is a multiple of 4.
-__device__ __forceinline__ void load_float4(void const* data, DataType type, int64_t index, float (&out)[4]) {
+__device__ __forceinline__ void load_float4(void const* data, DataType type, int64_t index,
+                                            float (&out)[4]) {
   if (type == DataType::kFloat32) {
     float4 v = *reinterpret_cast<float4 const*>(static_cast<float const*>(data) + index);
     out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
@@ -65,7 +68,8 @@ __device__ __forceinline__ void load_float4(void const* data, DataType type, int
   }
   uint2 v = *reinterpret_cast<uint2 const*>(static_cast<uint16_t const*>(data) + index);
   if (type == DataType::kFloat16) {
-    float2 a = __half22float2(reinterpret_cast<__half2 const&>(v.x)), b = __half22float2(reinterpret_cast<__half2 const&>(v.y));
+    float2 a = __half22float2(reinterpret_cast<__half2 const&>(v.x)),
+           b = __half22float2(reinterpret_cast<__half2 const&>(v.y));
     out[0] = a.x, out[1] = a.y, out[2] = b.x, out[3] = b.y;
   } else {
     out[0] = __uint_as_float(v.x << 16), out[1] = __uint_as_float(v.x & 0xffff0000u);

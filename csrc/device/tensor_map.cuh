@@ -23,11 +23,13 @@ struct Encoder {
     std::string const call = std::string("cudaGetDriverEntryPointByVersion(") + name + ")";
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-    cudaError_t const error = cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
+    cudaError_t const error =
+        cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
     if (error != cudaSuccess) {
       status = cuda_error(call.c_str(), error);
     } else if (found != cudaDriverEntryPointSuccess || !function) {
-      status = {Status::kCuda, call + ": the driver has no such function (" + std::to_string(int(found)) +
+      status = {Status::kCuda, call + ": the driver has no such function (" +
+                                   std::to_string(int(found)) +
                                    "); one of CUDA 12.0 or later is needed"};
     } else {
       encode = reinterpret_cast<Function>(function);
@@ -35,42 +37,49 @@ struct Encoder {
   }
 };
 
-// A tensor map of boxes, innermost dimension first; strides are bytes. Loads bring zeros from beyond the dimensions, stores
-// write nothing there.
+// A tensor map of boxes, innermost dimension first; strides are bytes. Loads bring zeros from
+// beyond the dimensions, stores write nothing there.
 template <int kRank>
 Status encode(CUtensorMapDataType type, void const* data, cuuint64_t const (&dims)[kRank],
-              cuuint64_t const (&strides)[kRank - 1], cuuint32_t const (&box)[kRank], CUtensorMapSwizzle swizzle,
-              CUtensorMapL2promotion promotion, CUtensorMap* map) {
-  static Encoder<PFN_cuTensorMapEncodeTiled_v12000> const encoder("cuTensorMapEncodeTiled");  // looked up once
+              cuuint64_t const (&strides)[kRank - 1], cuuint32_t const (&box)[kRank],
+              CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMap* map) {
+  // looked up once
+  static Encoder<PFN_cuTensorMapEncodeTiled_v12000> const encoder("cuTensorMapEncodeTiled");
   if (!encoder.status.ok()) return encoder.status;
   cuuint32_t steps[kRank];
   std::fill_n(steps, kRank, 1);
-  CUresult result = encoder.encode(map, type, kRank, const_cast<void*>(data), dims, strides, box, steps,
-                                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) return {Status::kCuda, "cuTensorMapEncodeTiled: error " + std::to_string(int(result))};
+  CUresult result = encoder.encode(map, type, kRank, const_cast<void*>(data), dims, strides, box,
+                                   steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion,
+                                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    return {Status::kCuda, "cuTensorMapEncodeTiled: error " + std::to_string(int(result))};
   return {};
 }
 
-// Of rows of x [m][columns], rows `stride_bytes` apart, in boxes of 128 bytes x box_x_rows and the 128-byte swizzle.
-inline Status encode_x_rows(void const* x, int element_bytes, int m, int columns, int64_t stride_bytes, int box_x_rows,
-                            CUtensorMap* map) {
-  return encode<2>(element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, x,
-                   {cuuint64_t(columns), cuuint64_t(m)}, {cuuint64_t(stride_bytes)},
-                   {cuuint32_t(128 / element_bytes), cuuint32_t(box_x_rows)}, CU_TENSOR_MAP_SWIZZLE_128B,
-                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
+// Of rows of x [m][columns], rows `stride_bytes` apart, in boxes of 128 bytes x box_x_rows and the
+// 128-byte swizzle.
+inline Status encode_x_rows(void const* x, int element_bytes, int m, int columns,
+                            int64_t stride_bytes, int box_x_rows, CUtensorMap* map) {
+  return encode<2>(
+      element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, x,
+      {cuuint64_t(columns), cuuint64_t(m)}, {cuuint64_t(stride_bytes)},
+      {cuuint32_t(128 / element_bytes), cuuint32_t(box_x_rows)}, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
 }
 
-// Of 16-bit outputs [m][columns] of gate and up, of which a row panel makes 32: boxes of those x an expert's least rows, in the
-// 64-byte swizzle.
+// Of 16-bit outputs [m][columns] of gate and up, of which a row panel makes 32: boxes of those x an
+// expert's least rows, in the 64-byte swizzle.
 inline Status encode_gated_rows(void* out, int m, int columns, CUtensorMap* map) {
-  return encode<2>(CU_TENSOR_MAP_DATA_TYPE_UINT16, out, {cuuint64_t(columns), cuuint64_t(m)}, {cuuint64_t(columns) * 2},
-                   {kRowsPerPanel / 2, kSlotRows}, CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
+  return encode<2>(CU_TENSOR_MAP_DATA_TYPE_UINT16, out, {cuuint64_t(columns), cuuint64_t(m)},
+                   {cuuint64_t(columns) * 2}, {kRowsPerPanel / 2, kSlotRows},
+                   CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
 }
 
-// Of the pixels of an image under one tap of a kernel, for each place of the kernel, in boxes of 128 bytes of a pixel's
-// `channels` x `box_pixels` and the 128-byte swizzle. Pixels are `pixel_bytes` apart. The image is one that im2col_rank() takes.
-inline Status encode_pixels(void const* x, int element_bytes, int channels, int64_t pixel_bytes, ImageRows const& image,
-                            int box_pixels, CUtensorMap* map) {
+// Of the pixels of an image under one tap of a kernel, for each place of the kernel, in boxes of
+// 128 bytes of a pixel's `channels` x `box_pixels` and the 128-byte swizzle. Pixels are
+// `pixel_bytes` apart. The image is one that im2col_rank() takes.
+inline Status encode_pixels(void const* x, int element_bytes, int channels, int64_t pixel_bytes,
+                            ImageRows const& image, int box_pixels, CUtensorMap* map) {
   static Encoder<PFN_cuTensorMapEncodeIm2col_v12000> const encoder("cuTensorMapEncodeIm2col");
   if (!encoder.status.ok()) return encoder.status;
   int const rank = im2col_rank(image);
@@ -82,27 +91,33 @@ inline Status encode_pixels(void const* x, int element_bytes, int channels, int6
     int const axis = 2 - i;
     dims[1 + i] = cuuint64_t(image.size[axis]), steps[1 + i] = cuuint32_t(image.stride[axis]);
     strides[1 + i] = strides[i] * dims[1 + i];
-    lower[i] = -image.padding[axis], upper[i] = image.padding[axis] - image.dilation[axis] * (image.taps[axis] - 1);
+    lower[i] = -image.padding[axis],
+    upper[i] = image.padding[axis] - image.dilation[axis] * (image.taps[axis] - 1);
   }
   dims[rank - 1] = cuuint64_t(image.batch), steps[rank - 1] = 1;
-  CUresult const result =
-      encoder.encode(map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, cuuint32_t(rank),
-                     const_cast<void*>(x), dims, strides, lower, upper, cuuint32_t(128 / element_bytes), cuuint32_t(box_pixels),
-                     steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) return {Status::kCuda, "cuTensorMapEncodeIm2col: error " + std::to_string(int(result))};
+  CUresult const result = encoder.encode(
+      map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
+      cuuint32_t(rank), const_cast<void*>(x), dims, strides, lower, upper,
+      cuuint32_t(128 / element_bytes), cuuint32_t(box_pixels), steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    return {Status::kCuda, "cuTensorMapEncodeIm2col: error " + std::to_string(int(result))};
   return {};
 }
 
 // Of a product's 16-bit x, and of its codes.
 inline Status encode_x(GemmProblem const& p, int box_x_rows, CUtensorMap* map) {
-  if (is_image(p)) return encode_pixels(p.x, 2, p.image.channels, p.x_stride * 2, p.image, box_x_rows, map);
+  if (is_image(p))
+    return encode_pixels(p.x, 2, p.image.channels, p.x_stride * 2, p.image, box_x_rows, map);
   return encode_x_rows(p.x, 2, p.m, p.weight.k, p.x_stride * 2, box_x_rows, map);
 }
 inline Status encode_codes(GemmProblem const& p, int box_x_rows, CUtensorMap* map) {
   int const columns = int(padded_k(stored_columns(p)));
-  if (is_image(p)) return encode_pixels(p.quantized.codes, 1, columns, columns, p.image, box_x_rows, map);
-  return encode_x_rows(p.quantized.codes, 1, std::max(p.m, p.quantized.rows), columns, columns, box_x_rows, map);
+  if (is_image(p))
+    return encode_pixels(p.quantized.codes, 1, columns, columns, p.image, box_x_rows, map);
+  return encode_x_rows(p.quantized.codes, 1, std::max(p.m, p.quantized.rows), columns, columns,
+                       box_x_rows, map);
 }
 
 }  // namespace cutlass_ops::hopper

@@ -1,6 +1,6 @@
-// What the two portable GEMM kernels share: the block tile of 128 output features x kBlockM, its warps, the order of tiles over
-// the grid, the copies of weights and group vectors, a block's main loop around its multiplications, and the epilogue store
-// through shared memory.
+// What the two portable GEMM kernels share: the block tile of 128 output features x kBlockM, its
+// warps, the order of tiles over the grid, the copies of weights and group vectors, a block's main
+// loop around its multiplications, and the epilogue store through shared memory.
 #pragma once
 
 #include "cutlass_ops/layout.h"
@@ -11,8 +11,8 @@
 
 namespace cutlass_ops {
 
-// A warp takes 32 rows and all rows of x. Small blocks, so that several share an SM: while one waits at a barrier, decodes or
-// promotes, another multiplies.
+// A warp takes 32 rows and all rows of x. Small blocks, so that several share an SM: while one
+// waits at a barrier, decodes or promotes, another multiplies.
 template <int kBlockM_>
 struct BlockTile {
   static constexpr int kBlockM = kBlockM_;
@@ -21,19 +21,22 @@ struct BlockTile {
   static constexpr int kThreads = kRows;        // four warps
   static constexpr int kRowBlocks = 2;          // 16-row fragments a warp owns
   static constexpr int kMBlocks = kBlockM / 8;  // 8-token fragments a warp owns
-  static constexpr int kSumStride = kRows + 4;  // the padding keeps the transposing writes off each other's banks
+  static constexpr int kSumStride = kRows + 4;  // the padding keeps the transposing writes off
+                                                // each other's banks
   static constexpr int kSumBytes = kBlockM * kSumStride * int(sizeof(float));
   static_assert(kMBlocks % 2 == 0, "operand B is loaded for two token blocks at a time");
 
   using Sums = float[kRowBlocks][kMBlocks][4];
 };
 
-// A thread's coordinates. Fragment registers: (e / 2) picks row g or g + 8, (e % 2) token 2t or 2t + 1.
+// A thread's coordinates. Fragment registers: (e / 2) picks row g or g + 8, (e % 2)
+// token 2t or 2t + 1.
 template <class Tile>
 struct ThreadCoord {
   int g, t;
   int warp;
-  int group_index;  // of the warp's first row in a group vector of the tile: its rows follow one another there
+  int group_index;  // of the warp's first row in a group vector of the tile: its rows follow
+                    // one another there
   int weights;      // byte of the lane's first 16 among the weights of a stage
   int x_rows;       // byte of the lane's first ldmatrix row among the activations of a stage
 
@@ -43,21 +46,23 @@ struct ThreadCoord {
     g = lane / 4, t = lane % 4;
     int row_panel = warp / 2, first_block = warp % 2 * Tile::kRowBlocks;
     group_index = row_panel * kRowsPerPanel + g * 8 + first_block * 2;
-    weights = row_panel * k_tile_bytes(Tile::kBits) + first_block * Tile::kUnits * kUnitBytes + lane * kLaneBytes;
+    weights = row_panel * k_tile_bytes(Tile::kBits) + first_block * Tile::kUnits * kUnitBytes +
+              lane * kLaneBytes;
     int x_row = lane / 16 * 8 + lane % 8, swizzle = lane / 8 % 2 ^ lane % 8;
     x_rows = x_row * Tile::kRowBytes + (swizzle << 4);
   }
 };
 
-// threadIdx.x, read again: what is derived from it need not stay in registers through the main loop.
+// threadIdx.x, read again: what is derived from it need not stay in registers through the main
+// loop.
 __device__ __forceinline__ int thread_again() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
 
-// Blocks that run together share weights and rows of x in L2: the grid walks 16 token tiles for one row tile, then the next
-// rows.
+// Blocks that run together share weights and rows of x in L2: the grid walks 16 token tiles for one
+// row tile, then the next rows.
 struct TileIndex {
   int n, m;
   __device__ __forceinline__ TileIndex(int block, int row_tiles, int m_tiles) {
@@ -71,8 +76,8 @@ struct TileIndex {
 
 // Sums of all warps to shared memory, [token][row].
 template <class Tile>
-__device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums, ThreadCoord<Tile> const& at,
-                                            float* tiles_per_cluster) {
+__device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums,
+                                            ThreadCoord<Tile> const& at, float* tiles_per_cluster) {
   __syncthreads();
 #pragma unroll
   for (int rb = 0; rb < Tile::kRowBlocks; ++rb)
@@ -80,19 +85,22 @@ __device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums, Thr
     for (int tb = 0; tb < Tile::kMBlocks; ++tb)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        int row = (at.warp * Tile::kRowBlocks + rb) * 16 + at.g + 8 * (e / 2), x_row = tb * 8 + 2 * at.t + e % 2;
+        int row = (at.warp * Tile::kRowBlocks + rb) * 16 + at.g + 8 * (e / 2),
+            x_row = tb * 8 + 2 * at.t + e % 2;
         tiles_per_cluster[x_row * Tile::kSumStride + row] = sums[rb][tb][e];
       }
   __syncthreads();
 }
 
-// From shared memory to the output, or, where K is split, to this split's partial sums [m][n_pad]. `plain`: the epilogue only
-// rounds, to 16 bits, and rows of the output start on 16 bytes.
+// From shared memory to the output, or, where K is split, to this split's partial sums [m][n_pad].
+// `plain`: the epilogue only rounds, to 16 bits, and rows of the output start on 16 bytes.
 template <class Tile>
-__device__ __forceinline__ void store_sums(float const* tiles_per_cluster, int m0, int n0, EpilogueParams const& p,
-                                           float* splitk_workspace, int n_pad, bool plain = false) {
+__device__ __forceinline__ void store_sums(float const* tiles_per_cluster, int m0, int n0,
+                                           EpilogueParams const& p, float* splitk_workspace,
+                                           int n_pad, bool plain = false) {
   constexpr int kRowThreads = Tile::kRows / 8, kXRowsAtOnce = Tile::kThreads / kRowThreads;
-  int thread = thread_again(), row = thread % kRowThreads * 8, first = thread / kRowThreads, n = n0 + row;
+  int thread = thread_again(), row = thread % kRowThreads * 8, first = thread / kRowThreads,
+      n = n0 + row;
   int x_rows = min(p.m - m0, Tile::kBlockM);
   if (n >= n_pad) return;
   auto store_rounded = [&](auto type) {
@@ -100,14 +108,16 @@ __device__ __forceinline__ void store_sums(float const* tiles_per_cluster, int m
     uint16_t* to = static_cast<uint16_t*>(p.out) + int64_t(m0 + first) * p.n + n;
 #pragma unroll
     for (int i = 0; i < Tile::kBlockM; i += kXRowsAtOnce) {
-      float4 const* source = reinterpret_cast<float4 const*>(tiles_per_cluster + (first + i) * Tile::kSumStride + row);
+      float4 const* source =
+          reinterpret_cast<float4 const*>(tiles_per_cluster + (first + i) * Tile::kSumStride + row);
       float4 a = source[0], b = source[1];
       float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
       for (float& x : v) x = nan_unless_finite(x);
       if (first + i < x_rows)
-        *reinterpret_cast<uint4*>(to + int64_t(i) * p.n) = make_uint4(pack_pair<Type>(v[0], v[1]), pack_pair<Type>(v[2], v[3]),
-                                                                      pack_pair<Type>(v[4], v[5]), pack_pair<Type>(v[6], v[7]));
+        *reinterpret_cast<uint4*>(to + int64_t(i) * p.n) =
+            make_uint4(pack_pair<Type>(v[0], v[1]), pack_pair<Type>(v[2], v[3]),
+                       pack_pair<Type>(v[4], v[5]), pack_pair<Type>(v[6], v[7]));
     }
   };
   if (!splitk_workspace && plain && n + 8 <= p.n) {
@@ -120,7 +130,8 @@ __device__ __forceinline__ void store_sums(float const* tiles_per_cluster, int m
   }
 #pragma unroll 1
   for (int x_row = first; x_row < x_rows; x_row += kXRowsAtOnce) {
-    float4 const* source = reinterpret_cast<float4 const*>(tiles_per_cluster + x_row * Tile::kSumStride + row);
+    float4 const* source =
+        reinterpret_cast<float4 const*>(tiles_per_cluster + x_row * Tile::kSumStride + row);
     float4 a = source[0], b = source[1];
     if (splitk_workspace) {
       float4* to = reinterpret_cast<float4*>(splitk_workspace + int64_t(m0 + x_row) * n_pad + n);
@@ -132,22 +143,23 @@ __device__ __forceinline__ void store_sums(float const* tiles_per_cluster, int m
   }
 }
 
-// Which rows of a [groups][stride] vector a tile of K needs: several where groups are shorter than the tile. Made on the host:
-// the kernels divide by multiplying.
+// Which rows of a [groups][stride] vector a tile of K needs: several where groups are shorter than
+// the tile. Made on the host: the kernels divide by multiplying.
 struct VectorRows {
   static constexpr uint32_t kMostRows = 4;  // in a tile: reciprocals are larger
   int group;                                // columns a row covers; -1 for all of K
   int count;                                // rows in a tile
   int step;                                 // rows from a tile to the next
-  uint32_t reciprocal;                      // ceil(2^32 / tiles in a row) where a row covers several tiles, else 0
+  uint32_t reciprocal;  // ceil(2^32 / tiles in a row) where a row covers several tiles, else 0
 
   explicit VectorRows(int group_size)
       : group(group_size),
         count(group_size > 0 && group_size < kKPerTile ? kKPerTile / group_size : 1),
         step(group_size > 0 && group_size <= kKPerTile ? count : 0),
-        reciprocal(group_size > kKPerTile ? uint32_t((uint64_t(1) << 32) / (group_size / kKPerTile) +
-                                                     (group_size / kKPerTile & (group_size / kKPerTile - 1) ? 1 : 0))
-                                          : 0) {}
+        reciprocal(group_size > kKPerTile
+                       ? uint32_t((uint64_t(1) << 32) / (group_size / kKPerTile) +
+                                  (group_size / kKPerTile & (group_size / kKPerTile - 1) ? 1 : 0))
+                       : 0) {}
 
   __device__ __forceinline__ int first(int k_tile) const {
     return reciprocal ? int(__umulhi(uint32_t(k_tile), reciprocal)) : k_tile * step;
@@ -155,11 +167,14 @@ struct VectorRows {
 };
 
 // A pointer into shared memory as instructions take it.
-__device__ __forceinline__ uint32_t shared_address(void const* pointer) { return cute::cast_smem_ptr_to_uint(pointer); }
+__device__ __forceinline__ uint32_t shared_address(void const* pointer) {
+  return cute::cast_smem_ptr_to_uint(pointer);
+}
 
-// 16 bytes from global memory to a shared address in the background, if `wanted`, without a branch; zeros, and nothing is read,
-// where not `inside`.
-__device__ __forceinline__ void copy_16_if(uint32_t shared, void const* source, bool wanted, bool inside = true) {
+// 16 bytes from global memory to a shared address in the background, if `wanted`, without a branch;
+// zeros, and nothing is read, where not `inside`.
+__device__ __forceinline__ void copy_16_if(uint32_t shared, void const* source, bool wanted,
+                                           bool inside = true) {
   asm volatile(
       "{\n"
       " .reg .pred wanted;\n"
@@ -170,8 +185,8 @@ __device__ __forceinline__ void copy_16_if(uint32_t shared, void const* source, 
       : "memory");
 }
 
-// One 16-byte vector of a group vector's rows, of the [row][width] that a stage holds; it is this thread's to copy for every
-// tile.
+// One 16-byte vector of a group vector's rows, of the [row][width] that a stage holds; it is this
+// thread's to copy for every tile.
 struct VectorCopy {
   uint8_t const* source = nullptr;  // in the vector's first row
   uint32_t row_bytes = 0;
@@ -180,16 +195,18 @@ struct VectorCopy {
 
   VectorCopy() = default;
 
-  // `i`: the thread's number among those that copy the vector; those below zero do not. Values have 2^log_bytes bytes; the tile
-  // begins at column `begin` of rows of `stride`. Columns from `stride` on repeat the last before it: no result that is stored
-  // depends on them.
-  __device__ __forceinline__ VectorCopy(int i, void const* vector, VectorRows const& rows, int log_bytes, int width, int begin,
-                                        int stride, uint32_t shared)
+  // `i`: the thread's number among those that copy the vector; those below zero do not. Values have
+  // 2^log_bytes bytes; the tile begins at column `begin` of rows of `stride`. Columns from `stride`
+  // on repeat the last before it: no result that is stored depends on them.
+  __device__ __forceinline__ VectorCopy(int i, void const* vector, VectorRows const& rows,
+                                        int log_bytes, int width, int begin, int stride,
+                                        uint32_t shared)
       : row_bytes(uint32_t(stride) << log_bytes), multiplier(rows.step | rows.reciprocal) {
     int log_pieces = log_bytes + 31 - __clz(width) - 4, log_values = 4 - log_bytes;
     int row = i >> log_pieces, piece = i - (row << log_pieces);
     int column = min(begin + (piece << log_values), stride - (1 << log_values));
-    source = static_cast<uint8_t const*>(vector) + int64_t(row) * row_bytes + (int64_t(column) << log_bytes);
+    source = static_cast<uint8_t const*>(vector) + int64_t(row) * row_bytes +
+             (int64_t(column) << log_bytes);
     if (vector && i >= 0 && row < rows.count) to = int(shared) + i * 16;
     // Not to be recomputed for every tile.
     asm volatile("" : "+l"(source), "+r"(to));
@@ -202,7 +219,8 @@ struct VectorCopy {
 
   // The row that a tile of K begins with: what VectorRows::first says.
   __device__ __forceinline__ uint32_t row(int k_tile) const {
-    return multiplier <= VectorRows::kMostRows ? k_tile * multiplier : __umulhi(uint32_t(k_tile), multiplier);
+    return multiplier <= VectorRows::kMostRows ? k_tile * multiplier
+                                               : __umulhi(uint32_t(k_tile), multiplier);
   }
 
   // `stage`: bytes from the first.
@@ -211,19 +229,23 @@ struct VectorCopy {
   }
 };
 
-// A warp's own rows of weights, which no other warp reads. A row panel beyond the last repeats it; its rows are never stored.
+// A warp's own rows of weights, which no other warp reads. A row panel beyond the last repeats it;
+// its rows are never stored.
 template <class Tile>
 struct WeightCopy {
-  static constexpr int kChunk = k_tile_bytes(Tile::kBits), kWarpBytes = Tile::kRowBlocks * Tile::kUnits * kUnitBytes,
+  static constexpr int kChunk = k_tile_bytes(Tile::kBits),
+                       kWarpBytes = Tile::kRowBlocks * Tile::kUnits * kUnitBytes,
                        kPieces = kWarpBytes / kUnitBytes;
   static_assert(kWarpBytes * 2 == kChunk, "two warps share a row panel");
   uint8_t const* source;
   uint32_t to;  // shared address in the first stage
 
-  __device__ __forceinline__ WeightCopy(uint32_t shared, uint8_t const* codes, int n0, int n_pad, int k_tiles, int k_tile) {
+  __device__ __forceinline__ WeightCopy(uint32_t shared, uint8_t const* codes, int n0, int n_pad,
+                                        int k_tiles, int k_tile) {
     int warp = threadIdx.x / 32, lane_byte = threadIdx.x % 32 * kLaneBytes;
     int row_panel = min(n0 / kRowsPerPanel + warp / 2, n_pad / kRowsPerPanel - 1);
-    source = codes + (int64_t(row_panel) * k_tiles + k_tile) * kChunk + warp % 2 * kWarpBytes + lane_byte;
+    source = codes + (int64_t(row_panel) * k_tiles + k_tile) * kChunk + warp % 2 * kWarpBytes +
+             lane_byte;
     to = shared + warp * kWarpBytes + lane_byte;
   }
 
@@ -235,39 +257,46 @@ struct WeightCopy {
   __device__ __forceinline__ void next() { source += kChunk; }
 };
 
-// A tile's columns of a row-major matrix, a token a row, to [token][kRowBytes] whose 16-byte vectors are swizzled by token % 8,
-// so that ldmatrix meets every bank once. Rows of x beyond the last are left as they are: no result that is stored depends on
-// them.
+// A tile's columns of a row-major matrix, a token a row, to [token][kRowBytes] whose 16-byte
+// vectors are swizzled by token % 8, so that ldmatrix meets every bank once. Rows of x beyond the
+// last are left as they are: no result that is stored depends on them.
 //
-// Four threads share a row (eight, where there are no more rows) and take its vectors in turn: all addresses of a thread are
-// constants away from a pointer or two, and one predicate serves a row.
+// Four threads share a row (eight, where there are no more rows) and take its vectors in turn: all
+// addresses of a thread are constants away from a pointer or two, and one predicate serves a row.
 template <class Tile>
 struct XRowCopy {
   static constexpr int kRowBytes = Tile::kRowBytes, kRowPieces = kRowBytes / 16,
-                       kRowThreads = Tile::kThreads / Tile::kBlockM > 4 ? Tile::kThreads / Tile::kBlockM : 4,
-                       kTurns = kRowPieces / kRowThreads, kRowsAtOnce = Tile::kThreads / kRowThreads,
+                       kRowThreads =
+                           Tile::kThreads / Tile::kBlockM > 4 ? Tile::kThreads / Tile::kBlockM : 4,
+                       kTurns = kRowPieces / kRowThreads,
+                       kRowsAtOnce = Tile::kThreads / kRowThreads,
                        kRows = Tile::kBlockM / kRowsAtOnce, kPieces = kRows * kTurns;
   static_assert(kRowThreads == 4 || kRowThreads == 8);
   uint8_t const* source[kRows];
   bool wanted[kRows];
-  uint32_t to;  // shared address in the first stage, a multiple of 128 for the first vector of the first row of x
+  uint32_t to;  // shared address in the first stage, a multiple of 128 for the first vector of
+                // the first row of x
 
-  // The first of a thread's rows of x. Eight lanes write at a time: of four to a row, those of rows r and r + 4, which the
-  // swizzle keeps apart.
+  // The first of a thread's rows of x. Eight lanes write at a time: of four to a row, those of rows
+  // r and r + 4, which the swizzle keeps apart.
   static __device__ __forceinline__ int first_x_row() {
     int lane = threadIdx.x % 32, x_row = threadIdx.x / 32 * (32 / kRowThreads) + lane / 8;
     return kRowThreads == 4 ? x_row + lane / 4 % 2 * 4 : x_row;
   }
   // The number in its row of a thread's i-th vector.
-  static __device__ __forceinline__ int piece(int i) { return threadIdx.x % kRowThreads + i % kTurns * kRowThreads; }
+  static __device__ __forceinline__ int piece(int i) {
+    return threadIdx.x % kRowThreads + i % kTurns * kRowThreads;
+  }
 
-  __device__ __forceinline__ XRowCopy(uint32_t shared, void const* matrix, int64_t stride_bytes, int m0, int m, int k_tile) {
+  __device__ __forceinline__ XRowCopy(uint32_t shared, void const* matrix, int64_t stride_bytes,
+                                      int m0, int m, int k_tile) {
     int x_row = first_x_row();
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       wanted[i] = m0 + x_row + i * kRowsAtOnce < m;
-      source[i] = static_cast<uint8_t const*>(matrix) + (m0 + x_row + i * kRowsAtOnce) * stride_bytes +
-                  int64_t(k_tile) * kRowBytes + piece(0) * 16;
+      source[i] = static_cast<uint8_t const*>(matrix) +
+                  (m0 + x_row + i * kRowsAtOnce) * stride_bytes + int64_t(k_tile) * kRowBytes +
+                  piece(0) * 16;
     }
     to = shared + x_row * kRowBytes + ((piece(0) ^ (x_row & 7)) << 4);
   }
@@ -279,14 +308,17 @@ struct XRowCopy {
   }
 
   // Copy the i-th of a thread's vectors of a tile; zeros without a read where not `inside`.
-  __device__ __forceinline__ void operator()(int stage, int i, bool tile_wanted, bool inside = true) const {
-    copy_16_if(place(i) + stage, source[i / kTurns] + i % kTurns * kRowThreads * 16, tile_wanted && wanted[i / kTurns], inside);
+  __device__ __forceinline__ void operator()(int stage, int i, bool tile_wanted,
+                                             bool inside = true) const {
+    copy_16_if(place(i) + stage, source[i / kTurns] + i % kTurns * kRowThreads * 16,
+               tile_wanted && wanted[i / kTurns], inside);
   }
 
-  // Copy the pixels of an image under the tap of a tile of K instead, zeros where there are none. A pixel's channels are
-  // `bytes` long, and the pixels stride_bytes apart.
-  __device__ __forceinline__ void copy_pixels(int stage, ImageTiles const& image, int k_tile, void const* x,
-                                              int64_t stride_bytes, int bytes, int m0) const {
+  // Copy the pixels of an image under the tap of a tile of K instead, zeros where there are none. A
+  // pixel's channels are `bytes` long, and the pixels stride_bytes apart.
+  __device__ __forceinline__ void copy_pixels(int stage, ImageTiles const& image, int k_tile,
+                                              void const* x, int64_t stride_bytes, int bytes,
+                                              int m0) const {
     TapColumns const tap(image, k_tile);
     int const first = tap.channel / kKPerTile * kRowBytes;
 #pragma unroll 1
@@ -308,16 +340,19 @@ struct XRowCopy {
   }
 };
 
-// Operand B of two neighbouring token blocks, 32 bytes of columns: k-slice `piece` of the warp's columns of a row. Rows are
-// swizzled (XRowCopy).
+// Operand B of two neighbouring token blocks, 32 bytes of columns: k-slice `piece` of the warp's
+// columns of a row. Rows are swizzled (XRowCopy).
 template <class Tile>
-__device__ __forceinline__ void load_x_rows(uint8_t const* activations, ThreadCoord<Tile> const& at, int pair, int piece,
-                                            uint32_t (&b)[4]) {
-  load_tiles(activations + (at.x_rows ^ (piece % 4 << 5)) + piece / 4 * 128 + pair * 16 * Tile::kRowBytes, b);
+__device__ __forceinline__ void load_x_rows(uint8_t const* activations, ThreadCoord<Tile> const& at,
+                                            int pair, int piece, uint32_t (&b)[4]) {
+  load_tiles(
+      activations + (at.x_rows ^ (piece % 4 << 5)) + piece / 4 * 128 + pair * 16 * Tile::kRowBytes,
+      b);
 }
 
 // The zero points of a warp's rows in a group vector, or zeros.
-__device__ __forceinline__ void load_zeros(uint8_t const* vector, bool present, int index, int (&out)[4]) {
+__device__ __forceinline__ void load_zeros(uint8_t const* vector, bool present, int index,
+                                           int (&out)[4]) {
   int four = present ? *reinterpret_cast<int const*>(vector + index) : 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) out[i] = int8_t(four >> 8 * i);
@@ -344,7 +379,8 @@ struct TileParams {
   bool plain;  // as store_sums has it
   ImageTiles image;
 
-  TileParams(GemmProblem const& problem, Plan const& plan, float* splitk_workspace_, int rows, int x_rows)
+  TileParams(GemmProblem const& problem, Plan const& plan, float* splitk_workspace_, int rows,
+             int x_rows)
       : weight(problem.weight),
         epilogue(problem),
         splitk_workspace(splitk_workspace_),
@@ -356,30 +392,35 @@ struct TileParams {
         splits(plan.slices),
         log_scale_bytes(log2_size_of(weight.scale_type)),
         log_offset_bytes(log2_size_of(weight.offset_type)),
-        plain(!problem.bias && !problem.residual && problem.activation == Activation::kNone && !problem.saturate &&
-              problem.out_type != DataType::kFloat32 && epilogue.vector_store),
+        plain(!problem.bias && !problem.residual && problem.activation == Activation::kNone &&
+              !problem.saturate && problem.out_type != DataType::kFloat32 && epilogue.vector_store),
         image(problem) {}
 };
 
-// Epilogue store: a block's sums to the output or the slice's partial sums, through shared memory that nothing else uses any
-// more.
+// Epilogue store: a block's sums to the output or the slice's partial sums, through shared memory
+// that nothing else uses any more.
 template <class C, class Params>
-__device__ __forceinline__ void store_tile(Params const& p, typename C::Sums const& sums, uint8_t* shared, int n0, int m0) {
+__device__ __forceinline__ void store_tile(Params const& p, typename C::Sums const& sums,
+                                           uint8_t* shared, int n0, int m0) {
   float* tiles_per_cluster = reinterpret_cast<float*>(shared);
   gather_sums<C>(sums, ThreadCoord<C>(thread_again()), tiles_per_cluster);
-  float* splitk_workspace = p.splitk_workspace ? p.splitk_workspace + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad : nullptr;
+  float* splitk_workspace = p.splitk_workspace
+                                ? p.splitk_workspace + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad
+                                : nullptr;
   store_sums<C>(tiles_per_cluster, m0, n0, p.epilogue, splitk_workspace, p.n_pad, p.plain);
 }
 
-// The copies of a block's first stages: the weights' may start before the kernels before have ended. `prepare`: as
-// multiply_tile has it.
+// The copies of a block's first stages: the weights' may start before the kernels before have
+// ended. `prepare`: as multiply_tile has it.
 template <class C, class Copies, class Prepare>
-__device__ __forceinline__ void fill_first_stages(Copies& copies, KRange const& range, Prepare prepare) {
+__device__ __forceinline__ void fill_first_stages(Copies& copies, KRange const& range,
+                                                  Prepare prepare) {
   constexpr int kWeightCopies = WeightCopy<C>::kPieces;
 #pragma unroll 1
   for (int i = 0; i < C::kStages - 1; ++i) {
 #pragma unroll
-    for (int j = 0; j < kWeightCopies; ++j) copies(i * C::kStageBytes, range.first + i, j, i < range.count, false);
+    for (int j = 0; j < kWeightCopies; ++j)
+      copies(i * C::kStageBytes, range.first + i, j, i < range.count, false);
     copies.weights.next();
   }
   prepare();
@@ -387,24 +428,30 @@ __device__ __forceinline__ void fill_first_stages(Copies& copies, KRange const& 
 #pragma unroll 1
   for (int i = 0; i < C::kStages - 1; ++i) {
     int stage = i * C::kStageBytes;
-    bool wanted = i < range.count, x_rows_wanted = wanted && !copies.special(stage, range.first + i);
+    bool wanted = i < range.count,
+         x_rows_wanted = wanted && !copies.special(stage, range.first + i);
 #pragma unroll
-    for (int j = kWeightCopies; j < Copies::kAll; ++j) copies(stage, range.first + i, j, wanted, x_rows_wanted);
+    for (int j = kWeightCopies; j < Copies::kAll; ++j)
+      copies(stage, range.first + i, j, wanted, x_rows_wanted);
     copies.activations.next();
     commit_copies();
   }
 }
 
-// A block's main loop. Its K tiles go through a ring of C::kStages stages; C::kPieces times in the multiplication of a tile, a
-// share of the copies for the stage that is filled meanwhile is issued, C::kCopiesAtOnce together: between the matrix
-// instructions they cost next to nothing, before them a tenth of the time. (All are issued before it where C::kCopiesFirst.)
+// A block's main loop. Its K tiles go through a ring of C::kStages stages; C::kPieces times in the
+// multiplication of a tile, a share of the copies for the stage that is filled meanwhile is issued,
+// C::kCopiesAtOnce together: between the matrix instructions they cost next to nothing, before them
+// a tenth of the time. (All are issued before it where C::kCopiesFirst.)
 //
-//   copies     Copies<C>(p, shared, n0, m0, k_tile): weights, activations; copies(stage, k_tile, i, wanted, x_rows_wanted) for i below kAll, the
-//              weights' first; copies.special(stage, k_tile): handles the tile's rows of x if they cannot be copied that way, and says so
+//   copies     Copies<C>(p, shared, n0, m0, k_tile): weights, activations; copies(stage, k_tile, i,
+//              wanted, x_rows_wanted) for i below kAll, the weights' first; copies.special(stage,
+//              k_tile): handles the tile's rows of x if they cannot be copied that way, and says so
 //   prepare()  what else must be in shared memory, independent of the kernels before
-//   compute(stage, at, sums, beside): adds a tile's product, and calls beside(i) for i from 0 to C::kPieces - 1
+//   compute(stage, at, sums, beside): adds a tile's product, and calls beside(i) for i from 0
+//   to C::kPieces - 1
 template <class C, class Copies, class Params, class Prepare, class Compute>
-__device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, Prepare prepare, Compute compute) {
+__device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, Prepare prepare,
+                                              Compute compute) {
   TileIndex tile(blockIdx.x, p.row_tiles, p.m_tiles);
   int n0 = tile.n * C::kRows, m0 = tile.m * C::kBlockM;
   KRange range(p.k_tiles, blockIdx.y, p.splits);
@@ -419,15 +466,18 @@ __device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, 
     wait_copies<C::kStages - 2>();
     __syncthreads();
     int ahead = i + C::kStages - 1;
-    bool wanted = ahead < range.count, x_rows_wanted = wanted && !copies.special(next, range.first + ahead);
+    bool wanted = ahead < range.count,
+         x_rows_wanted = wanted && !copies.special(next, range.first + ahead);
     auto copy = [&](int piece) {
 #pragma unroll
       for (int j = 0; j < Copies::kAll; ++j)
-        if (C::kCopiesFirst || j / C::kCopiesAtOnce * C::kCopiesAtOnce * C::kPieces / Copies::kAll == piece)
+        if (C::kCopiesFirst ||
+            j / C::kCopiesAtOnce * C::kCopiesAtOnce * C::kPieces / Copies::kAll == piece)
           copies(next, range.first + ahead, j, wanted, x_rows_wanted);
     };
     if constexpr (C::kCopiesFirst) {
-      if (wanted) copy(0);  // the branch keeps the compiler from moving them into the multiplication
+      if (wanted) copy(0);  // the branch keeps the compiler from moving them into the
+                            // multiplication
       compute(shared + now, at, sums, [](int) {});
     } else {
       compute(shared + now, at, sums, copy);

@@ -1,5 +1,5 @@
-// Zero values of activations (zero_compensation.h): zero points times scales as two fp16 numbers each, by a power of two that
-// those of a token's zero row share.
+// Zero values of activations (zero_compensation.h): zero points times scales as two fp16 numbers
+// each, by a power of two that those of a token's zero row share.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -9,13 +9,14 @@
 
 namespace cutlass_ops {
 
-// Of the largest magnitude of a zero row: by it values come below 2^14, and then the second parts of all that counts are normal
-// numbers.
+// Of the largest magnitude of a zero row: by it values come below 2^14, and then the second parts
+// of all that counts are normal numbers.
 struct ZeroScale {
   float scale, inverse;
   __device__ __forceinline__ explicit ZeroScale(float largest) {
     int const exponent = max(int(__float_as_uint(largest) >> 23) - 127 - 13, -126);
-    scale = __uint_as_float(uint32_t(exponent + 127) << 23), inverse = __uint_as_float(uint32_t(127 - exponent) << 23);
+    scale = __uint_as_float(uint32_t(exponent + 127) << 23),
+    inverse = __uint_as_float(uint32_t(127 - exponent) << 23);
   }
 };
 
@@ -27,10 +28,12 @@ struct ZeroParts {
   }
 };
 
-// Where the first part of a tile's zero value of a token lies, the tile being one of kTilesPerZeroRow; the second part lies 16
-// further.
-__device__ __forceinline__ __half* zero_value_of(QuantizedActivations const& x, int x_row, int rows, int row, int tile) {
-  return static_cast<__half*>(x.zero_values) + (int64_t(x_row) * rows + row) * kZeroRow + tile / 16 * 32 + tile % 16;
+// Where the first part of a tile's zero value of a token lies, the tile being one of
+// kTilesPerZeroRow; the second part lies 16 further.
+__device__ __forceinline__ __half* zero_value_of(QuantizedActivations const& x, int x_row, int rows,
+                                                 int row, int tile) {
+  return static_cast<__half*>(x.zero_values) + (int64_t(x_row) * rows + row) * kZeroRow +
+         tile / 16 * 32 + tile % 16;
 }
 
 }  // namespace cutlass_ops

@@ -1,4 +1,5 @@
-// What the operators take, whichever kernel runs: limits, and a status that names the argument that does not fit.
+// What the operators take, whichever kernel runs: limits, and a status that names the argument
+// that does not fit.
 #pragma once
 
 #include <initializer_list>
@@ -10,8 +11,8 @@ namespace cutlass_ops {
 constexpr int kMaxM = 1 << 24;
 constexpr int kMaxNormK = 1 << 22;  // the sums of 512 columns each take 32 KB of shared memory
 constexpr double kLeastNormEps = 1e-15;
-// Quantised rows up to which they have memory for whole tiles: zeros for rows that are not there come slowly, some 8 bytes a
-// clock. Among many tiles that is nothing, and takes less power.
+// Quantised rows up to which they have memory for whole tiles: zeros for rows that are not there
+// come slowly, some 8 bytes a clock. Among many tiles that is nothing, and takes less power.
 constexpr int kPaddedRows = 512;
 
 bool is_float(DataType type);
@@ -19,7 +20,7 @@ bool is_float(DataType type);
 Status unsupported(std::string text);
 Status invalid(std::string text);
 
-constexpr int kLoadBytes = 16;        // that kernels load at a time: where most of what they read starts
+constexpr int kLoadBytes = 16;  // that kernels load at a time: where most of what they read starts
 constexpr int kWorkspaceBytes = 256;  // that the parts of a workspace start on
 
 // A pointer of a problem: where it must start, and whether it may be null.
@@ -48,7 +49,8 @@ Status check_sums(PackedWeight const& weight, void const* colsums);
 Status check_dequantize(DequantizeProblem const& problem);
 Status check_flat(FlatProblem const& problem, bool quantizes);
 Status check_awq(AwqWeight const& weight, void const* out);
-Status check_awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m, void const* out);
+Status check_awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m,
+                      void const* out);
 Status check_pack(PackProblem const& problem);
 
 }  // namespace cutlass_ops

@@ -9,26 +9,35 @@ namespace cutlass_ops {
 namespace {
 
 int64_t tile_count(GemmProblem const& problem, Tile const& tile) {
-  return ceil_div(problem.weight.n, tile.block_n) * std::max<int64_t>(1, ceil_div(problem.m, tile.block_m));
+  return ceil_div(problem.weight.n, tile.block_n) *
+         std::max<int64_t>(1, ceil_div(problem.m, tile.block_m));
 }
 
-int64_t time_of(PredictedTime const& time, int cost, int end) { return time.k_tiles * cost + time.ends * end + time.constant; }
+int64_t time_of(PredictedTime const& time, int cost, int end) {
+  return time.k_tiles * cost + time.ends * end + time.constant;
+}
 
-// The stream-K tail: the tiles left after full waves of clusters are split along K, so that more clusters share them. Where a
-// last slice for each tile is one too many, a cluster takes the last slices of several tiles, and the other slices are longer
-// in proportion: not in wgmma_fold16, nor for int8 activations, where that was measured to lose 2 % (of 512, 1024 and 8192 rows
-// x 8192 x 28672), nor of more than eight, which lost 1 %. Tiles that fill no wave are slice_count's; splitk_reduce takes 2.5
-// us, and 2 a million sums.
-TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate) {
+// The stream-K tail: the tiles left after full waves of clusters are split along K, so that more
+// clusters share them. Where a last slice for each tile is one too many, a cluster takes the last
+// slices of several tiles, and the other slices are longer in proportion: not in wgmma_fold16, nor
+// for int8 activations, where that was measured to lose 2 % (of 512, 1024 and 8192 rows x 8192 x
+// 28672), nor of more than eight, which lost 1 %. Tiles that fill no wave are slice_count's;
+// splitk_reduce takes 2.5 us, and 2 a million sums.
+TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                        Candidate const& candidate) {
   constexpr int kMostSlices = 16;  // a lane of a warp waits for each
   Tile const& tile = candidate.tile;
   int const cost = candidate.cost.*cost_kind(problem, candidate), end = candidate.cost.end;
-  int64_t const k = k_tiles(problem.weight), clusters = std::max(1, device.multiprocessors / tile.cluster_size);
-  int64_t const tiles = tile_count(problem, tile), rest = tiles % clusters, waves = ceil_div(tiles, clusters);
+  int64_t const k = k_tiles(problem.weight),
+                clusters = std::max(1, device.multiprocessors / tile.cluster_size);
+  int64_t const tiles = tile_count(problem, tile), rest = tiles % clusters,
+                waves = ceil_div(tiles, clusters);
   TailSplit best{0, 1, {waves * k, waves * 32, 0}};
   if (tiles < clusters) {
     int const slices = slice_count(problem, device, spec, tile);
-    if (slices > 1) best.time = {ceil_div(k, slices), 64, (25 + int64_t(slices) * problem.m * problem.weight.n / 50000) * 32};
+    if (slices > 1)
+      best.time = {ceil_div(k, slices), 64,
+                   (25 + int64_t(slices) * problem.m * problem.weight.n / 50000) * 32};
     return best;
   }
   if (rest == 0) return best;
@@ -40,29 +49,35 @@ TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, Kernel
         k - tail_split.share_numerator * (slices - 1) / tail_split.share_denominator < 2)
       continue;
     // Tenths of a microsecond on an H200: to store partial sums in the workspace and add them.
-    int64_t const exchange = 25 + 8 * (slices - 1) * cta_block_m(tile) / 128, whole = tiles / clusters;
-    PredictedTime const time{whole * k + ceil_div(tail_split.share_numerator, tail_split.share_denominator), (whole + 2) * 32,
-                             exchange * 32};
-    if (time_of(time, cost, end) < least) best = {rest, int(slices), time}, least = time_of(time, cost, end);
+    int64_t const exchange = 25 + 8 * (slices - 1) * cta_block_m(tile) / 128,
+                  whole = tiles / clusters;
+    PredictedTime const time{
+        whole * k + ceil_div(tail_split.share_numerator, tail_split.share_denominator),
+        (whole + 2) * 32, exchange * 32};
+    if (time_of(time, cost, end) < least)
+      best = {rest, int(slices), time}, least = time_of(time, cost, end);
   }
   return best;
 }
 
-// Whether clusters add up the two slices of each tile's K themselves where the tiles fill no wave. It was measured to be faster
-// than splitk_reduce for many sums of long slices: floats x int8 8192 x 28672 at M = 128 take 97.5 us, 99.7 by splitk_reduce.
+// Whether clusters add up the two slices of each tile's K themselves where the tiles fill no wave.
+// It was measured to be faster than splitk_reduce for many sums of long slices: floats x int8
+// 8192 x 28672 at M = 128 take 97.5 us, 99.7 by splitk_reduce.
 bool adds_two_slices(GemmProblem const& problem, int slices) {
   PackedWeight const& w = problem.weight;
-  return slices == 2 && !multiplies_int8(problem) && w.bits == 8 && w.k >= 16384 && int64_t(problem.m) * w.n >= 1 << 20;
+  return slices == 2 && !multiplies_int8(problem) && w.bits == 8 && w.k >= 16384 &&
+         int64_t(problem.m) * w.n >= 1 << 20;
 }
 
 }  // namespace
 
-// Of weights at least eight tiles of K by 128 features each (two tiles in clusters). The count depends on shapes and the device
-// alone, so a result's bits do too.
-int slice_count(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Tile const& tile) {
+// Of weights at least eight tiles of K by 128 features each (two tiles in clusters). The count
+// depends on shapes and the device alone, so a result's bits do too.
+int slice_count(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                Tile const& tile) {
   if (spec.decodes) return 1;
-  int64_t const wanted =
-      int64_t(device.multiprocessors) * tile.min_ctas_per_sm / (tile_count(problem, tile) * tile.cluster_size);
+  int64_t const wanted = int64_t(device.multiprocessors) * tile.min_ctas_per_sm /
+                         (tile_count(problem, tile) * tile.cluster_size);
   // A cluster's CTAs fill an SM each: fewer tiles of K are enough for them.
   int const least = tile.cluster_size > 1 ? 2 : 1024 / tile.block_n;
   int64_t const most = std::max<int64_t>(1, k_tiles(problem.weight) / least);
@@ -73,15 +88,19 @@ int TileCost::* cost_kind(GemmProblem const& problem, Candidate const& candidate
   TileCost const& cost = candidate.cost;
   bool const long_sums = sums_whole_rows(problem) || sums_whole_taps(problem);
   if (cost.whole_rows > 0 && long_sums) return &TileCost::whole_rows;
-  bool const row_scales = !activations_have_blocks(problem) && (candidate.compensates || !activations_have_zeros(problem));
+  bool const row_scales = !activations_have_blocks(problem) &&
+                          (candidate.compensates || !activations_have_zeros(problem));
   return cost.row_scales > 0 && row_scales ? &TileCost::row_scales : &TileCost::k4096;
 }
 
-int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate) {
+int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                       Candidate const& candidate) {
   if (is_mostly_empty(candidate.tile, problem.m)) return -1;
   int const cost = candidate.cost.*cost_kind(problem, candidate);
-  if (!problem.batch_invariant) return time_of(stream_k_tail(problem, device, spec, candidate).time, cost, candidate.cost.end);
-  int64_t const clusters = std::max(1, device.multiprocessors * candidate.tile.min_ctas_per_sm / candidate.tile.cluster_size);
+  if (!problem.batch_invariant)
+    return time_of(stream_k_tail(problem, device, spec, candidate).time, cost, candidate.cost.end);
+  int64_t const clusters = std::max(
+      1, device.multiprocessors * candidate.tile.min_ctas_per_sm / candidate.tile.cluster_size);
   return ceil_div(tile_count(problem, candidate.tile), clusters) * cost;
 }
 
@@ -91,38 +110,47 @@ DecodeKind decode_kind(GemmProblem const& problem) {
   bool const rounded = has_short_groups(w) || w.offsets || w.e4m3;
   if (!multiplies_int8(problem)) return rounded ? DecodeKind::kFloatsRounded : DecodeKind::kFloats;
   bool const int8 = has_int8_products(w);
-  if (activations_have_blocks(problem)) return int8 ? DecodeKind::kBlock : DecodeKind::kBlockRounded;
+  if (activations_have_blocks(problem))
+    return int8 ? DecodeKind::kBlock : DecodeKind::kBlockRounded;
   return int8 ? DecodeKind::kToken : DecodeKind::kTokenRounded;
 }
 
 DecodeTerms decode_terms(GemmProblem const& problem, Device const& device, Plan const& shaped) {
-  int64_t const tiles = k_tiles(problem.weight), row_panels = padded_rows(problem.weight.n) / kRowsPerPanel;
+  int64_t const tiles = k_tiles(problem.weight),
+                row_panels = padded_rows(problem.weight.n) / kRowsPerPanel;
   int64_t const tiles_of_cta = ceil_div(tiles, shaped.cluster_size);
   double of_cta = double(shaped.decode.row_panels) * tiles_of_cta;
   if (shaped.decode.cluster == 0) {
     int const unit = WgmmaDecodeShape::unit(shaped.one_cta_per_sm);
-    int64_t const units = ceil_div(padded_rows(problem.weight.n) / unit, shaped.wgmma_decode.clusters);
+    int64_t const units =
+        ceil_div(padded_rows(problem.weight.n) / unit, shaped.wgmma_decode.clusters);
     of_cta = double(units * unit) / kRowsPerPanel * tiles_of_cta;
   }
-  return {of_cta, double(tiles * row_panels) / device.multiprocessors, double(problem.m) * tiles_of_cta / 32, problem.m};
+  return {of_cta, double(tiles * row_panels) / device.multiprocessors,
+          double(problem.m) * tiles_of_cta / 32, problem.m};
 }
 
-int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate) {
-  DecodeCost const& cost = candidate.decode_costs[problem.weight.bits == 8][int(decode_kind(problem))];
+int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                    Candidate const& candidate) {
+  DecodeCost const& cost =
+      candidate.decode_costs[problem.weight.bits == 8][int(decode_kind(problem))];
   if (cost.start == 0 && cost.chunk == 0 && cost.share == 0) return -1;
   Plan shaped;
   shaped.one_cta_per_sm = candidate.tile.min_ctas_per_sm == 1;
   if (!spec.shape(problem, device, candidate, &shaped)) return -1;
   DecodeTerms const t = decode_terms(problem, device, shaped);
-  return int64_t(cost.start + cost.chunk * t.chunks + cost.share * t.share + cost.x * t.x + double(cost.row) * t.rows);
+  return int64_t(cost.start + cost.chunk * t.chunks + cost.share * t.share + cost.x * t.x +
+                 double(cost.row) * t.rows);
 }
 
-TailSplit tail_split_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate) {
+TailSplit tail_split_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                        Candidate const& candidate) {
   int const slices = slice_count(problem, device, spec, candidate.tile);
   if (!spec.cost || spec.decodes || problem.batch_invariant) return {0, slices, {}};
   TailSplit const tail = stream_k_tail(problem, device, spec, candidate);
   if (slices == 1) return tail;
-  return {adds_two_slices(problem, slices) ? tile_count(problem, candidate.tile) : 0, slices, tail.time};
+  return {adds_two_slices(problem, slices) ? tile_count(problem, candidate.tile) : 0, slices,
+          tail.time};
 }
 
 }  // namespace cutlass_ops

@@ -5,8 +5,8 @@
 
 namespace cutlass_ops {
 
-// A predicted time in 32nds of TileCost's unit, linear in the costs of a tile, so that these can be fitted to measured times
-// (tools/fit_costs.py).
+// A predicted time in 32nds of TileCost's unit, linear in the costs of a tile, so that these can be
+// fitted to measured times (tools/fit_costs.py).
 struct PredictedTime {
   int64_t k_tiles = 0;   // times the cost of a tile of K, a 32nd of TileCost::k4096
   int64_t ends = 0;      // times TileCost::end
@@ -21,16 +21,20 @@ struct TailSplit {
 };
 
 // Slices of K of all tiles: enough that every SM has the CTAs that the grid is made for.
-int slice_count(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Tile const& tile);
+int slice_count(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                Tile const& tile);
 
 // Which of a tile's costs for K = 4096 counts.
 int TileCost::* cost_kind(GemmProblem const& problem, Candidate const& candidate);
 
 // Whether most rows of a large tile would be empty. Such tiles are no choice, nor measured.
-constexpr bool is_mostly_empty(Tile const& tile, int m) { return tile.block_m > 128 && tile.block_m > 2 * m; }
+constexpr bool is_mostly_empty(Tile const& tile, int m) {
+  return tile.block_m > 128 && tile.block_m > 2 * m;
+}
 
 // KernelSpec::cost of the persistent kernels; negative for mostly empty tiles.
-int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate);
+int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                       Candidate const& candidate);
 
 // That of decode kernels: linear in their costs too.
 DecodeKind decode_kind(GemmProblem const& problem);
@@ -39,9 +43,11 @@ struct DecodeTerms {
   int rows;
 };
 DecodeTerms decode_terms(GemmProblem const& problem, Device const& device, Plan const& shaped);
-int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate);
+int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                    Candidate const& candidate);
 
 // How K is cut for a candidate.
-TailSplit tail_split_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate);
+TailSplit tail_split_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                        Candidate const& candidate);
 
 }  // namespace cutlass_ops

@@ -17,14 +17,17 @@ DecodeMemory decode_memory(GemmProblem const& p, DecodeShape const& shape) {
   DecodeMemory at;
   PackedWeight const& w = p.weight;
   bool int8 = multiplies_int8(p);
-  int columns = 512 / w.bits, rows = w.group_size > 0 && w.group_size < columns ? columns / w.group_size : 1;
+  int columns = 512 / w.bits,
+      rows = w.group_size > 0 && w.group_size < columns ? columns / w.group_size : 1;
   at.zeros = 4096 + rows * kRowsPerPanel * bytes_of(w.scale_type);
   at.offsets = at.zeros + (w.zeros ? rows * kRowsPerPanel : 0);
   at.stage = at.offsets + (w.offsets ? rows * kRowsPerPanel * bytes_of(w.offset_type) : 0);
-  int step = w.group_size == 32 || w.group_size == 64 ? w.group_size : columns, steps = shape.slice * kKPerTile / step;
+  int step = w.group_size == 32 || w.group_size == 64 ? w.group_size : columns,
+      steps = shape.slice * kKPerTile / step;
   at.x_row = shape.slice * kKPerTile * 2 + 16;
   at.x = shape.warps * shape.stages * at.stage;
-  at.sums = at.x + p.m * std::max(at.x_row, shape.cluster > 1 ? shape.row_panels * kRowsPerPanel * 4 : 0);
+  at.sums =
+      at.x + p.m * std::max(at.x_row, shape.cluster > 1 ? shape.row_panels * kRowsPerPanel * 4 : 0);
   at.scales = at.sums + (w.book ? 0 : steps * 8 * 4);
   at.parts = at.scales + (int8 ? steps * 8 * 4 : 0);
   at.slots = at.parts + (shape.row_panels * 4 + 15) / 16 * 16;
@@ -35,22 +38,26 @@ DecodeMemory decode_memory(GemmProblem const& p, DecodeShape const& shape) {
 
 namespace {
 
-// Clusters that run at a time, a CTA on each SM: GPCs of an odd number of these leave one in eleven out of clusters of 4 and 8.
+// Clusters that run at a time, a CTA on each SM: GPCs of an odd number of these leave one in eleven
+// out of clusters of 4 and 8.
 int cluster_places(Device const& device, int cluster) {
-  return std::max(1, (cluster <= 2 ? device.multiprocessors : device.multiprocessors * 10 / 11) / cluster);
+  return std::max(
+      1, (cluster <= 2 ? device.multiprocessors : device.multiprocessors * 10 / 11) / cluster);
 }
 
 }  // namespace
 
-// The shape of least time, from what was measured on an H200: an SM takes 18 bytes of weights a clock, 15 of a code book's, and
-// 13 of x; a row panel's sums of a row of x cost 30 clocks at the end, a cluster's exchange of sums 900, each tile of K of a
-// CTA without a cluster 60 where there is no code book, and a CTA that leaves no room for one of the next launch 3000.
+// The shape of least time, from what was measured on an H200: an SM takes 18 bytes of weights a
+// clock, 15 of a code book's, and 13 of x; a row panel's sums of a row of x cost 30 clocks at the
+// end, a cluster's exchange of sums 900, each tile of K of a CTA without a cluster 60 where there
+// is no code book, and a CTA that leaves no room for one of the next launch 3000.
 DecodeShape decode_shape(GemmProblem const& p, Device const& device) {
   constexpr int kStaticBytes = 1024;
   constexpr int kSmallPart = 32;  // tiles of a row panel
   constexpr int kLongSlice = 64;  // whose x takes longer to quantise than a ring to fill
   bool const book = p.weight.book, int8 = multiplies_int8(p);
-  int row_panels = int(padded_rows(p.weight.n) / kRowsPerPanel), tiles = int(padded_k(p.weight.k) / kKPerTile);
+  int row_panels = int(padded_rows(p.weight.n) / kRowsPerPanel),
+      tiles = int(padded_k(p.weight.k) / kKPerTile);
   DecodeShape best;
   double least = 0;
   for (int cluster = 1; cluster <= 8 && cluster <= tiles; cluster *= 2) {
@@ -64,9 +71,11 @@ DecodeShape decode_shape(GemmProblem const& p, Device const& device) {
       shape.warps = warps;
       return decode_memory(p, shape).total <= bytes;
     };
-    int const all = device.shared_memory - kStaticBytes, half = device.shared_memory / 2 - 2 * kStaticBytes;
+    int const all = device.shared_memory - kStaticBytes,
+              half = device.shared_memory / 2 - 2 * kStaticBytes;
     bool small = shape.row_panels * shape.slice <= kSmallPart && fits(8, half);
-    if (shape.row_panels > 0xffff || (!small && !fits(decode_warps(book), all) && !fits(8, all))) continue;
+    if (shape.row_panels > 0xffff || (!small && !fits(decode_warps(book), all) && !fits(8, all)))
+      continue;
     double weights = double(shape.row_panels) * shape.slice * k_tile_bytes(p.weight.bits),
            x = double(p.m) * shape.slice * kKPerTile * 2;
     bool beside = fits(shape.warps, half);
@@ -96,7 +105,8 @@ struct StageSizes {
   int table_bytes;
   int least_stages;
 };
-bool lay_out_stages(PackedWeight const& w, StageSizes const& sizes, int tiles, WgmmaDecodeShape* shape) {
+bool lay_out_stages(PackedWeight const& w, StageSizes const& sizes, int tiles,
+                    WgmmaDecodeShape* shape) {
   int const tile_groups = has_short_groups(w) ? kKPerTile / w.group_size : 1,
             rows = tile_groups * shape->most_row_panels * kRowsPerPanel;
   shape->scales = shape->most_row_panels * k_tile_bytes(w.bits);
@@ -110,8 +120,10 @@ bool lay_out_stages(PackedWeight const& w, StageSizes const& sizes, int tiles, W
   if (shape->stages < tiles) shape->stages -= shape->stages % shape->sets;
   shape->weights = shape->stages * sizes.x_bytes;
   shape->shared_bytes =
-      std::max(shape->stages * stage, shape->sets * shape->most_row_panels * kRowsPerPanel * WgmmaDecodeShape::kBlockM * 4);
-  if (shape->stages < std::min(tiles, sizes.least_stages) || shape->shared_bytes > sizes.most_bytes) return false;
+      std::max(shape->stages * stage, shape->sets * shape->most_row_panels * kRowsPerPanel *
+                                          WgmmaDecodeShape::kBlockM * 4);
+  if (shape->stages < std::min(tiles, sizes.least_stages) || shape->shared_bytes > sizes.most_bytes)
+    return false;
   shape->table = shape->shared_bytes;
   shape->shared_bytes += sizes.table_bytes;
   return true;
@@ -119,33 +131,40 @@ bool lay_out_stages(PackedWeight const& w, StageSizes const& sizes, int tiles, W
 
 }  // namespace
 
-WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, bool quantizes, bool one_cta, bool folds) {
+WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, bool quantizes,
+                                    bool one_cta, bool folds) {
   constexpr int kBlockM = WgmmaDecodeShape::kBlockM;
   WgmmaDecodeShape best;
   PackedWeight const& w = p.weight;
   bool const int8 = multiplies_int8(p) && !folds, token_zeros = int8 && activations_have_zeros(p);
-  int const groups = WgmmaDecodeShape::warpgroups(one_cta), most = WgmmaDecodeShape::most_row_panels_of(one_cta, token_zeros),
+  int const groups = WgmmaDecodeShape::warpgroups(one_cta),
+            most = WgmmaDecodeShape::most_row_panels_of(one_cta, token_zeros),
             unit = WgmmaDecodeShape::unit(one_cta);
   int const all_units = int(padded_rows(w.n) / unit), all_tiles = int(padded_k(w.k) / kKPerTile);
-  // Two CTAs per SM, this launch's and the next one's: its weights are in flight before this one ends. Or one that has as many
-  // in flight as two would have.
+  // Two CTAs per SM, this launch's and the next one's: its weights are in flight before this one
+  // ends. Or one that has as many in flight as two would have.
   int const table_bytes = w.book ? kCodebookLutBytes : 0;
-  StageSizes const sizes{int8 && !quantizes ? kBlockM * kKPerTile + (token_zeros ? 8 * kKPerTile : 0) : kBlockM * kKPerTile * 2,
-                         (int8 ? kBlockM * 4 : 0) + (token_zeros ? kBlockM : 0),
-                         (one_cta ? device.shared_memory - 1024 : device.shared_memory / 2 - 2048) - table_bytes, table_bytes,
-                         one_cta  ? groups
-                         : w.book ? 2
-                                  : 3};
+  StageSizes const sizes{
+      int8 && !quantizes ? kBlockM * kKPerTile + (token_zeros ? 8 * kKPerTile : 0)
+                         : kBlockM * kKPerTile * 2,
+      (int8 ? kBlockM * 4 : 0) + (token_zeros ? kBlockM : 0),
+      (one_cta ? device.shared_memory - 1024 : device.shared_memory / 2 - 2048) - table_bytes,
+      table_bytes,
+      one_cta  ? groups
+      : w.book ? 2
+               : 3};
   int64_t least = 0;
   for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
     int const places = cluster_places(device, c);
     int const units = (all_units + places - 1) / places, needed = (all_units + units - 1) / units;
     int const tiles = (all_tiles + c - 1) / c, of_row_panel = kRowsPerPanel / unit;
     // Where clusters do not begin with row panels they have a part of one more.
-    int const row_panels = units % of_row_panel == 0 && all_units % needed == 0 ? units / of_row_panel
-                                                                                : (units + 2 * of_row_panel - 2) / of_row_panel;
+    int const row_panels = units % of_row_panel == 0 && all_units % needed == 0
+                               ? units / of_row_panel
+                               : (units + 2 * of_row_panel - 2) / of_row_panel;
     if (row_panels > groups * most) continue;
-    // From what was measured on an H200: a K tile of weights counts 2, x of a tile 1; to quantise it, 3 with 2 for 4 bits.
+    // From what was measured on an H200: a K tile of weights counts 2, x of a tile 1; to quantise
+    // it, 3 with 2 for 4 bits.
     int const tile_time = quantizes ? row_panels * w.bits / 2 + 3 : 2 * row_panels + 1;
     int64_t const time = int64_t(tile_time) * tiles + (c > 1 ? 2 + 4 * log : 0);
     if (best.cluster && time >= least) continue;
@@ -163,30 +182,36 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
 
 bool decodes_exactly(GroupedGemm const& p) {
   PackedWeight const& w = p.weight;
-  return w.bits == 4 && has_integer_codes(w) && !has_short_groups(w) && !w.offsets && w.scale_type == p.x_type;
+  return w.bits == 4 && has_integer_codes(w) && !has_short_groups(w) && !w.offsets &&
+         w.scale_type == p.x_type;
 }
 
-WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device, double row_tiles, int most_tiles) {
-  constexpr int kGroups = WgmmaDecodeShape::warpgroups(false), kMost = WgmmaDecodeShape::most_row_panels_of(false, false);
+WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device, double row_tiles,
+                                      int most_tiles) {
+  constexpr int kGroups = WgmmaDecodeShape::warpgroups(false),
+                kMost = WgmmaDecodeShape::most_row_panels_of(false, false);
   constexpr int kStartCost = 12;  // of a CTA, in the unit below
   WgmmaDecodeShape best;
   PackedWeight const& w = p.weight;
   int const all_row_panels = p.groups.row_panels, all_tiles = int(padded_k(w.k) / kKPerTile);
   int const table_bytes = w.book ? kCodebookLutBytes : 0;
-  StageSizes const sizes{WgmmaDecodeShape::kBlockM * kKPerTile * 2, 0, device.shared_memory / 2 - 2048 - table_bytes,
-                         table_bytes, w.book ? 2 : 3};
+  StageSizes const sizes{WgmmaDecodeShape::kBlockM * kKPerTile * 2, 0,
+                         device.shared_memory / 2 - 2048 - table_bytes, table_bytes,
+                         w.book ? 2 : 3};
   double least = 0;
   for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
     int const tiles = (all_tiles + c - 1) / c;
     for (int most = kGroups * kMost; most > 0; --most) {
       int const needed = (all_row_panels + most - 1) / most;
-      if (most > all_row_panels || (all_row_panels + needed - 1) / needed < most) continue;  // a smaller one needs as many
+      // a smaller one needs as many
+      if (most > all_row_panels || (all_row_panels + needed - 1) / needed < most) continue;
       WgmmaDecodeShape shape;
       shape.cluster = c, shape.clusters = needed, shape.most_row_panels = most;
       shape.sets = shape.most_row_panels <= kMost && tiles >= kGroups ? kGroups : 1;
-      // As in wgmma_decode_shape. Two CTAs share an SM; one that has it alone takes some 0.6 of the time. Waves of them are
-      // whole, unless they are many.
-      double const cta = (2.0 * shape.most_row_panels + 1) * tiles + kStartCost + (c > 1 ? 2 + 4 * log : 0);
+      // As in wgmma_decode_shape. Two CTAs share an SM; one that has it alone takes some 0.6 of the
+      // time. Waves of them are whole, unless they are many.
+      double const cta =
+          (2.0 * shape.most_row_panels + 1) * tiles + kStartCost + (c > 1 ? 2 + 4 * log : 0);
       double const waves = row_tiles * needed / (2 * cluster_places(device, c));
       double const time = cta * (waves <= 0.5 ? 0.6 : waves <= 2 ? std::ceil(waves) : waves + 0.5);
       if (best.cluster && time >= least) continue;
@@ -194,11 +219,14 @@ WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device
       least = time, best = shape;
     }
   }
-  // Or all CTAs that run at a time have equal parts of what there is, in turns of up to `most` row panels, each of which reads x.
+  // Or all CTAs that run at a time have equal parts of what there is, in turns of up to `most` row
+  // panels, each of which reads x.
   int const ctas = 2 * device.multiprocessors;
   auto const share = [&](double tiles) { return std::ceil(tiles * all_row_panels / ctas); };
   bool const has_registers = w.scale_type == p.x_type && !w.offsets && !p.groups.bias;
-  if (!has_registers || (share(most_tiles) - 1) / all_row_panels + 2 > WgmmaDecodeShape::kMostDealtTiles) return best;
+  if (!has_registers ||
+      (share(most_tiles) - 1) / all_row_panels + 2 > WgmmaDecodeShape::kMostDealtTiles)
+    return best;
   for (int most : {kGroups, 2 * kGroups, kGroups * kMost}) {
     WgmmaDecodeShape shape;
     shape.cluster = 1, shape.clusters = ctas, shape.most_row_panels = most, shape.dealt = true;
@@ -206,7 +234,8 @@ WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device
     if (row_panels < kGroups) break;  // a warpgroup would have nothing to do
     double const time = (2 * row_panels + turns) * all_tiles + kStartCost;
     if (best.cluster && time >= least) continue;
-    if (!lay_out_stages(w, sizes, WgmmaDecodeShape::kMostStages, &shape)) continue;  // the ring turns on from turn to turn
+    // the ring turns on from turn to turn
+    if (!lay_out_stages(w, sizes, WgmmaDecodeShape::kMostStages, &shape)) continue;
     least = time, best = shape;
   }
   return best;

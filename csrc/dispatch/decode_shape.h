@@ -8,12 +8,13 @@ namespace cutlass_ops {
 
 // ---- decode_gemm
 
-// Warps of a CTA, at most: or 8, where those need too much memory, or leave no room for the next launch's CTA in a small part
-// of a product.
+// Warps of a CTA, at most: or 8, where those need too much memory, or leave no room for the next
+// launch's CTA in a small part of a product.
 constexpr int decode_warps(bool book) { return book ? 12 : 8; }
 constexpr int decode_stages(bool book) { return book ? 2 : 3; }  // of each warp's ring
-// What is added to them, all or nothing, with int8 activations where a CTA leaves no room for one of the next launch: weights
-// are in flight while a long x is quantised. 8-bit ones take long enough without.
+// What is added to them, all or nothing, with int8 activations where a CTA leaves no room for
+// one of the next launch: weights are in flight while a long x is quantised. 8-bit ones take
+// long enough without.
 constexpr int decode_more_stages(int bits) { return bits == 4 ? 2 : 0; }
 // Of a row of x in a slot, the sums of a row panel: four more keep lanes on different banks.
 constexpr int kSlotFloats = kRowsPerPanel + 4;
@@ -28,7 +29,9 @@ DecodeMemory decode_memory(GemmProblem const& problem, DecodeShape const& shape)
 
 static_assert(WgmmaDecodeShape::unit(false) == kRowsPerPanel);
 
-// `quantizes`: the CTAs quantise x themselves. `one_cta`: one CTA per SM. `folds`: wgmma_decode_fold16's.
-WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& problem, Device const& device, bool quantizes, bool one_cta, bool folds);
+// `quantizes`: the CTAs quantise x themselves. `one_cta`: one CTA per SM. `folds`:
+// wgmma_decode_fold16's.
+WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& problem, Device const& device,
+                                    bool quantizes, bool one_cta, bool folds);
 
 }  // namespace cutlass_ops

@@ -14,10 +14,12 @@ struct alignas(16) StoredTile {
 
 constexpr int kSlotRows = 16;  // an expert's slots begin at a multiple
 
-// Rows of x of a tile, of the kernels for more rows of an expert than wgmma_decode_fold16's 16: of 16-bit x, and of int8.
+// Rows of x of a tile, of the kernels for more rows of an expert than wgmma_decode_fold16's 16: of
+// 16-bit x, and of int8.
 constexpr int kGroupedHeights[] = {64, 96, 144, 208}, kGroupedInt8Heights[] = {64, 96, 144, 176};
 
-// Positions for whose rows wgmma_decode_fold16 finds its tiles from their ids, at most; slots are positions then.
+// Positions for whose rows wgmma_decode_fold16 finds its tiles from their ids, at most; slots
+// are positions then.
 constexpr int kMostFoundPositions = 256;
 
 // Where the tables of slots lie on the GPU; none: slots are positions.
@@ -35,8 +37,8 @@ struct GatherProblem {
   int64_t x_stride = 0;
   float const* scales = nullptr;     // [blocks][scale_stride], or null
   int blocks = 0, scale_stride = 0;  // and [blocks][out_scale_stride]
-  bool in_slots = false;             // they are in slots already, and their columns alone are gathered
-  int32_t const* perm = nullptr;     // [experts][k], or null
+  bool in_slots = false;          // they are in slots already, and their columns alone are gathered
+  int32_t const* perm = nullptr;  // [experts][k], or null
   int k = 0;
   void* out = nullptr;
   int64_t out_stride = 0;
@@ -52,7 +54,8 @@ struct Groups {
   int const* positions = nullptr;  // of slots; null: slots are positions, or x is in slots
   int top = 0;                     // a slot's row of x is its position / top; 0: x is in slots
   int row_panels = 0;              // of one expert, of 64 features
-  // Whether an expert's features are gate's and up's, eight and eight: then the output is activation(gate) * up.
+  // Whether an expert's features are gate's and up's, eight and eight: then the output is
+  // activation(gate) * up.
   bool gated = false;
   Activation activation = Activation::kNone;
   float low = 0.0f, high = 0.0f;
@@ -68,20 +71,23 @@ struct GroupedGemm {
   DataType x_type = DataType::kFloat16;
   int64_t x_stride = 0;
   ActQuant x_codes = ActQuant::kNone;  // otherwise x is codes instead, [x_rows][padded_k(weight.k)]
-  float const* x_scales = nullptr;     // [x_rows], of blocks [k tiles][x_rows]: of codes, or of their values as floats; or null
-  int x_rows = 0, rows = 0;            // of x, or those that its scales have place for, and of slots: multiples of 16
-  void* out = nullptr;                 // [rows][n] of out_type
+  float const* x_scales = nullptr;  // [x_rows], of blocks [k tiles][x_rows]: of codes, or of their
+                                    // values as floats; or null
+  int x_rows = 0, rows = 0;         // of x, or those that its scales have place for, and of
+                                    // slots: multiples of 16
+  void* out = nullptr;              // [rows][n] of out_type
   DataType out_type = DataType::kFloat16;
   int n = 0;
   Groups groups;
 };
 
-// Whether wgmma_decode takes experts of few rows, whose products are exact; otherwise wgmma_decode_fold16 does, which is as fast
-// with 8 bits.
+// Whether wgmma_decode takes experts of few rows, whose products are exact; otherwise
+// wgmma_decode_fold16 does, which is as fast with 8 bits.
 bool decodes_exactly(GroupedGemm const& problem);
 
-// How clusters of either kernel share tiles of experts' rows; cluster is 0 if none fits. `tiles`: that are expected, and
-// the most.
-WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& problem, Device const& device, double tiles, int most_tiles);
+// How clusters of either kernel share tiles of experts' rows; cluster is 0 if none fits. `tiles`:
+// that are expected, and the most.
+WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& problem, Device const& device,
+                                      double tiles, int most_tiles);
 
 }  // namespace cutlass_ops

@@ -14,10 +14,13 @@ void portable_grid(GemmProblem const& problem, Tile const& tile, Plan* plan) {
   plan->grid_y = plan->slices;
 }
 
-// Persistent clusters that walk over whole tiles and slices of K. `tiles_of_k`: with the compensations between them.
-void persistent_grid(GemmProblem const& problem, Device const& device, Candidate const& candidate, int tiles_of_k, Plan* plan) {
+// Persistent clusters that walk over whole tiles and slices of K. `tiles_of_k`: with the
+// compensations between them.
+void persistent_grid(GemmProblem const& problem, Device const& device, Candidate const& candidate,
+                     int tiles_of_k, Plan* plan) {
   Tile const& tile = candidate.tile;
-  int const tiles = int(ceil_div(problem.weight.n, tile.block_n) * ceil_div(problem.m, tile.block_m));
+  int const tiles =
+      int(ceil_div(problem.weight.n, tile.block_n) * ceil_div(problem.m, tile.block_m));
   int const clusters = device.multiprocessors / tile.cluster_size;
   bool const split = plan->slices > 1 && plan->tail_tiles == 0;
   plan->tail = plan->tail_tiles ? StreamKTail(plan->tail_tiles, plan->slices, clusters, tiles_of_k)
@@ -31,13 +34,18 @@ void persistent_grid(GemmProblem const& problem, Device const& device, Candidate
 
 }  // namespace
 
-bool shape_mma_gemm_a16(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+bool shape_mma_gemm_a16(GemmProblem const& problem, Device const& device,
+                        Candidate const& candidate, Plan* plan) {
   PackedWeight const& w = problem.weight;
   Tile const& tile = candidate.tile;
-  bool const book = w.book, general = !has_integer_codes(w) || w.offsets || has_short_groups(w), large = tile.block_m == 64;
-  auto const bytes = [&](int stages) { return mma_gemm_a16_shared_bytes(w.bits, tile.block_m, general, book, stages); };
+  bool const book = w.book, general = !has_integer_codes(w) || w.offsets || has_short_groups(w),
+             large = tile.block_m == 64;
+  auto const bytes = [&](int stages) {
+    return mma_gemm_a16_shared_bytes(w.bits, tile.block_m, general, book, stages);
+  };
   plan->stages = large && (book || (general && w.bits == 8)) ? 2 : tile.stages;
-  // Two CTAs per SM are worth more than a third stage; that comes where both fit (sm_90), or neither (sm_86, sm_89, sm_120).
+  // Two CTAs per SM are worth more than a third stage; that comes where both fit (sm_90), or
+  // neither (sm_86, sm_89, sm_120).
   if (large && !general && w.bits == 8 && device.shared_memory >= 2 * bytes(2) &&
       device.shared_memory < 2 * bytes(tile.stages)) {
     plan->stages = 2;
@@ -48,22 +56,26 @@ bool shape_mma_gemm_a16(GemmProblem const& problem, Device const& device, Candid
   return true;
 }
 
-bool shape_mma_gemm_a8(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+bool shape_mma_gemm_a8(GemmProblem const& problem, Device const& device, Candidate const& candidate,
+                       Plan* plan) {
   PackedWeight const& w = problem.weight;
   Tile const& tile = candidate.tile;
   bool const general = has_short_groups(w) || w.offsets || (w.zeros && w.bits == 8);
   bool const zeros = general || w.zeros || activations_have_zeros(problem);
-  // No more CTAs on an SM than the grid is made for: those that are started while the kernel before still runs would crowd on
-  // the first that it leaves. (W8A8, 9 rows x 8192 x 28672: 58.3 us; 66.6 where three fit.)
+  // No more CTAs on an SM than the grid is made for: those that are started while the kernel before
+  // still runs would crowd on the first that it leaves. (W8A8, 9 rows x 8192 x 28672: 58.3 us; 66.6
+  // where three fit.)
   int const crowded = device.shared_memory / ((zeros ? 2 : tile.min_ctas_per_sm) + 1);
   plan->stages = tile.stages;
-  plan->shared_bytes = std::max(crowded, mma_gemm_a8_shared_bytes(w.bits, tile.block_m, zeros, general, tile.stages));
+  plan->shared_bytes = std::max(
+      crowded, mma_gemm_a8_shared_bytes(w.bits, tile.block_m, zeros, general, tile.stages));
   plan->threads = 128;
   portable_grid(problem, tile, plan);
   return true;
 }
 
-bool shape_book_gemm_a16(GemmProblem const& problem, Device const&, Candidate const& candidate, Plan* plan) {
+bool shape_book_gemm_a16(GemmProblem const& problem, Device const&, Candidate const& candidate,
+                         Plan* plan) {
   plan->stages = candidate.tile.stages;
   plan->shared_bytes = book_gemm_a16_shared_bytes(candidate.tile.block_m);
   plan->threads = 256;
@@ -71,40 +83,46 @@ bool shape_book_gemm_a16(GemmProblem const& problem, Device const&, Candidate co
   return true;
 }
 
-bool shape_wgmma_gemm_a8(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+bool shape_wgmma_gemm_a8(GemmProblem const& problem, Device const& device,
+                         Candidate const& candidate, Plan* plan) {
   PackedWeight const& w = problem.weight;
   Tile const& tile = candidate.tile;
-  bool const blocks = activations_have_blocks(problem), zeros = activations_have_zeros(problem) && !candidate.compensates;
+  bool const blocks = activations_have_blocks(problem),
+             zeros = activations_have_zeros(problem) && !candidate.compensates;
   plan->stages = tile.stages;
-  plan->shared_bytes =
-      wgmma_gemm_shared_bytes({w.bits, cta_block_m(tile), 1, !sums_whole_rows(problem) && !sums_whole_taps(problem), blocks,
-                               zeros, w.zeros && !compensates_weight_zeros(problem), tile.stages, warpgroups(tile)});
+  plan->shared_bytes = wgmma_gemm_shared_bytes(
+      {w.bits, cta_block_m(tile), 1, !sums_whole_rows(problem) && !sums_whole_taps(problem), blocks,
+       zeros, w.zeros && !compensates_weight_zeros(problem), tile.stages, warpgroups(tile)});
   int tiles = int(k_tiles(w));
   if (candidate.compensates && blocks) tiles += compensation_windows(tiles, w.bits);
   persistent_grid(problem, device, candidate, tiles, plan);
   return true;
 }
 
-bool shape_wgmma_gemm_a16(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+bool shape_wgmma_gemm_a16(GemmProblem const& problem, Device const& device,
+                          Candidate const& candidate, Plan* plan) {
   PackedWeight const& w = problem.weight;
   Tile const& tile = candidate.tile;
   plan->stages = tile.stages;
-  plan->shared_bytes = wgmma_gemm_shared_bytes(
-      {w.bits, cta_block_m(tile), 2, true, false, false, w.zeros != nullptr, tile.stages, warpgroups(tile)});
+  plan->shared_bytes = wgmma_gemm_shared_bytes({w.bits, cta_block_m(tile), 2, true, false, false,
+                                                w.zeros != nullptr, tile.stages, warpgroups(tile)});
   persistent_grid(problem, device, candidate, int(k_tiles(w)), plan);
   return true;
 }
 
-bool shape_wgmma_fold16(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+bool shape_wgmma_fold16(GemmProblem const& problem, Device const& device,
+                        Candidate const& candidate, Plan* plan) {
   PackedWeight const& w = problem.weight;
-  bool const narrow = w.scale_type == problem.x_type && (!w.offsets || w.offset_type == problem.x_type);
+  bool const narrow =
+      w.scale_type == problem.x_type && (!w.offsets || w.offset_type == problem.x_type);
   plan->stages = wgmma_fold16_tile(candidate.tile.block_m, w.bits).stages;
   plan->shared_bytes = wgmma_fold16_shared_bytes(w.bits, candidate.tile.block_m, w.book, narrow);
   persistent_grid(problem, device, candidate, int(k_tiles(w)), plan);
   return true;
 }
 
-bool shape_decode_gemm(GemmProblem const& problem, Device const& device, Candidate const&, Plan* plan) {
+bool shape_decode_gemm(GemmProblem const& problem, Device const& device, Candidate const&,
+                       Plan* plan) {
   DecodeShape const shape = decode_shape(problem, device);
   if (shape.cluster == 0) return false;
   plan->decode = shape;
@@ -119,9 +137,11 @@ bool shape_decode_gemm(GemmProblem const& problem, Device const& device, Candida
 
 namespace {
 
-bool shape_decode(GemmProblem const& problem, Device const& device, Candidate const& candidate, bool folds, Plan* plan) {
+bool shape_decode(GemmProblem const& problem, Device const& device, Candidate const& candidate,
+                  bool folds, Plan* plan) {
   bool const one_cta = candidate.tile.min_ctas_per_sm == 1;
-  WgmmaDecodeShape const shape = wgmma_decode_shape(problem, device, candidate.quantizes, one_cta, folds);
+  WgmmaDecodeShape const shape =
+      wgmma_decode_shape(problem, device, candidate.quantizes, one_cta, folds);
   if (shape.cluster == 0) return false;
   plan->wgmma_decode = shape;
   plan->grid_x = shape.clusters * shape.cluster;
@@ -134,10 +154,12 @@ bool shape_decode(GemmProblem const& problem, Device const& device, Candidate co
 
 }  // namespace
 
-bool shape_wgmma_decode(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+bool shape_wgmma_decode(GemmProblem const& problem, Device const& device,
+                        Candidate const& candidate, Plan* plan) {
   return shape_decode(problem, device, candidate, false, plan);
 }
-bool shape_wgmma_decode_fold16(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+bool shape_wgmma_decode_fold16(GemmProblem const& problem, Device const& device,
+                               Candidate const& candidate, Plan* plan) {
   return shape_decode(problem, device, candidate, true, plan);
 }
 

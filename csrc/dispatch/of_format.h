@@ -11,7 +11,8 @@ constexpr T of_format(PackedWeight const& w, T int4, T int8, T codebook, T e4m3)
 }
 
 // Likewise of functions that are templates of the format.
-#define OF_FORMAT(weight, function) \
-  of_format(weight, function<formats::Int4>, function<formats::Int8>, function<formats::Codebook>, function<formats::E4m3>)
+#define OF_FORMAT(weight, function)                                                                \
+  of_format(weight, function<formats::Int4>, function<formats::Int8>, function<formats::Codebook>, \
+            function<formats::E4m3>)
 
 }  // namespace cutlass_ops

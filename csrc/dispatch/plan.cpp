@@ -12,13 +12,15 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
   if (problem.act_quant != ActQuant::kNone && !problem.quantized.codes && !plan->quantizes) {
     layout.block = problem.act_quant == ActQuant::kBlock ? activation_block(w.group_size) : -1;
     layout.stride = int(ceil_div(x_rows, 16) * 16);
-    layout.rows = int(x_rows > kPaddedRows ? x_rows : ceil_div(x_rows, plan->block_m) * plan->block_m);
+    layout.rows =
+        int(x_rows > kPaddedRows ? x_rows : ceil_div(x_rows, plan->block_m) * plan->block_m);
     int64_t const blocks = layout.block == -1 ? 1 : k_pad / layout.block;
     layout.scales = upcasts ? 0 : align_256(size_t(layout.rows) * k_pad);
     size_t const vectors = size_t(blocks) * layout.stride;
     layout.zeros = layout.scales + align_256(vectors * sizeof(float));
     layout.splitk_workspace = layout.zeros + (problem.act_symmetric ? 0 : align_256(vectors));
-    if (problem.act_quant == ActQuant::kTensor) layout.range = layout.splitk_workspace, layout.splitk_workspace += 256;
+    if (problem.act_quant == ActQuant::kTensor)
+      layout.range = layout.splitk_workspace, layout.splitk_workspace += 256;
   }
   if (upcasts && !plan->quantizes && (multiplies_int8(problem) || is_irregular(problem))) {
     layout.upcasts = true, layout.upcast = layout.splitk_workspace;
@@ -28,7 +30,8 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
     int const stride = problem.quantized.codes ? problem.quantized.stride : layout.stride;
     layout.compensates = true, layout.zero_values = layout.splitk_workspace;
     layout.zero_scales = layout.zero_values + align_256(size_t(problem.m) * zero_columns(w.k) * 2);
-    layout.splitk_workspace = layout.zero_scales + align_256(size_t(zero_rows(w.k)) * stride * sizeof(float));
+    layout.splitk_workspace =
+        layout.zero_scales + align_256(size_t(zero_rows(w.k)) * stride * sizeof(float));
   }
   if (plan->compensates && (!w.sums || compensates_weight_zeros(problem))) {
     layout.sums = true, layout.colsums = layout.splitk_workspace;
@@ -43,12 +46,15 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
   }
 }
 
-// For a few rows of x the product starts together with the quantiser and loads its weights meanwhile, unless it has fewer CTAs
-// than the GPU has room for: then the quantiser's CTAs would slow down only some of them. (W8A8, one row x 8192 x 28672: 57.2
-// us, 58.3 if it waits; x 28672 x 4096 31.3 and 31.1.) Four rows or fewer are quantised so quickly that the quantiser's CTAs
-// need not spread over the SMs. (W4A8, x 8192 x 28672: 30.9 us, 31.5 if they do; eight rows 32.7 and 31.6.)
+// For a few rows of x the product starts together with the quantiser and loads its weights
+// meanwhile, unless it has fewer CTAs than the GPU has room for: then the quantiser's CTAs
+// would slow down only some of them. (W8A8, one row x 8192 x 28672: 57.2 us, 58.3 if it
+// waits; x 28672 x 4096 31.3 and 31.1.) Four rows or fewer are quantised so quickly that the
+// quantiser's CTAs need not spread over the SMs. (W4A8, x 8192 x 28672: 30.9 us, 31.5 if they
+// do; eight rows 32.7 and 31.6.)
 void start_quantizer(GemmProblem const& problem, Plan* plan) {
-  bool const few = problem.m <= 16, decodes = plan->spec->decodes, fills = plan->slices > 1 && plan->layout.block != -1;
+  bool const few = problem.m <= 16, decodes = plan->spec->decodes,
+             fills = plan->slices > 1 && plan->layout.block != -1;
   plan->quantizer_starts_early = few && (decodes || fills);
   plan->quantizer_spreads = !few || (decodes && !plan->one_cta_per_sm && problem.m > 4);
 }

@@ -15,20 +15,28 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // The activation block for weights in groups of group_size.
-constexpr int activation_block(int group_size) { return group_size == -1 || group_size > 128 ? 128 : group_size; }
+constexpr int activation_block(int group_size) {
+  return group_size == -1 || group_size > 128 ? 128 : group_size;
+}
 
 inline int64_t padded_size(PackedWeight const& w) { return padded_rows(w.n) * padded_k(w.k); }
 inline int64_t k_tiles(PackedWeight const& w) { return ceil_div(w.k, kKPerTile); }
 inline bool has_integer_codes(PackedWeight const& w) { return !w.book && !w.e4m3; }
-inline bool has_short_groups(PackedWeight const& w) { return w.group_size == 32 || w.group_size == 64; }
+inline bool has_short_groups(PackedWeight const& w) {
+  return w.group_size == 32 || w.group_size == 64;
+}
 
-// Whether x is an image, whose pixels are rows as they lie in memory; and how many rows and columns x has there.
+// Whether x is an image, whose pixels are rows as they lie in memory; and how many rows and
+// columns x has there.
 inline bool is_image(GemmProblem const& problem) { return problem.image.batch > 0; }
 inline int64_t stored_rows(GemmProblem const& problem) {
   ImageRows const& image = problem.image;
-  return is_image(problem) ? int64_t(image.batch) * image.size[0] * image.size[1] * image.size[2] : problem.m;
+  return is_image(problem) ? int64_t(image.batch) * image.size[0] * image.size[1] * image.size[2]
+                           : problem.m;
 }
-inline int stored_columns(GemmProblem const& problem) { return is_image(problem) ? problem.image.channels : problem.weight.k; }
+inline int stored_columns(GemmProblem const& problem) {
+  return is_image(problem) ? problem.image.channels : problem.weight.k;
+}
 
 // Whether activations are int8 where they are multiplied: quantised before, or on the way.
 inline bool multiplies_int8(GemmProblem const& problem) {
@@ -36,9 +44,11 @@ inline bool multiplies_int8(GemmProblem const& problem) {
 }
 // Whether these have zero points.
 inline bool activations_have_zeros(GemmProblem const& problem) {
-  return multiplies_int8(problem) && (problem.quantized.codes ? problem.quantized.zeros != nullptr : !problem.act_symmetric);
+  return multiplies_int8(problem) &&
+         (problem.quantized.codes ? problem.quantized.zeros != nullptr : !problem.act_symmetric);
 }
-// Whether int32 sums of an image's products may run over all taps: all pixels have one scale, and a row of the weight has one.
+// Whether int32 sums of an image's products may run over all taps: all pixels have one scale, and a
+// row of the weight has one.
 inline bool sums_all_taps(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   return problem.act_quant == ActQuant::kTensor && w.group_size == -1 && !w.zeros && w.k <= 131071;
@@ -46,68 +56,79 @@ inline bool sums_all_taps(GemmProblem const& problem) {
 // Whether activations have a scale a block. A pixel's is one of each tap that it is under.
 inline bool activations_have_blocks(GemmProblem const& problem) {
   if (is_image(problem)) return multiplies_int8(problem) && !sums_all_taps(problem);
-  return problem.quantized.codes ? problem.quantized.block != -1 : problem.act_quant == ActQuant::kBlock;
+  return problem.quantized.codes ? problem.quantized.block != -1
+                                 : problem.act_quant == ActQuant::kBlock;
 }
 // Whether they are quantised as whole rows on the way.
 inline bool quantizes_rows(GemmProblem const& problem) {
   return problem.act_quant == ActQuant::kToken && !problem.quantized.codes;
 }
 
-// Whether int32 sums of int8 products run over all of K: no scale is a group's or a block's, and none overflows, where codes
-// reach 128 on one side, and on the other too or, less their zero points, 255.
+// Whether int32 sums of int8 products run over all of K: no scale is a group's or a block's,
+// and none overflows, where codes reach 128 on one side, and on the other too or, less their
+// zero points, 255.
 inline bool sums_whole_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  return multiplies_int8(problem) && !activations_have_blocks(problem) && w.group_size == -1 && !w.zeros &&
-         w.k <= (activations_have_zeros(problem) ? 65535 : 131071);
+  return multiplies_int8(problem) && !activations_have_blocks(problem) && w.group_size == -1 &&
+         !w.zeros && w.k <= (activations_have_zeros(problem) ? 65535 : 131071);
 }
 
-// Whether they run over a tap of an image, whose pixels have one scale: over several tiles of K, or nothing is saved.
+// Whether they run over a tap of an image, whose pixels have one scale: over several tiles of K, or
+// nothing is saved.
 inline bool sums_whole_taps(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  bool const pixel_scales = problem.act_quant == ActQuant::kToken || problem.act_quant == ActQuant::kTensor;
-  return is_image(problem) && pixel_scales && !sums_all_taps(problem) && !activations_have_zeros(problem) &&
-         w.group_size == -1 && !w.zeros && problem.image.channels > kKPerTile && problem.image.channels <= 131071;
+  bool const pixel_scales =
+      problem.act_quant == ActQuant::kToken || problem.act_quant == ActQuant::kTensor;
+  return is_image(problem) && pixel_scales && !sums_all_taps(problem) &&
+         !activations_have_zeros(problem) && w.group_size == -1 && !w.zeros &&
+         problem.image.channels > kKPerTile && problem.image.channels <= 131071;
 }
 
-// Whether zero points of the weight, in groups of 128 or more, are compensated for many blocks at once (zero_compensation.h),
-// where x is symmetric with a scale a block and the result is of 16 bits: as many rows of x pay for the launch that makes the
-// terms. For fewer rows, zero points of int4 are subtracted from the codes; those of 8 bits, which do not fit in int8 then, are
-// left to wgmma_fold16.
+// Whether zero points of the weight, in groups of 128 or more, are compensated for many blocks
+// at once (zero_compensation.h), where x is symmetric with a scale a block and the result is of
+// 16 bits: as many rows of x pay for the launch that makes the terms. For fewer rows, zero
+// points of int4 are subtracted from the codes; those of 8 bits, which do not fit in int8 then,
+// are left to wgmma_fold16.
 inline bool compensates_weight_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  return w.zeros && !is_image(problem) && !has_short_groups(w) && problem.m >= (w.bits == 4 ? 129 : 65) &&
-         multiplies_int8(problem) && activations_have_blocks(problem) && !activations_have_zeros(problem) &&
+  return w.zeros && !is_image(problem) && !has_short_groups(w) &&
+         problem.m >= (w.bits == 4 ? 129 : 65) && multiplies_int8(problem) &&
+         activations_have_blocks(problem) && !activations_have_zeros(problem) &&
          !problem.batch_invariant && !problem.exact && problem.out_type != DataType::kFloat32;
 }
 
-// Whether wgmma_gemm_a8 takes the weight: a promotion for each 128 columns or more by the scales alone, and codes less zero
-// points that are int8.
-inline bool has_int8_products(PackedWeight const& w) { return !has_short_groups(w) && !w.offsets && !(w.zeros && w.bits == 8); }
+// Whether wgmma_gemm_a8 takes the weight: a promotion for each 128 columns or more by the scales
+// alone, and codes less zero points that are int8.
+inline bool has_int8_products(PackedWeight const& w) {
+  return !has_short_groups(w) && !w.offsets && !(w.zeros && w.bits == 8);
+}
 
 // Whether a tensor map cannot describe x: it wants 16-byte boundaries and no gathering.
 inline bool is_irregular(GemmProblem const& problem) {
-  return problem.weight.perm || reinterpret_cast<uintptr_t>(problem.x) % 16 != 0 || problem.x_stride % 8 != 0 ||
-         problem.x_stride < stored_columns(problem);
+  return problem.weight.perm || reinterpret_cast<uintptr_t>(problem.x) % 16 != 0 ||
+         problem.x_stride % 8 != 0 || problem.x_stride < stored_columns(problem);
 }
 
-// The rank of the tensor map by which TMA's im2col mode collects the pixels under a tap, channels and batch included; 0 if it
-// cannot: it takes strides up to 8, and offsets in a byte, or of volumes in five bits.
+// The rank of the tensor map by which TMA's im2col mode collects the pixels under a tap, channels
+// and batch included; 0 if it cannot: it takes strides up to 8, and offsets in a byte, or of
+// volumes in five bits.
 inline int im2col_rank(ImageRows const& image) {
   int const rank = image.size[0] == 1 && image.taps[0] == 1 && image.padding[0] == 0 ? 4 : 5;
   int const limit = rank == 4 ? 128 : 16;
   for (int axis = 5 - rank; axis < 3; ++axis) {
     int const reach = image.dilation[axis] * (image.taps[axis] - 1);
-    if (image.stride[axis] > 8 || image.padding[axis] > limit || reach >= 2 * limit || image.padding[axis] - reach < -limit ||
-        image.padding[axis] - reach >= limit)
+    if (image.stride[axis] > 8 || image.padding[axis] > limit || reach >= 2 * limit ||
+        image.padding[axis] - reach < -limit || image.padding[axis] - reach >= limit)
       return 0;
   }
   return rank;
 }
 
-// Whether weights, and the values of int8 activations, may be rounded to 16 bits: the result is rounded to the type of x, and
-// exact is not set.
+// Whether weights, and the values of int8 activations, may be rounded to 16 bits: the result is
+// rounded to the type of x, and exact is not set.
 inline bool may_round(GemmProblem const& problem) {
-  return !problem.exact && problem.out_type != DataType::kFloat32 && problem.out_type == problem.x_type;
+  return !problem.exact && problem.out_type != DataType::kFloat32 &&
+         problem.out_type == problem.x_type;
 }
 
 }  // namespace cutlass_ops

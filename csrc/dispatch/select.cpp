@@ -9,12 +9,14 @@
 namespace cutlass_ops {
 namespace {
 
-// A kernel's best candidate, or none, and its time where it has one. `any_m`: even one that is for more rows of x.
-Candidate const* best_candidate(GemmProblem const& problem, Device const& device, KernelSpec const& spec, bool any_m,
-                                int64_t* least) {
+// A kernel's best candidate, or none, and its time where it has one. `any_m`: even one that is
+// for more rows of x.
+Candidate const* best_candidate(GemmProblem const& problem, Device const& device,
+                                KernelSpec const& spec, bool any_m, int64_t* least) {
   Candidate const* best = nullptr;
   for (Candidate const& candidate : spec.candidates(problem)) {
-    bool const takes = (any_m || is_image(problem) || problem.m >= candidate.min_m) && problem.m <= candidate.max_m &&
+    bool const takes = (any_m || is_image(problem) || problem.m >= candidate.min_m) &&
+                       problem.m <= candidate.max_m &&
                        (!problem.batch_invariant || candidate.max_m == kMaxM);
     if (!takes || (candidate.applies && !candidate.applies(problem))) continue;
     if (!spec.cost) return &candidate;
@@ -48,15 +50,17 @@ void fill_in(KernelSpec const& spec, Candidate const& candidate, Plan* plan) {
   plan->spec = &spec;
   plan->kernel = spec.name;
   plan->why = candidate.why ? candidate.why : spec.why;
-  plan->block_n = tile.block_n, plan->block_m = tile.block_m, plan->ctas_along_m = tile.ctas_along_m;
+  plan->block_n = tile.block_n, plan->block_m = tile.block_m,
+  plan->ctas_along_m = tile.ctas_along_m;
   plan->rounds = spec.rounds;
   plan->compensates = candidate.compensates;
   plan->one_cta_per_sm = spec.decodes && tile.min_ctas_per_sm == 1;
 }
 
-// The first kernel that has a candidate; of those that decode, and those with costs for a 16-bit image, whose output channels may
-// fill the tiles of one alone, the one of least time.
-KernelSpec const* best_kernel(GemmProblem const& problem, Device const& device, Candidate const** best) {
+// The first kernel that has a candidate; of those that decode, and those with costs for a 16-bit
+// image, whose output channels may fill the tiles of one alone, the one of least time.
+KernelSpec const* best_kernel(GemmProblem const& problem, Device const& device,
+                              Candidate const** best) {
   KernelSpec const* chosen = nullptr;
   int64_t least = 0;
   bool const image = is_image(problem) && !multiplies_int8(problem);
@@ -74,7 +78,8 @@ KernelSpec const* best_kernel(GemmProblem const& problem, Device const& device, 
 }
 
 // The kernel and its slices of K as for `asked`.
-Status select_as(GemmProblem const& asked, GemmProblem const& problem, Device const& device, Plan* plan) {
+Status select_as(GemmProblem const& asked, GemmProblem const& problem, Device const& device,
+                 Plan* plan) {
   Candidate const* best = nullptr;
   KernelSpec const* const spec = best_kernel(asked, device, &best);
   if (!spec) return no_kernel(asked, device);
@@ -90,8 +95,8 @@ Status select_as(GemmProblem const& asked, GemmProblem const& problem, Device co
 
 }  // namespace
 
-bool plan_candidate(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate,
-                    Plan* plan) {
+bool plan_candidate(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                    Candidate const& candidate, Plan* plan) {
   *plan = {};
   TailSplit const tail_split = tail_split_of(problem, device, spec, candidate);
   plan->slices = tail_split.slices, plan->tail_tiles = int(tail_split.tail_tiles);

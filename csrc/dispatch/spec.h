@@ -1,4 +1,5 @@
-// The description of a kernel for dispatch: the problems it can implement, its tiles and their costs, and its launch.
+// The description of a kernel for dispatch: the problems it can implement, its tiles and their
+// costs, and its launch.
 #pragma once
 
 #include <string>
@@ -19,9 +20,12 @@ struct Tile {
   int cluster_size = 1;  // CTAs
   int ctas_along_m = 1;  // of a cluster; the others are along N
 };
-// Rows of x of a CTA, and its warpgroups that multiply where a CTA of a cluster has 64 features for each.
+// Rows of x of a CTA, and its warpgroups that multiply where a CTA of a cluster has 64
+// features for each.
 constexpr int cta_block_m(Tile const& tile) { return tile.block_m / tile.ctas_along_m; }
-constexpr int warpgroups(Tile const& tile) { return tile.block_n * tile.ctas_along_m / (tile.cluster_size * kRowsPerPanel); }
+constexpr int warpgroups(Tile const& tile) {
+  return tile.block_n * tile.ctas_along_m / (tile.cluster_size * kRowsPerPanel);
+}
 // The same CTAs, both of a cluster along M: half the features, twice the rows of x.
 constexpr Tile along_m(Tile tile) {
   tile.block_n /= 2, tile.block_m *= 2, tile.ctas_along_m = 2;
@@ -31,14 +35,26 @@ constexpr Tile along_m(Tile tile) {
 // Measured times of a tile, in tenths of a microsecond on an H200; all 0 where M alone decides.
 struct TileCost {
   int k4096 = 0;       // for K = 4096
-  int row_scales = 0;  // instead, where int8 x has a scale a row and no zero points, or compensated ones; 0: the same
-  int whole_rows = 0;  // instead, where int32 sums run over all of K (sums_whole_rows()); 0: the same
-  int end = 0;         // and besides, whatever K is, where that is not in it; twice for a tile whose K is cut
+  int row_scales = 0;  // instead, where int8 x has a scale a row and no zero points, or compensated
+                       // ones; 0: the same
+  int whole_rows = 0;  // instead, where int32 sums run over all of K
+                       // (sums_whole_rows()); 0: the same
+  int end = 0;         // and besides, whatever K is, where that is not in it; twice for a
+                       // tile whose K is cut
 };
 
-// What the costs of decode kernels depend on: how x is multiplied, and whether the weight is integers in groups of 128 or more
-// (zero points of 4 bits among them), another that is rounded to 16 bits, or a code book.
-enum class DecodeKind { kFloats, kFloatsRounded, kCodebook, kBlock, kBlockRounded, kToken, kTokenRounded };
+// What the costs of decode kernels depend on: how x is multiplied, and whether the weight is
+// integers in groups of 128 or more (zero points of 4 bits among them), another that is rounded to
+// 16 bits, or a code book.
+enum class DecodeKind {
+  kFloats,
+  kFloatsRounded,
+  kCodebook,
+  kBlock,
+  kBlockRounded,
+  kToken,
+  kTokenRounded
+};
 constexpr int kDecodeKinds = 7;
 
 // Measured times of a decode kernel on an H200, in nanoseconds.
@@ -57,10 +73,11 @@ struct Candidate {
   TileCost cost = {};
   bool (*applies)(GemmProblem const& problem) = nullptr;  // null: always
   bool quantizes = false;                                 // it quantises floats itself
-  bool compensates = false;   // it compensates zero points of int8 x, or of W, for many blocks, or a row, at once
+  bool compensates = false;   // it compensates zero points of int8 x, or of W, for many blocks,
+                              // or a row, at once
   char const* why = nullptr;  // null: the kernel's reason
-  // Costs of a decode kernel, for 4 and 8 bits. All 0: it is never chosen, because it was slower wherever it was measured, or was
-  // not compiled.
+  // Costs of a decode kernel, for 4 and 8 bits. All 0: it is never chosen, because it was slower
+  // wherever it was measured, or was not compiled.
   DecodeCost decode_costs[2][kDecodeKinds] = {};
 };
 
@@ -98,22 +115,31 @@ enum class Field {
 struct KernelSpec {
   char const* name;
   char const* why;
-  bool rounds;           // weights to 16 bits
-  bool upcasts;          // it takes regular rows of 16-bit floats alone: others, and int8 activations, are made such before
-  bool combines_slices;  // its clusters may take the last split-K slices of several tiles (hopper::StreamKWork)
-  bool decodes;          // for a few rows of x: it cuts K itself, where it does, and no partial sums leave it
+  bool rounds;   // weights to 16 bits
+  bool upcasts;  // it takes regular rows of 16-bit floats alone: others, and int8 activations, are
+                 // made such before
+  bool combines_slices;  // its clusters may take the last split-K slices of several tiles
+                         // (hopper::StreamKWork)
+  bool decodes;          // for a few rows of x: it cuts K itself, where it does, and no
+                         // partial sums leave it
   // kNone, or what forbids it; `device` has the architecture whose kernels are requested.
   Field (*can_implement)(GemmProblem const& problem, Device const& device);
   Candidates (*candidates)(GemmProblem const& problem);
-  // The time of a candidate, in 32nds of TileCost's unit or nanoseconds of decode kernels, which compete with one another;
-  // negative if it does not fit. Null where the first candidate that applies is the choice.
-  int64_t (*cost)(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate);
-  // Fill in how the product is launched by a candidate, whose slices of K the plan has. False if it does not fit.
-  bool (*shape)(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan);
-  // Start it. problem.quantized is filled for int8 kernels, but for those that quantise floats themselves. `splitk_workspace`
-  // is null if plan.slices is 1; otherwise it holds plan.slices x [m][n_pad] sums or, with a stream-K tail, part_floats(plan)
-  // of them and then flag_count(plan) 64-bit flags.
-  Status (*launch)(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
+  // The time of a candidate, in 32nds of TileCost's unit or nanoseconds of decode kernels, which
+  // compete with one another; negative if it does not fit. Null where the first candidate that
+  // applies is the choice.
+  int64_t (*cost)(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                  Candidate const& candidate);
+  // Fill in how the product is launched by a candidate, whose slices of K the plan has. False if
+  // it does not fit.
+  bool (*shape)(GemmProblem const& problem, Device const& device, Candidate const& candidate,
+                Plan* plan);
+  // Start it. problem.quantized is filled for int8 kernels, but for those that quantise floats
+  // themselves. `splitk_workspace` is null if plan.slices is 1; otherwise it holds
+  // plan.slices x [m][n_pad] sums or, with a stream-K tail, part_floats(plan) of them and then
+  // flag_count(plan) 64-bit flags.
+  Status (*launch)(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                   Stream stream);
 };
 
 struct KernelSpecs {
@@ -123,18 +149,21 @@ struct KernelSpecs {
   KernelSpec const* end() const { return first + count; }
 };
 
-// All kernels in order of preference: the first that can implement a problem and has a candidate that applies is chosen.
+// All kernels in order of preference: the first that can implement a problem and has a candidate
+// that applies is chosen.
 KernelSpecs kernel_specs();
 KernelSpec const* find_kernel(char const* name);  // null if there is none
 
-// What forbids `spec`, in words with the problem's value ("groups of 32", "architecture 80"); empty if nothing does.
+// What forbids `spec`, in words with the problem's value ("groups of 32", "architecture 80"); empty
+// if nothing does.
 std::string forbidden_by(KernelSpec const& spec, GemmProblem const& problem, Device const& device);
 
 // The plan of one candidate, whatever the choice would be. False if it does not fit.
-bool plan_candidate(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate,
-                    Plan* plan);
+bool plan_candidate(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                    Candidate const& candidate, Plan* plan);
 
-// The sums of a stream-K tail's split-K slices but the first, and a flag for each warp's part of them.
+// The sums of a stream-K tail's split-K slices but the first, and a flag for each
+// warp's part of them.
 constexpr int64_t part_floats(Plan const& plan) {
   return int64_t(plan.tail_tiles) * (plan.slices - 1) * plan.block_n * plan.block_m;
 }
@@ -147,6 +176,7 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan);
 // When the quantiser, if there is one, lets the product start.
 void start_quantizer(GemmProblem const& problem, Plan* plan);
 
-constexpr int kInvariantM = 128;  // rows of x for which a batch-invariant product's kernel and slices are chosen, whatever m is
+constexpr int kInvariantM = 128;  // rows of x for which a batch-invariant product's kernel and
+                                  // slices are chosen, whatever m is
 
 }  // namespace cutlass_ops

@@ -1,4 +1,5 @@
-// The kernels of the product: what each can implement, its tiles with their costs, and where it was measured to win.
+// The kernels of the product: what each can implement, its tiles with their costs, and where it was
+// measured to win.
 #include <cstring>
 
 #include "dispatch/cost.h"
@@ -13,11 +14,14 @@ namespace {
 
 #if CUTLASS_OPS_CUDA
 #define LAUNCHER(function) function
-Status launch_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                     Stream stream) {
   return OF_FORMAT(problem.weight, launch_wgmma_fold16)(problem, plan, splitk_workspace, stream);
 }
-Status launch_decode_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  return OF_FORMAT(problem.weight, launch_wgmma_decode_fold16)(problem, plan, splitk_workspace, stream);
+Status launch_decode_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                            Stream stream) {
+  return OF_FORMAT(problem.weight, launch_wgmma_decode_fold16)(problem, plan, splitk_workspace,
+                                                               stream);
 }
 #else
 #define LAUNCHER(function) nullptr
@@ -33,14 +37,16 @@ constexpr Candidates all(Candidate const (&candidates)[kCount]) {
 constexpr int kMostDecodeRows = 16, kMostDecodeGemmRows = 8;
 
 // Code for sm_90a runs on no later GPU.
-Field needs_hopper(GemmProblem const& problem, Device const& device, int shared_memory = kHopperSharedBytes) {
+Field needs_hopper(GemmProblem const& problem, Device const& device,
+                   int shared_memory = kHopperSharedBytes) {
   int const architecture = problem.architecture ? problem.architecture : device.architecture;
   if (architecture < 90 || device.architecture > 90) return Field::kArchitecture;
   return device.shared_memory < shared_memory ? Field::kSharedMemory : Field::kNone;
 }
 // PTX carries the portable kernels to later ones.
 Field needs_ampere(GemmProblem const& problem, Device const& device) {
-  if ((problem.architecture ? problem.architecture : device.architecture) < 80) return Field::kArchitecture;
+  if ((problem.architecture ? problem.architecture : device.architecture) < 80)
+    return Field::kArchitecture;
   return device.shared_memory < kPortableSharedBytes ? Field::kSharedMemory : Field::kNone;
 }
 Field needs_few_rows(GemmProblem const& problem, int most) {
@@ -55,9 +61,12 @@ Field needs_16_bit_x(GemmProblem const& problem) {
 }
 // Of an image, pixels that TMA's im2col mode collects.
 Field needs_tma_rows(GemmProblem const& problem) {
-  return is_image(problem) && im2col_rank(problem.image) == 0 ? Field::kImageGeometry : Field::kNone;
+  return is_image(problem) && im2col_rank(problem.image) == 0 ? Field::kImageGeometry
+                                                              : Field::kNone;
 }
-Field needs_int8_x(GemmProblem const& problem) { return multiplies_int8(problem) ? Field::kNone : Field::k16BitX; }
+Field needs_int8_x(GemmProblem const& problem) {
+  return multiplies_int8(problem) ? Field::kNone : Field::k16BitX;
+}
 
 // The first that forbids.
 template <class... More>
@@ -76,7 +85,9 @@ Field mma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
   return first_of(needs_ampere(problem, device), needs_int8_x(problem));
 }
 Field book_gemm_a16_can(GemmProblem const& problem, Device const& device) {
-  if (Field field = first_of(needs_few_rows(problem, 8), needs_ampere(problem, device)); field != Field::kNone) return field;
+  if (Field field = first_of(needs_few_rows(problem, 8), needs_ampere(problem, device));
+      field != Field::kNone)
+    return field;
   return problem.weight.book ? needs_16_bit_x(problem) : Field::kNoCodebook;
 }
 
@@ -86,25 +97,31 @@ Field needs_long_groups(PackedWeight const& w) {
 }
 Field wgmma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
-  return first_of(needs_tma_rows(problem), needs_hopper(problem, device), needs_int8_x(problem), needs_long_groups(w),
-                  is_image(problem) && activations_have_zeros(problem) ? Field::kXZeros : Field::kNone,
-                  w.zeros && w.bits == 8 && !compensates_weight_zeros(problem) ? Field::kWeightZeros : Field::kNone);
+  return first_of(
+      needs_tma_rows(problem), needs_hopper(problem, device), needs_int8_x(problem),
+      needs_long_groups(w),
+      is_image(problem) && activations_have_zeros(problem) ? Field::kXZeros : Field::kNone,
+      w.zeros && w.bits == 8 && !compensates_weight_zeros(problem) ? Field::kWeightZeros
+                                                                   : Field::kNone);
 }
 Field wgmma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
-  return first_of(needs_tma_rows(problem), needs_hopper(problem, device), needs_16_bit_x(problem), needs_long_groups(w),
-                  has_integer_codes(w) ? Field::kNone : Field::kCodebook);
+  return first_of(needs_tma_rows(problem), needs_hopper(problem, device), needs_16_bit_x(problem),
+                  needs_long_groups(w), has_integer_codes(w) ? Field::kNone : Field::kCodebook);
 }
 Field wgmma_fold16_can(GemmProblem const& problem, Device const& device) {
-  return first_of(needs_tma_rows(problem), needs_hopper(problem, device), may_round(problem) ? Field::kNone : Field::kResult);
+  return first_of(needs_tma_rows(problem), needs_hopper(problem, device),
+                  may_round(problem) ? Field::kNone : Field::kResult);
 }
 
 Field decode_gemm_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
-  if (Field field = needs_few_rows(problem, kMostDecodeGemmRows); field != Field::kNone) return field;
+  if (Field field = needs_few_rows(problem, kMostDecodeGemmRows); field != Field::kNone)
+    return field;
   int64_t const groups = w.group_size == -1 ? 1 : padded_k(w.k) / w.group_size + 1;
-  return first_of(needs_hopper(problem, device, kPortableSharedBytes), w.e4m3 ? Field::kCodebook : Field::kNone,
-                  groups * padded_rows(w.n) < int64_t(1) << 29 ? Field::kNone : Field::kGroupVectors);
+  return first_of(
+      needs_hopper(problem, device, kPortableSharedBytes), w.e4m3 ? Field::kCodebook : Field::kNone,
+      groups * padded_rows(w.n) < int64_t(1) << 29 ? Field::kNone : Field::kGroupVectors);
 }
 Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
@@ -127,41 +144,53 @@ Field wgmma_decode_fold16_can(GemmProblem const& problem, Device const& device) 
 }
 
 // Millions of weights.
-bool has_millions(GemmProblem const& problem, int64_t least) { return padded_size(problem.weight) >= least << 20; }
+bool has_millions(GemmProblem const& problem, int64_t least) {
+  return padded_size(problem.weight) >= least << 20;
+}
 bool is_int8(GemmProblem const& problem) { return problem.weight.bits == 8; }
 
 // ---- the decode kernels, by their costs
 
-// Decode kernels can quantise x themselves: by blocks of a tile's columns, rows that a tensor map describes.
+// Decode kernels can quantise x themselves: by blocks of a tile's columns, rows that a
+// tensor map describes.
 bool can_quantize_values(GemmProblem const& problem) {
-  return problem.act_quant == ActQuant::kBlock && !problem.quantized.codes && problem.x_type != DataType::kFloat32 &&
-         !is_irregular(problem);
+  return problem.act_quant == ActQuant::kBlock && !problem.quantized.codes &&
+         problem.x_type != DataType::kFloat32 && !is_irregular(problem);
 }
 // And, where products are exact, scales of x's type.
 bool can_quantize_blocks(GemmProblem const& problem) {
   return can_quantize_values(problem) && problem.weight.scale_type == problem.x_type;
 }
-// After rows of a long x were quantised as a whole, int4's large weights are mma_gemm_a8's, which has K in more slices than a
-// cluster: 8192 x 28672 takes 32.9 to 37 us, by the decode kernels 36 to 38 (an H200).
+// After rows of a long x were quantised as a whole, int4's large weights are mma_gemm_a8's, which
+// has K in more slices than a cluster: 8192 x 28672 takes 32.9 to 37 us, by the decode kernels 36
+// to 38 (an H200).
 bool is_long_and_quantized(GemmProblem const& problem) {
-  return quantizes_rows(problem) && !is_int8(problem) && problem.weight.k >= 16384 && has_millions(problem, 128);
+  return quantizes_rows(problem) && !is_int8(problem) && problem.weight.k >= 16384 &&
+         has_millions(problem, 128);
 }
 bool is_not_long(GemmProblem const& problem) { return !is_long_and_quantized(problem); }
-// Whether wgmma_decode_fold16 is a choice: where wgmma_decode, whose products are exact, cannot implement the problem.
+// Whether wgmma_decode_fold16 is a choice: where wgmma_decode, whose products are exact, cannot
+// implement the problem.
 bool folds_few_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   bool const own_scales = w.scale_type == problem.x_type;
-  if (w.book) return w.group_size == 32 || is_irregular(problem) || (!own_scales && w.scale_type != DataType::kFloat32);
-  // decode_gemm takes a group of 64 at a time, and was faster up to four rows; its costs are those of groups of 32.
+  if (w.book)
+    return w.group_size == 32 || is_irregular(problem) ||
+           (!own_scales && w.scale_type != DataType::kFloat32);
+  // decode_gemm takes a group of 64 at a time, and was faster up to four rows; its costs are those
+  // of groups of 32.
   if (w.group_size == 64 && w.bits == 4 && !w.offsets) return problem.m > 4;
   if (multiplies_int8(problem)) return !has_int8_products(w);
   return has_short_groups(w) || w.offsets || w.e4m3 || !own_scales;
 }
-bool folds_and_quantizes(GemmProblem const& problem) { return folds_few_rows(problem) && can_quantize_values(problem); }
-// Of int4 and a K that is not long a product after the quantiser takes 16 to 20 us from run to run (18944 x 3584 on an H200),
-// one that quantises x itself 17.5.
+bool folds_and_quantizes(GemmProblem const& problem) {
+  return folds_few_rows(problem) && can_quantize_values(problem);
+}
+// Of int4 and a K that is not long a product after the quantiser takes 16 to 20 us from run to run
+// (18944 x 3584 on an H200), one that quantises x itself 17.5.
 bool folds_alone(GemmProblem const& problem) {
-  bool const erratic = problem.weight.bits == 4 && folds_and_quantizes(problem) && problem.weight.k < 8192;
+  bool const erratic =
+      problem.weight.bits == 4 && folds_and_quantizes(problem) && problem.weight.k < 8192;
   return folds_few_rows(problem) && !erratic;
 }
 
@@ -177,23 +206,29 @@ struct MeasuredDecodeCost {
 constexpr MeasuredDecodeCost kMeasuredDecodeCosts[] = {
 #include "dispatch/decode_costs_sm90.inc"
 };
-constexpr bool same(char const* a, char const* b) { return *a == *b && (*a == 0 || same(a + 1, b + 1)); }
+constexpr bool same(char const* a, char const* b) {
+  return *a == *b && (*a == 0 || same(a + 1, b + 1));
+}
 
-constexpr Candidate decode_candidate(char const* kernel, Tile const& tile, int max_m, bool (*applies)(GemmProblem const&),
-                                     bool quantizes, char const* why = nullptr) {
+constexpr Candidate decode_candidate(char const* kernel, Tile const& tile, int max_m,
+                                     bool (*applies)(GemmProblem const&), bool quantizes,
+                                     char const* why = nullptr) {
   Candidate candidate{tile, 0, max_m, {}, applies, quantizes, false, why};
   for (MeasuredDecodeCost const& c : kMeasuredDecodeCosts)
-    if (c.block_m == tile.block_m && c.ctas_per_sm == tile.min_ctas_per_sm && c.quantizes == quantizes &&
-        same(c.kernel, kernel))
+    if (c.block_m == tile.block_m && c.ctas_per_sm == tile.min_ctas_per_sm &&
+        c.quantizes == quantizes && same(c.kernel, kernel))
       candidate.decode_costs[c.bits == 8][int(c.kind)] = c.cost;
   return candidate;
 }
 constexpr Candidate kWgmmaDecode[] = {
-    decode_candidate("wgmma_decode", wgmma_decode_tile(1), 16, can_quantize_blocks, true, "one CTA per SM quantises its own x"),
-    decode_candidate("wgmma_decode", wgmma_decode_tile(1), 16, is_not_long, false, "one CTA per SM"),
+    decode_candidate("wgmma_decode", wgmma_decode_tile(1), 16, can_quantize_blocks, true,
+                     "one CTA per SM quantises its own x"),
+    decode_candidate("wgmma_decode", wgmma_decode_tile(1), 16, is_not_long, false,
+                     "one CTA per SM"),
     decode_candidate("wgmma_decode", wgmma_decode_tile(2), 16, can_quantize_blocks, true,
                      "two CTAs per SM quantise their own x"),
-    decode_candidate("wgmma_decode", wgmma_decode_tile(2), 16, is_not_long, false, "two CTAs per SM"),
+    decode_candidate("wgmma_decode", wgmma_decode_tile(2), 16, is_not_long, false,
+                     "two CTAs per SM"),
 };
 constexpr Candidate kWgmmaDecodeFold16[] = {
     decode_candidate("wgmma_decode_fold16", wgmma_decode_tile(1), 16, folds_few_rows, false,
@@ -210,49 +245,57 @@ constexpr Candidate kDecodeGemm[] = {
 
 // ---- tiles of the Hopper kernels, by their costs
 
-// Whether tiles of 256 rows may be used (int32 sums over all of K) and the last tile is at least a quarter full. TMA brings rows
-// beyond the last slowly, as zeros: 4097 rows x 8192 x 8192 take 381 us, by tiles of 176 rows 353.
+// Whether tiles of 256 rows may be used (int32 sums over all of K) and the last tile is at least a
+// quarter full. TMA brings rows beyond the last slowly, as zeros: 4097 rows x 8192 x 8192 take 381
+// us, by tiles of 176 rows 353.
 bool fills_large_tiles(GemmProblem const& problem) {
   return sums_whole_rows(problem) && (problem.m % 256 == 0 || problem.m % 256 >= 64);
 }
-// Whether smaller tiles than 128 rows of int8 x int4 give a row the same bits, or may give it others. Larger tiles multiply the
-// integers by the scales in another order, where neither side has zero points and x has a scale a block.
+// Whether smaller tiles than 128 rows of int8 x int4 give a row the same bits, or may give it
+// others. Larger tiles multiply the integers by the scales in another order, where neither side has
+// zero points and x has a scale a block.
 bool small_tiles_have_the_bits(GemmProblem const& problem) {
-  return is_int8(problem) || !problem.batch_invariant || problem.weight.zeros || activations_have_zeros(problem) ||
-         !activations_have_blocks(problem);
+  return is_int8(problem) || !problem.batch_invariant || problem.weight.zeros ||
+         activations_have_zeros(problem) || !activations_have_blocks(problem);
 }
-// Whether 17 to 32 rows of int8 have as many weights as wgmma_gemm_a8 wants: of fewer, whose K it cuts into more slices,
-// mma_gemm_a8 takes less time.
+// Whether 17 to 32 rows of int8 have as many weights as wgmma_gemm_a8 wants: of fewer, whose K it
+// cuts into more slices, mma_gemm_a8 takes less time.
 bool has_many_weights(GemmProblem const& problem) {
   bool const zeros = problem.weight.zeros || activations_have_zeros(problem);
   return has_millions(problem, is_int8(problem) ? 32 : zeros ? 24 : 16);
 }
 constexpr int kCompensatedRows = 129;  // of x, from which on it pays to compensate its zero points
 
-// Whether zero points of x are compensated for many blocks, or a whole row, at once. fp32 sums hold the zero points' share until
-// then, which costs less precision than rounding the result to 16 bits. Whether the weight's column sums are kept already has
-// no influence: the bits of a result must not depend on it. Where neither side has blocks, int32 sums run over all of K, and
-// zero points are compensated exactly.
+// Whether zero points of x are compensated for many blocks, or a whole row, at once. fp32 sums hold
+// the zero points' share until then, which costs less precision than rounding the result to 16
+// bits. Whether the weight's column sums are kept already has no influence: the bits of a result
+// must not depend on it. Where neither side has blocks, int32 sums run over all of K, and zero
+// points are compensated exactly.
 bool compensates_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   if (compensates_weight_zeros(problem)) return true;
   bool const blocks = activations_have_blocks(problem) || w.group_size != -1 || w.zeros;
-  return !is_image(problem) && problem.m >= kCompensatedRows && blocks && activations_have_zeros(problem) &&
-         !problem.batch_invariant && problem.out_type != DataType::kFloat32;
+  return !is_image(problem) && problem.m >= kCompensatedRows && blocks &&
+         activations_have_zeros(problem) && !problem.batch_invariant &&
+         problem.out_type != DataType::kFloat32;
 }
 bool no_x_zeros(GemmProblem const& problem) { return !activations_have_zeros(problem); }
 bool int4_without_x_zeros(GemmProblem const& problem) {
   return !is_int8(problem) && no_x_zeros(problem) && small_tiles_have_the_bits(problem);
 }
-bool many_int4_weights(GemmProblem const& problem) { return int4_without_x_zeros(problem) && has_many_weights(problem); }
+bool many_int4_weights(GemmProblem const& problem) {
+  return int4_without_x_zeros(problem) && has_many_weights(problem);
+}
 bool int4_with_scales_of_x(GemmProblem const& problem) {
   return !is_int8(problem) && problem.weight.scale_type == problem.x_type;
 }
-// wgmma_fold16 is the choice where wgmma_gemm_a8 or wgmma_gemm_a16, whose products are exact, cannot implement the problem.
+// wgmma_fold16 is the choice where wgmma_gemm_a8 or wgmma_gemm_a16, whose products are exact,
+// cannot implement the problem.
 bool has_no_exact_kernel(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  return multiplies_int8(problem) ? !has_int8_products(w) || (is_image(problem) && activations_have_zeros(problem))
-                                  : has_short_groups(w) || w.offsets || !has_integer_codes(w);
+  return multiplies_int8(problem)
+             ? !has_int8_products(w) || (is_image(problem) && activations_have_zeros(problem))
+             : has_short_groups(w) || w.offsets || !has_integer_codes(w);
 }
 
 bool folds_values(GemmProblem const& problem) {
@@ -269,23 +312,26 @@ struct MeasuredCost {
 constexpr MeasuredCost kMeasuredCosts[] = {
 #include "dispatch/costs_sm90.inc"
 };
-// Does not compile for a tile that was not measured. (Four warpgroups of the exact kernels are for int4.)
-constexpr TileCost cost_of(char const* kernel, int bits, Tile const& tile, bool compensates = false) {
+// Does not compile for a tile that was not measured. (Four warpgroups of the exact
+// kernels are for int4.)
+constexpr TileCost cost_of(char const* kernel, int bits, Tile const& tile,
+                           bool compensates = false) {
   for (MeasuredCost const& c : kMeasuredCosts)
-    if (c.bits == bits && c.block_n == tile.block_n && c.block_m == tile.block_m && c.compensates == compensates &&
-        same(c.kernel, kernel))
+    if (c.bits == bits && c.block_n == tile.block_n && c.block_m == tile.block_m &&
+        c.compensates == compensates && same(c.kernel, kernel))
       return c.cost;
   throw "no measured cost";
 }
 
 template <int kBits>
-constexpr Candidate wgmma_gemm_a8_of(int block_m, int min_m, int max_m, bool (*applies)(GemmProblem const&) = nullptr,
+constexpr Candidate wgmma_gemm_a8_of(int block_m, int min_m, int max_m,
+                                     bool (*applies)(GemmProblem const&) = nullptr,
                                      int warpgroups = 2) {
   Tile const tile = wgmma_gemm_a8_tile(kBits, block_m, warpgroups);
   return {tile, min_m, max_m, cost_of("wgmma_gemm_a8", warpgroups == 4 ? 4 : kBits, tile), applies};
 }
-// Of images, whose output channels are few: the CTAs of a cluster along M. Of 16-bit x, which each then loads alone, L2 brings
-// less than they multiply: a third longer.
+// Of images, whose output channels are few: the CTAs of a cluster along M. Of 16-bit x, which each
+// then loads alone, L2 brings less than they multiply: a third longer.
 constexpr Candidate image_along_m(Candidate candidate, bool x16 = false) {
   candidate.tile = along_m(candidate.tile);
   if (x16) candidate.cost.k4096 = candidate.cost.k4096 * 4 / 3;
@@ -299,8 +345,8 @@ constexpr Candidate compensated(int block_m) {
           nullptr, false, true,  "zero-point correction for many tiles of K at once"};
 }
 template <int kBits>
-constexpr Candidate kCompensated[] = {compensated<kBits>(176), compensated<kBits>(144), compensated<kBits>(128),
-                                      compensated<kBits>(96)};
+constexpr Candidate kCompensated[] = {compensated<kBits>(176), compensated<kBits>(144),
+                                      compensated<kBits>(128), compensated<kBits>(96)};
 template <int kBits>
 constexpr Candidate kWgmmaGemmA8[] = {
     wgmma_gemm_a8_of<kBits>(256, 129, kMaxM, fills_large_tiles),
@@ -326,10 +372,12 @@ Candidates wgmma_gemm_a8_candidates(GemmProblem const& problem) {
 }
 
 template <int kBits>
-constexpr Candidate wgmma_gemm_a16_of(int block_m, int min_m, int max_m, bool (*applies)(GemmProblem const&) = nullptr,
+constexpr Candidate wgmma_gemm_a16_of(int block_m, int min_m, int max_m,
+                                      bool (*applies)(GemmProblem const&) = nullptr,
                                       int warpgroups = 2) {
   Tile const tile = wgmma_gemm_a16_tile(kBits, block_m, warpgroups);
-  return {tile, min_m, max_m, cost_of("wgmma_gemm_a16", warpgroups == 4 ? 4 : kBits, tile), applies};
+  return {tile, min_m, max_m, cost_of("wgmma_gemm_a16", warpgroups == 4 ? 4 : kBits, tile),
+          applies};
 }
 template <int kBits>
 constexpr Candidate kWgmmaGemmA16[] = {
@@ -353,44 +401,57 @@ constexpr Candidate wgmma_fold16_of(int block_m) {
   return {tile, 17, kMaxM, cost_of("wgmma_fold16", kBits, tile), folds_values};
 }
 template <int kBits>
-constexpr Candidate kWgmmaFold16[] = {wgmma_fold16_of<kBits>(32),  wgmma_fold16_of<kBits>(64),  wgmma_fold16_of<kBits>(128),
-                                      wgmma_fold16_of<kBits>(160), wgmma_fold16_of<kBits>(208), wgmma_fold16_of<kBits>(256)};
+constexpr Candidate kWgmmaFold16[] = {wgmma_fold16_of<kBits>(32),  wgmma_fold16_of<kBits>(64),
+                                      wgmma_fold16_of<kBits>(128), wgmma_fold16_of<kBits>(160),
+                                      wgmma_fold16_of<kBits>(208), wgmma_fold16_of<kBits>(256)};
 
 // ---- tiles of the portable kernels, by M
 
-constexpr Candidate kCodebookGemmA16[] = {{book_gemm_a16_tile(4), 0, 4}, {book_gemm_a16_tile(8), 0, 8}};
+constexpr Candidate kCodebookGemmA16[] = {{book_gemm_a16_tile(4), 0, 4},
+                                          {book_gemm_a16_tile(8), 0, 8}};
 template <int kBits>
-constexpr Candidate kMmaGemmA16[] = {
-    {mma_gemm_a16_tile(kBits, 16), 0, 16}, {mma_gemm_a16_tile(kBits, 32), 0, 32}, {mma_gemm_a16_tile(kBits, 64)}};
+constexpr Candidate kMmaGemmA16[] = {{mma_gemm_a16_tile(kBits, 16), 0, 16},
+                                     {mma_gemm_a16_tile(kBits, 32), 0, 32},
+                                     {mma_gemm_a16_tile(kBits, 64)}};
 template <int kBits>
 constexpr Candidate kMmaGemmA8[] = {{mma_gemm_a8_tile(kBits, 16), 0, 16},
                                     {mma_gemm_a8_tile(kBits, 32), 0, 32},
                                     {mma_gemm_a8_tile(kBits, 32), 0, kMaxM, {}, is_image},
                                     {mma_gemm_a8_tile(kBits, 64)}};
 
-#define BY_BITS(candidates) \
-  [](GemmProblem const& problem) { return problem.weight.bits == 8 ? all(candidates<8>) : all(candidates<4>); }
+#define BY_BITS(candidates)                                                    \
+  [](GemmProblem const& problem) {                                             \
+    return problem.weight.bits == 8 ? all(candidates<8>) : all(candidates<4>); \
+  }
 #define OF_ALL(candidates) [](GemmProblem const&) { return all(candidates); }
 
 constexpr KernelSpec kSpecs[] = {
-    {"wgmma_decode", "few rows of x", false, false, false, true, wgmma_decode_can, OF_ALL(kWgmmaDecode), decode_time,
-     shape_wgmma_decode, LAUNCHER(launch_wgmma_decode)},
-    {"wgmma_decode_fold16", "few rows of x, weights rounded to its type", true, true, false, true, wgmma_decode_fold16_can,
-     OF_ALL(kWgmmaDecodeFold16), decode_time, shape_wgmma_decode_fold16, LAUNCHER(launch_decode_fold16)},
-    {"decode_gemm", "few rows of x, a ring of weights for each warp and x in shared memory", false, false, false, true,
-     decode_gemm_can, OF_ALL(kDecodeGemm), decode_time, shape_decode_gemm, LAUNCHER(launch_decode_gemm)},
-    {"wgmma_gemm_a8", "exact int8 products, the tile of least predicted time", false, false, false, false, wgmma_gemm_a8_can,
-     wgmma_gemm_a8_candidates, predicted_time, shape_wgmma_gemm_a8, LAUNCHER(launch_wgmma_gemm_a8)},
-    {"wgmma_gemm_a16", "exact products of 16-bit x, the tile of least predicted time", false, true, true, false,
-     wgmma_gemm_a16_can, BY_BITS(kWgmmaGemmA16), predicted_time, shape_wgmma_gemm_a16, LAUNCHER(launch_wgmma_gemm_a16)},
-    {"wgmma_fold16", "weights rounded to x's type, the tile of least predicted time", true, true, false, false,
-     wgmma_fold16_can, BY_BITS(kWgmmaFold16), predicted_time, shape_wgmma_fold16, LAUNCHER(launch_fold16)},
-    {"book_gemm_a16", "few rows of x; weights go straight to registers, and are looked up in shared memory", false, false,
-     false, false, book_gemm_a16_can, OF_ALL(kCodebookGemmA16), nullptr, shape_book_gemm_a16, LAUNCHER(launch_book_gemm_a16)},
-    {"mma_gemm_a16", "the portable kernel of 16-bit x", false, false, false, false, mma_gemm_a16_can, BY_BITS(kMmaGemmA16),
-     nullptr, shape_mma_gemm_a16, LAUNCHER(launch_mma_gemm_a16)},
-    {"mma_gemm_a8", "the portable kernel of int8 x", false, false, false, false, mma_gemm_a8_can, BY_BITS(kMmaGemmA8), nullptr,
-     shape_mma_gemm_a8, LAUNCHER(launch_mma_gemm_a8)},
+    {"wgmma_decode", "few rows of x", false, false, false, true, wgmma_decode_can,
+     OF_ALL(kWgmmaDecode), decode_time, shape_wgmma_decode, LAUNCHER(launch_wgmma_decode)},
+    {"wgmma_decode_fold16", "few rows of x, weights rounded to its type", true, true, false, true,
+     wgmma_decode_fold16_can, OF_ALL(kWgmmaDecodeFold16), decode_time, shape_wgmma_decode_fold16,
+     LAUNCHER(launch_decode_fold16)},
+    {"decode_gemm", "few rows of x, a ring of weights for each warp and x in shared memory", false,
+     false, false, true, decode_gemm_can, OF_ALL(kDecodeGemm), decode_time, shape_decode_gemm,
+     LAUNCHER(launch_decode_gemm)},
+    {"wgmma_gemm_a8", "exact int8 products, the tile of least predicted time", false, false, false,
+     false, wgmma_gemm_a8_can, wgmma_gemm_a8_candidates, predicted_time, shape_wgmma_gemm_a8,
+     LAUNCHER(launch_wgmma_gemm_a8)},
+    {"wgmma_gemm_a16", "exact products of 16-bit x, the tile of least predicted time", false, true,
+     true, false, wgmma_gemm_a16_can, BY_BITS(kWgmmaGemmA16), predicted_time, shape_wgmma_gemm_a16,
+     LAUNCHER(launch_wgmma_gemm_a16)},
+    {"wgmma_fold16", "weights rounded to x's type, the tile of least predicted time", true, true,
+     false, false, wgmma_fold16_can, BY_BITS(kWgmmaFold16), predicted_time, shape_wgmma_fold16,
+     LAUNCHER(launch_fold16)},
+    {"book_gemm_a16",
+     "few rows of x; weights go straight to registers, and are looked up in shared memory", false,
+     false, false, false, book_gemm_a16_can, OF_ALL(kCodebookGemmA16), nullptr, shape_book_gemm_a16,
+     LAUNCHER(launch_book_gemm_a16)},
+    {"mma_gemm_a16", "the portable kernel of 16-bit x", false, false, false, false,
+     mma_gemm_a16_can, BY_BITS(kMmaGemmA16), nullptr, shape_mma_gemm_a16,
+     LAUNCHER(launch_mma_gemm_a16)},
+    {"mma_gemm_a8", "the portable kernel of int8 x", false, false, false, false, mma_gemm_a8_can,
+     BY_BITS(kMmaGemmA8), nullptr, shape_mma_gemm_a8, LAUNCHER(launch_mma_gemm_a8)},
 };
 #undef BY_BITS
 #undef OF_ALL

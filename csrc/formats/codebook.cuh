@@ -19,13 +19,15 @@ struct Codebook {
     static constexpr int kWords = decode::Int4Codebook::kWords;
 
     // The look-up table of a code book, by `threads` threads, which synchronise afterwards.
-    static __device__ __forceinline__ void fill_table(uint8_t* table, float const* codebook, int thread, int threads) {
+    static __device__ __forceinline__ void fill_table(uint8_t* table, float const* codebook,
+                                                      int thread, int threads) {
       decode::Int4Codebook::fill<Element>(table, codebook, thread, threads);
     }
 
     __device__ __forceinline__ explicit Unscaled(uint32_t) {}
     // `table`: address of the lane's column of the look-up table.
-    __device__ __forceinline__ void fragment(uint32_t const* words, uint32_t table, uint32_t (&out)[4]) const {
+    __device__ __forceinline__ void fragment(uint32_t const* words, uint32_t table,
+                                             uint32_t (&out)[4]) const {
       uint32_t pairs[4];
       decode::Int4Codebook::look_up(words[0], table, pairs);
       decode::Int4Codebook::combine(pairs, out);
@@ -33,7 +35,9 @@ struct Codebook {
   };
 
   // Of a centred code, unscaled; `codebook` by its four bits.
-  static __device__ __forceinline__ float value(int code, int, float const* codebook) { return codebook[code & 15]; }
+  static __device__ __forceinline__ float value(int code, int, float const* codebook) {
+    return codebook[code & 15];
+  }
 };
 
 }  // namespace cutlass_ops::formats

@@ -1,12 +1,12 @@
-// 8-bit floats: a sign, 4 bits of exponent of bias 7, 3 of mantissa (e4m3): value = scale * float. The codes that are no
-// number, 0x7f and 0xff, are in no packed weight; here they are 480 and -480.
+// 8-bit floats: a sign, 4 bits of exponent of bias 7, 3 of mantissa (e4m3): value = scale * float.
+// The codes that are no number, 0x7f and 0xff, are in no packed weight; here they are 480 and -480.
 //
-// Moved to the sign, exponent and mantissa of an fp16, the bits of such a float are its value over 2^(15 - 7); of a bf16, over
-// 2^(127 - 7); subnormal ones too. So one exact multiplication gives the value. Codes are stored with their sign bit inverted
-// (layout.h): the factor is negative.
+// Moved to the sign, exponent and mantissa of an fp16, the bits of such a float are its value over
+// 2^(15 - 7); of a bf16, over 2^(127 - 7); subnormal ones too. So one exact multiplication gives
+// the value. Codes are stored with their sign bit inverted (layout.h): the factor is negative.
 //
-// Worked example, fp16, word[0] = 0x0000'38b9 (byte 0: stored 0xb9, the float 0x39 = 1.125; byte 1: stored 0x38, the float 0xb8
-// = -1):
+// Worked example, fp16, word[0] = 0x0000'38b9 (byte 0: stored 0xb9, the float 0x39 = 1.125; byte 1:
+// stored 0x38, the float 0xb8 = -1):
 //   out[0], bytes 0, 2: 0x8000'9c80 = -0x1.2p-8, times -2^8 = 1.125
 //   out[2], bytes 1, 3: 0x0000'1c00 =  0x1p-8,   times -2^8 = -1
 #pragma once
@@ -23,8 +23,10 @@ struct E4m3 {
   // Words in the order of decode::Int8Half. kMantissa: bits of the mantissa of fp16 or bf16.
   template <int kMantissa>
   CUTLASS_OPS_HD static void bits(uint32_t const* words, uint32_t (&out)[4]) {
-    constexpr int kExponentShift = 14 - (kMantissa + 3);  // from the upper byte of a half, whose bit 14 is the exponent's first
-    constexpr uint32_t kNumber = decode::both_halves(0x7f00 >> kExponentShift), kSign = decode::both_halves(0x8000);
+    // from the upper byte of a half, whose bit 14 is the exponent's first
+    constexpr int kExponentShift = 14 - (kMantissa + 3);
+    constexpr uint32_t kNumber = decode::both_halves(0x7f00 >> kExponentShift),
+                       kSign = decode::both_halves(0x8000);
     for (int row = 0; row < 2; ++row) {
       uint32_t const low = words[row] << 8, high = words[row];
       out[row] = decode::and_or(low, kSign, low >> kExponentShift & kNumber);
@@ -38,16 +40,21 @@ struct E4m3 {
     static constexpr int kWords = 2;  // 32-bit words of codes in 16 columns
 
     __device__ __forceinline__ static decode::RowConstants zero_constants(int, int) { return {}; }
-    __device__ __forceinline__ static void fragment(uint32_t const* words, decode::RowConstants, uint32_t (&out)[4]) {
+    __device__ __forceinline__ static void fragment(uint32_t const* words, decode::RowConstants,
+                                                    uint32_t (&out)[4]) {
       using namespace decode::detail;
       if constexpr (std::is_same_v<Element, __half>) {
         bits<10>(words, out);
 #pragma unroll
-        for (uint32_t& v : out) v = as_bits(__hmul2(as_half2(v), as_half2(decode::both_halves(0xdc00))));  // -2^8
+        // -2^8
+        for (uint32_t& v : out)
+          v = as_bits(__hmul2(as_half2(v), as_half2(decode::both_halves(0xdc00))));
       } else {
         bits<7>(words, out);
 #pragma unroll
-        for (uint32_t& v : out) v = as_bits(__hmul2(as_bfloat162(v), as_bfloat162(decode::both_halves(0xfb80))));  // -2^120
+        // -2^120
+        for (uint32_t& v : out)
+          v = as_bits(__hmul2(as_bfloat162(v), as_bfloat162(decode::both_halves(0xfb80))));
       }
     }
   };
@@ -57,14 +64,16 @@ struct E4m3 {
     static constexpr int kWords = Decoder<Element>::kWords;
 
     __device__ __forceinline__ explicit Unscaled(uint32_t) {}
-    __device__ __forceinline__ void fragment(uint32_t const* words, uint32_t, uint32_t (&out)[4]) const {
+    __device__ __forceinline__ void fragment(uint32_t const* words, uint32_t,
+                                             uint32_t (&out)[4]) const {
       Decoder<Element>::fragment(words, {}, out);
     }
   };
 
   // Of a centred code.
   __device__ __forceinline__ static float value(int code, int, float const*) {
-    return __fmul_rn(__uint_as_float(uint32_t(code & 0x80) << 24 | uint32_t(code & 0x7f) << 20), -0x1p120f);
+    return __fmul_rn(__uint_as_float(uint32_t(code & 0x80) << 24 | uint32_t(code & 0x7f) << 20),
+                     -0x1p120f);
   }
 #endif
 };

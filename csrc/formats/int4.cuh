@@ -13,7 +13,8 @@ struct Int4 {
   template <class Element>
   using Decoder = decode::ToFloat<kBits, Element>;
 
-  // Codes minus zero points of a thread's rows g and g + 8, exact in Element (__half or __nv_bfloat16).
+  // Codes minus zero points of a thread's rows g and g + 8, exact in Element (__half
+  // or __nv_bfloat16).
   template <class Element>
   struct Unscaled {
     static constexpr int kWords = Decoder<Element>::kWords;  // 32-bit words of codes in 16 columns
@@ -22,13 +23,16 @@ struct Int4 {
     // `packed`: the centred zero points of rows g and g + 8, one a byte.
     __device__ __forceinline__ explicit Unscaled(uint32_t packed)
         : zeros(Decoder<Element>::zero_constants(int(int8_t(packed)), int(int8_t(packed >> 8)))) {}
-    __device__ __forceinline__ void fragment(uint32_t const* words, uint32_t, uint32_t (&out)[4]) const {
+    __device__ __forceinline__ void fragment(uint32_t const* words, uint32_t,
+                                             uint32_t (&out)[4]) const {
       Decoder<Element>::fragment(words, zeros, out);
     }
   };
 
   // Of a centred code, unscaled.
-  static __device__ __forceinline__ float value(int code, int zero, float const*) { return float(code - zero); }
+  static __device__ __forceinline__ float value(int code, int zero, float const*) {
+    return float(code - zero);
+  }
 };
 
 }  // namespace cutlass_ops::formats

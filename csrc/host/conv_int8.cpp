@@ -25,12 +25,17 @@ std::string shape(ConvProblem const& p) {
     for (int number : numbers) all += (all.empty() ? "[" : ", ") + std::to_string(number);
     return all + "]";
   };
-  return " [x=" + text({p.batch, p.height, p.width, p.channels}) + ", weight=" + text({w.n, w.height, w.width, w.channels}) +
-         ", stride=" + text({p.stride[0], p.stride[1]}) + ", padding=" + text({p.padding[0], p.padding[1]}) +
-         ", dilation=" + text({p.dilation[0], p.dilation[1]}) + ", groups=" + std::to_string(p.groups) + "]";
+  return " [x=" + text({p.batch, p.height, p.width, p.channels}) +
+         ", weight=" + text({w.n, w.height, w.width, w.channels}) +
+         ", stride=" + text({p.stride[0], p.stride[1]}) +
+         ", padding=" + text({p.padding[0], p.padding[1]}) +
+         ", dilation=" + text({p.dilation[0], p.dilation[1]}) +
+         ", groups=" + std::to_string(p.groups) + "]";
 }
 
-bool aligned(void const* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+bool aligned(void const* pointer, int bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
 
 // ---- checks
 
@@ -42,8 +47,8 @@ struct Named {
 Status check_ranges(std::initializer_list<Named> numbers) {
   for (Named const& v : numbers) {
     if (v.value < v.least || v.value > v.most) {
-      return invalid(std::string(v.name) + " is " + std::to_string(v.value) + "; an integer from " + std::to_string(v.least) +
-                     " to " + std::to_string(v.most) + " is expected");
+      return invalid(std::string(v.name) + " is " + std::to_string(v.value) + "; an integer from " +
+                     std::to_string(v.least) + " to " + std::to_string(v.most) + " is expected");
     }
   }
   return {};
@@ -53,15 +58,18 @@ Status check_numbers(ConvProblem const& p) {
   auto const scale = [](char const* name, float value) {
     return std::isfinite(value) && value > 0
                ? Status()
-               : invalid(std::string(name) + " is " + std::to_string(value) + "; a positive number is expected");
+               : invalid(std::string(name) + " is " + std::to_string(value) +
+                         "; a positive number is expected");
   };
   if (Status status = scale("x_scale", p.x_scale); !status.ok()) return status;
   if (Status status = scale("y_scale", p.y_scale); !status.ok()) return status;
   int const x_low = p.x_unsigned ? 0 : -128, y_low = p.out_type == ConvOutput::kInt8 ? -128 : 0;
   Status status = check_ranges({{"x_zero_point", p.x_zero_point, x_low, x_low + 255},
-                                {"y_zero_point", p.y_zero_point, y_low, p.out_type == ConvOutput::kInt32 ? 0 : y_low + 255}});
+                                {"y_zero_point", p.y_zero_point, y_low,
+                                 p.out_type == ConvOutput::kInt32 ? 0 : y_low + 255}});
   if (!status.ok()) return status;
-  if (status = check_activation(p.activation, p.clamp_low, p.clamp_high); !status.ok()) return status;
+  if (status = check_activation(p.activation, p.clamp_low, p.clamp_high); !status.ok())
+    return status;
   switch (p.activation) {
     case Activation::kNone:
     case Activation::kRelu:
@@ -70,24 +78,27 @@ Status check_numbers(ConvProblem const& p) {
       break;
     case Activation::kGelu:
     case Activation::kSilu:
-      return unsupported("activation is gelu or silu; static int8 takes none, relu, relu6 and clamp");
+      return unsupported(
+          "activation is gelu or silu; static int8 takes none, relu, relu6 and clamp");
   }
   if (p.activation != Activation::kNone && p.out_type == ConvOutput::kInt32)
     return invalid("there is an activation, but the result is the int32 sums themselves");
   if (!is_float(p.weight.scale_type)) return invalid("scale_type is not a float type");
-  if (p.bias && !p.bias_int32 && !is_float(p.bias_type)) return invalid("bias_type is neither int32 nor a float type");
+  if (p.bias && !p.bias_int32 && !is_float(p.bias_type))
+    return invalid("bias_type is neither int32 nor a float type");
   return {};
 }
 
 Status check_memory(ConvProblem const& p) {
   ConvWeight const& w = p.weight;
   int const bias_bytes = p.bias_int32 || p.bias_type == DataType::kFloat32 ? 4 : 2;
-  return check_addresses({{"x", p.x, 1},
-                          {"the weight's codes", w.codes, kConvVector},
-                          {"the weight's sums", w.sums, int(sizeof(int32_t)), p.x_zero_point != 0},
-                          {"the weight's cut sums", w.cut_sums, kConvVector, false},
-                          {"the weight's scales", w.scales, w.scale_type == DataType::kFloat32 ? 4 : 2},
-                          {"bias", p.bias, bias_bytes, false}});
+  return check_addresses(
+      {{"x", p.x, 1},
+       {"the weight's codes", w.codes, kConvVector},
+       {"the weight's sums", w.sums, int(sizeof(int32_t)), p.x_zero_point != 0},
+       {"the weight's cut sums", w.cut_sums, kConvVector, false},
+       {"the weight's scales", w.scales, w.scale_type == DataType::kFloat32 ? 4 : 2},
+       {"bias", p.bias, bias_bytes, false}});
 }
 
 Status check_conv(ConvProblem const& p) {
@@ -108,43 +119,55 @@ Status check_conv(ConvProblem const& p) {
                                 {"groups", p.groups, 1, w.n}});
   if (!status.ok()) return status;
   if (w.n % p.groups || int64_t(w.channels) * p.groups != p.channels) {
-    return invalid("groups is " + std::to_string(p.groups) + " and x has " + std::to_string(p.channels) +
-                   " channels; a divisor of n = " + std::to_string(w.n) + ", and " + std::to_string(w.channels) +
-                   " channels a group, are expected");
+    return invalid("groups is " + std::to_string(p.groups) + " and x has " +
+                   std::to_string(p.channels) +
+                   " channels; a divisor of n = " + std::to_string(w.n) + ", and " +
+                   std::to_string(w.channels) + " channels a group, are expected");
   }
   int64_t const taps = int64_t(w.height) * w.width;
   for (int axis : {0, 1}) {
     int64_t const size = axis ? p.width : p.height, count = axis ? w.width : w.height;
-    int64_t const padded = size + 2 * int64_t(p.padding[axis]), span = int64_t(p.dilation[axis]) * (count - 1) + 1;
+    int64_t const padded = size + 2 * int64_t(p.padding[axis]),
+                  span = int64_t(p.dilation[axis]) * (count - 1) + 1;
     if (span > padded || span > kMostConvExtent) {
-      return invalid("the kernel takes " + std::to_string(span) + " pixels along " + (axis ? "width" : "height") + "; x has " +
-                     std::to_string(padded) + " with padding, and at most " + std::to_string(kMostConvExtent) +
+      return invalid("the kernel takes " + std::to_string(span) + " pixels along " +
+                     (axis ? "width" : "height") + "; x has " + std::to_string(padded) +
+                     " with padding, and at most " + std::to_string(kMostConvExtent) +
                      " are supported");
     }
   }
   int64_t const most = std::numeric_limits<int32_t>::max();
-  if (taps * stored_channels(w.channels) > most) return unsupported("a row of the weight has more than 2^31 bytes");
+  if (taps * stored_channels(w.channels) > most)
+    return unsupported("a row of the weight has more than 2^31 bytes");
   if (int64_t(p.out_height()) * p.out_width() > kMostConvPixels / p.batch)
     return unsupported("the result has more than " + std::to_string(kMostConvPixels) + " pixels");
   // Pieces of x that are copied, and tiles or threads' CTAs of the smallest: all kernels have
   // fewer.
-  int64_t const pixels = int64_t(p.height) * p.width, pieces = stored_channels(p.channels) / kConvVector;
-  int64_t const tiles = ceil_div(p.pixels(), kDepthwisePixels) * ceil_div(w.n, kDepthwiseChannels) / kDepthwiseThreads;
-  if (pixels > most / p.batch / pieces || tiles > most || (p.pixels() / kLeastConvTile + 1) * (w.n + p.groups) > most)
+  int64_t const pixels = int64_t(p.height) * p.width,
+                pieces = stored_channels(p.channels) / kConvVector;
+  int64_t const tiles = ceil_div(p.pixels(), kDepthwisePixels) * ceil_div(w.n, kDepthwiseChannels) /
+                        kDepthwiseThreads;
+  if (pixels > most / p.batch / pieces || tiles > most ||
+      (p.pixels() / kLeastConvTile + 1) * (w.n + p.groups) > most)
     return unsupported("the convolution has more than 2^31 tiles, or x more than 2^35 bytes");
   // Depthwise threads, and vectors of gathered taps.
-  int64_t const flat_vectors = stored_channels(int(std::min(taps * w.channels, int64_t(1) << 20))) / kConvVector;
-  int64_t const segments = int64_t(p.batch) * p.out_height() * ceil_div(p.out_width(), kDepthwisePixels);
+  int64_t const flat_vectors =
+      stored_channels(int(std::min(taps * w.channels, int64_t(1) << 20))) / kConvVector;
+  int64_t const segments =
+      int64_t(p.batch) * p.out_height() * ceil_div(p.out_width(), kDepthwisePixels);
   if ((w.order == ConvOrder::kByTaps && segments > most / ceil_div(w.n, kDepthwiseChannels)) ||
       (w.order == ConvOrder::kFlat && p.pixels() > most / flat_vectors))
     return unsupported("the convolution has more than 2^31 vectors of outputs or of gathered taps");
-  if (w.order != conv_order(w.n, w.channels, int(taps), p.groups)) return invalid("the weight's codes are not in conv_order()");
+  if (w.order != conv_order(w.n, w.channels, int(taps), p.groups))
+    return invalid("the weight's codes are not in conv_order()");
   if (w.cut_sums) {
-    int64_t const classes =
-        border_classes(most_cut(w.height, p.padding[0], p.dilation[0]), most_cut(w.width, p.padding[1], p.dilation[1]));
-    if (classes > kMostBorderClasses || classes * p.groups * stored_channels(w.n / p.groups) > most) {
-      return invalid("the weight has cut sums of " + std::to_string(classes) + " classes of pixels; " +
-                     std::to_string(kMostBorderClasses) + " with 2^31 sums are supported");
+    int64_t const classes = border_classes(most_cut(w.height, p.padding[0], p.dilation[0]),
+                                           most_cut(w.width, p.padding[1], p.dilation[1]));
+    if (classes > kMostBorderClasses ||
+        classes * p.groups * stored_channels(w.n / p.groups) > most) {
+      return invalid("the weight has cut sums of " + std::to_string(classes) +
+                     " classes of pixels; " + std::to_string(kMostBorderClasses) +
+                     " with 2^31 sums are supported");
     }
   }
   status = check_numbers(p);
@@ -174,8 +197,9 @@ ConvProblem multiplied(ConvProblem const& p, bool pads) {
   return flat;
 }
 
-constexpr char kWgmma[] = "conv_int8_wgmma", kCollective[] = "gemm_int8_collective", kImplicit[] = "conv_int8_implicit_gemm",
-               kDepthwise[] = "conv_int8_depthwise", kStem[] = "conv_int8_stem";
+constexpr char kWgmma[] = "conv_int8_wgmma", kCollective[] = "gemm_int8_collective",
+               kImplicit[] = "conv_int8_implicit_gemm", kDepthwise[] = "conv_int8_depthwise",
+               kStem[] = "conv_int8_stem";
 
 // Of which the pixels are rows of a matrix.
 bool is_product(ConvProblem const& p) {
@@ -189,7 +213,8 @@ bool fits_tma(ConvProblem const& p) {
   if (p.groups > 1 && p.weight.channels % kConvVector) return false;
   for (int axis : {0, 1}) {
     int const span = p.dilation[axis] * ((axis ? p.weight.width : p.weight.height) - 1);
-    if (p.stride[axis] > 8 || p.padding[axis] > 127 || span > 255 || p.padding[axis] - span < -128) return false;
+    if (p.stride[axis] > 8 || p.padding[axis] > 127 || span > 255 || p.padding[axis] - span < -128)
+      return false;
   }
   return true;
 }
@@ -204,7 +229,8 @@ WgmmaCost wgmma_cost(ConvProblem const& p, Device const& device, ConvWgmmaTile c
   // pairs of codes a clock, but takes 600 clocks for a stage: TMA collects the pixels of a box one
   // by one. A tile begins and ends with so many clocks that only another CTA of the SM hides, a
   // stored line of 32 channels takes so many, and a launch, or one with clusters, so many.
-  constexpr int kPairs = 4096, kStage = 600, kBegin = 2200, kStore = 700, kLaunch = 1500, kClusters = 4900;
+  constexpr int kPairs = 4096, kStage = 600, kBegin = 2200, kStore = 700, kLaunch = 1500,
+                kClusters = 4900;
   ConvWeight const& w = p.weight;
   int64_t const taps = int64_t(w.height) * w.width, slices = taps * ceil_div(w.channels, 32);
   int64_t const n_tiles = p.groups * ceil_div(w.n / p.groups, tile.block_n);
@@ -212,9 +238,11 @@ WgmmaCost wgmma_cost(ConvProblem const& p, Device const& device, ConvWgmmaTile c
   int64_t const multiply = slices * 32 * ConvWgmmaTile::kBlockM * tile.block_n / kPairs;
   int64_t const load = taps * ceil_div(w.channels, ConvWgmmaTile::kBlockK) * kStage;
   int64_t const end = kBegin + kStore * tile.block_n / 32;
-  int64_t const tiles = clusters * tile.cluster_size * n_tiles, of_sm = ceil_div(tiles, device.multiprocessors);
+  int64_t const tiles = clusters * tile.cluster_size * n_tiles,
+                of_sm = ceil_div(tiles, device.multiprocessors);
   int64_t const shown = tile.ctas_per_sm() == 1 ? of_sm : ceil_div(of_sm, tile.ctas_per_sm());
-  return {tiles, of_sm * std::max(multiply, load) + shown * end + kLaunch + (tile.cluster_size > 1 ? kClusters : 0)};
+  return {tiles, of_sm * std::max(multiply, load) + shown * end + kLaunch +
+                     (tile.cluster_size > 1 ? kClusters : 0)};
 }
 
 // Where the workspace has x with more channels.
@@ -229,9 +257,11 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
   plan.block_m = ConvWgmmaTile::kBlockM, plan.block_n = tile.block_n;
   plan.cluster_size = tile.cluster_size;
   // Few tiles leave all of an SM's memory to a CTA.
-  plan.ctas_per_sm = int(std::min<int64_t>(tile.ctas_per_sm(), ceil_div(cost.tiles, device.multiprocessors)));
+  plan.ctas_per_sm =
+      int(std::min<int64_t>(tile.ctas_per_sm(), ceil_div(cost.tiles, device.multiprocessors)));
   plan.stages = tile.stages(plan.ctas_per_sm);
-  int64_t const ctas = std::min<int64_t>(cost.tiles, int64_t(device.multiprocessors) * plan.ctas_per_sm);
+  int64_t const ctas =
+      std::min<int64_t>(cost.tiles, int64_t(device.multiprocessors) * plan.ctas_per_sm);
   plan.grid = std::max(int(ctas) / tile.cluster_size, 1) * tile.cluster_size;
   plan.copied_channels = copied_channels(p, kConvVector);
   plan.predicted_clocks = cost.clocks;
@@ -240,41 +270,52 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
 
 // Which rows of the result leave by TMA.
 bool fits_collective(ConvProblem const& p) {
-  return is_product(p) && p.out_type != ConvOutput::kInt32 && p.weight.n % kConvVector == 0 && aligned(p.out, kConvVector);
+  return is_product(p) && p.out_type != ConvOutput::kInt32 && p.weight.n % kConvVector == 0 &&
+         aligned(p.out, kConvVector);
 }
 
-ConvPlan plan_collective(ConvProblem const& p, Device const& device, GemmCollectiveTile const& tile) {
+ConvPlan plan_collective(ConvProblem const& p, Device const& device,
+                         GemmCollectiveTile const& tile) {
   ConvPlan plan;
   plan.kernel = kCollective;
   plan.block_m = tile.block_m, plan.block_n = tile.block_n, plan.cluster_size = tile.cluster_size;
-  int64_t const clusters = ceil_div(p.pixels(), int64_t(tile.block_m) * tile.cluster_size) * ceil_div(p.weight.n, tile.block_n);
-  plan.grid = int(std::min<int64_t>(clusters, std::max(device.multiprocessors / tile.cluster_size, 1))) * tile.cluster_size;
+  int64_t const clusters = ceil_div(p.pixels(), int64_t(tile.block_m) * tile.cluster_size) *
+                           ceil_div(p.weight.n, tile.block_n);
+  plan.grid =
+      int(std::min<int64_t>(clusters, std::max(device.multiprocessors / tile.cluster_size, 1))) *
+      tile.cluster_size;
   plan.copied_channels = copied_channels(p, kConvVector);
   int64_t const waves = ceil_div(clusters * tile.cluster_size, device.multiprocessors);
-  plan.predicted_clocks = tile.launch + waves * (ceil_div(p.weight.channels, tile.block_k) * tile.k_tile + tile.tile);
+  plan.predicted_clocks =
+      tile.launch + waves * (ceil_div(p.weight.channels, tile.block_k) * tile.k_tile + tile.tile);
   return plan;
 }
 
-// Vectors of x, which a tap's channels begin with; and masks of the iterators, which have a bit for each tap along an axis.
+// Vectors of x, which a tap's channels begin with; and masks of the iterators, which have a bit for
+// each tap along an axis.
 bool has_vectors(ConvProblem const& p) {
   ConvWeight const& w = p.weight;
-  return (p.groups == 1 || w.channels % kConvVector == 0) && std::max(w.height, w.width) <= kMostImplicitTaps;
+  return (p.groups == 1 || w.channels % kConvVector == 0) &&
+         std::max(w.height, w.width) <= kMostImplicitTaps;
 }
 
-// CUTLASS's iterators multiply coordinates and strides in 32 bits: those of a tile's images and output channels, which begin
-// with the tile's. `channels` is the number of a pixel in memory.
+// CUTLASS's iterators multiply coordinates and strides in 32 bits: those of a tile's images and
+// output channels, which begin with the tile's. `channels` is the number of a pixel in memory.
 bool fits_implicit(ConvProblem const& p, int channels) {
   constexpr int kTile = kConvImplicitTiles[0].block_m;
   int64_t const most = std::numeric_limits<int32_t>::max(), line = int64_t(p.width) * channels;
-  int64_t const row = int64_t(p.weight.height) * p.weight.width * stored_channels(p.weight.channels);
-  int64_t const images = std::min<int64_t>(p.batch, (kTile - 1) / (int64_t(p.out_height()) * p.out_width()) + 2);
+  int64_t const row =
+      int64_t(p.weight.height) * p.weight.width * stored_channels(p.weight.channels);
+  int64_t const images =
+      std::min<int64_t>(p.batch, (kTile - 1) / (int64_t(p.out_height()) * p.out_width()) + 2);
   return row <= most / kTile && (p.width + 2 * int64_t(p.padding[1])) <= most / channels &&
          line <= most / (p.height + 2 * int64_t(p.padding[0])) && line * p.height <= most / images;
 }
 
 ConvPlan plan_implicit(ConvProblem const& p, Device const& device, ConvImplicitTile const& tile) {
-  // Of an SM, by the figures of an A100, not measured on one: pairs of codes that it multiplies a clock, bytes that it moves to
-  // and from shared memory, and clocks of the begin and end of a tile.
+  // Of an SM, by the figures of an A100, not measured on one: pairs of codes that it
+  // multiplies a clock, bytes that it moves to and from shared memory, and clocks of the
+  // begin and end of a tile.
   constexpr int kPairs = 2048, kBytes = 128, kTile = 2000;
   constexpr int kBlockK = ConvImplicitTile::kBlockK;
   ConvPlan plan;
@@ -282,18 +323,23 @@ ConvPlan plan_implicit(ConvProblem const& p, Device const& device, ConvImplicitT
   plan.block_m = tile.block_m, plan.block_n = tile.block_n, plan.stages = tile.stages;
   if (!tile.bytewise) plan.copied_channels = copied_channels(p, kConvVector);
   ConvWeight const& w = p.weight;
-  int64_t const tiles = ceil_div(p.pixels(), tile.block_m) * p.groups * ceil_div(w.n / p.groups, tile.block_n);
+  int64_t const tiles =
+      ceil_div(p.pixels(), tile.block_m) * p.groups * ceil_div(w.n / p.groups, tile.block_n);
   int64_t const multiply = int64_t(tile.block_m) * tile.block_n * kBlockK / kPairs;
-  int64_t const move = int64_t(tile.block_m + tile.block_n + tile.warps() * 2 * tile.warp) * kBlockK / kBytes;
+  int64_t const move =
+      int64_t(tile.block_m + tile.block_n + tile.warps() * 2 * tile.warp) * kBlockK / kBytes;
   int64_t const k_tiles = int64_t(w.height) * w.width * ceil_div(w.channels, kBlockK);
   plan.grid = int(tiles);
-  plan.predicted_clocks = ceil_div(tiles, device.multiprocessors) * (k_tiles * std::max(multiply, move) + kTile);
+  plan.predicted_clocks =
+      ceil_div(tiles, device.multiprocessors) * (k_tiles * std::max(multiply, move) + kTile);
   return plan;
 }
 
 // Plans from one on, the soonest first.
 void sort_from(size_t first, std::vector<ConvPlan>* plans) {
-  auto const sooner = [](ConvPlan const& a, ConvPlan const& b) { return a.predicted_clocks < b.predicted_clocks; };
+  auto const sooner = [](ConvPlan const& a, ConvPlan const& b) {
+    return a.predicted_clocks < b.predicted_clocks;
+  };
   std::stable_sort(plans->begin() + std::ptrdiff_t(first), plans->end(), sooner);
 }
 
@@ -315,26 +361,34 @@ ConvPlan plan_stem(ConvProblem const& p, ConvStemTile const& tile) {
 
 // CTAs, if strips have so many lines.
 int64_t depthwise_ctas(ConvProblem const& p, int lines) {
-  int64_t const strips = p.batch * ceil_div(p.out_height(), lines) * ceil_div(p.out_width(), kDepthwisePixels);
+  int64_t const strips =
+      p.batch * ceil_div(p.out_height(), lines) * ceil_div(p.out_width(), kDepthwisePixels);
   return ceil_div(strips * (p.weight.n / kDepthwiseChannels), kDepthwiseThreads);
 }
 
-// Lines of a strip. Longer strips read fewer lines of x twice; with shorter ones more SMs have work, and until later.
+// Lines of a strip. Longer strips read fewer lines of x twice; with shorter ones more SMs have
+// work, and until later.
 int depthwise_lines(ConvProblem const& p, Device const& device) {
-  auto const* const strips = std::find_if(std::begin(kDepthwiseStrips), std::end(kDepthwiseStrips),
-                                          [&](DepthwiseStrips const& known) { return known.fits(p); });
+  auto const* const strips =
+      std::find_if(std::begin(kDepthwiseStrips), std::end(kDepthwiseStrips),
+                   [&](DepthwiseStrips const& known) { return known.fits(p); });
   if (strips == std::end(kDepthwiseStrips)) return 1;
-  // Instructions of a thread, by their count: for a line of x, for an output, for each four taps of one, and to begin.
+  // Instructions of a thread, by their count: for a line of x, for an output, for each four taps of
+  // one, and to begin.
   constexpr int kLine = 50, kOutput = 9, kBegin = 400, kMostStrips = 256;
   int const taps = strips->size * int(ceil_div(strips->size, 4));
   int const fewest = strips->rolls() ? 1 : int(ceil_div(p.out_height(), strips->sets()));
   int lines = 0;
   int64_t least = std::numeric_limits<int64_t>::max();
-  for (int count = fewest; count <= std::min(p.out_height(), std::max(fewest, kMostStrips)); ++count) {
+  for (int count = fewest; count <= std::min(p.out_height(), std::max(fewest, kMostStrips));
+       ++count) {
     int const each = int(ceil_div(p.out_height(), count));
-    int64_t const waves = ceil_div(depthwise_ctas(p, each), int64_t(device.multiprocessors) * strips->ctas_per_sm());
-    int64_t const read = int64_t(each - 1) * strips->stride + strips->size, outputs = int64_t(each) * kDepthwisePixels;
-    int64_t const instructions = waves * (read * kLine + outputs * kDepthwiseChannels * (kOutput + taps) + kBegin);
+    int64_t const waves =
+        ceil_div(depthwise_ctas(p, each), int64_t(device.multiprocessors) * strips->ctas_per_sm());
+    int64_t const read = int64_t(each - 1) * strips->stride + strips->size,
+                  outputs = int64_t(each) * kDepthwisePixels;
+    int64_t const instructions =
+        waves * (read * kLine + outputs * kDepthwiseChannels * (kOutput + taps) + kBegin);
     if (instructions < least) least = instructions, lines = each;
   }
   return lines;
@@ -355,7 +409,8 @@ ConvPlan plan_depthwise(ConvProblem const& p, Device const& device) {
 Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<ConvPlan>* plans) {
   if (Status status = check_conv(p); !status.ok()) return {status.code, status.text + shape(p)};
   if (device.architecture < 80) {
-    return unsupported("the GPU has compute capability " + std::to_string(device.architecture / 10) + "." +
+    return unsupported("the GPU has compute capability " +
+                       std::to_string(device.architecture / 10) + "." +
                        std::to_string(device.architecture % 10) + "; 8.0 and later are supported");
   }
   plans->clear();
@@ -368,28 +423,35 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
     ConvProblem const product = multiplied(p, pads);
     ConvStemTile const stem(p);
     if (stem.fits(p)) plans->push_back(plan_stem(p, stem));
-    double const vectors =
-        double(product.batch) * product.height * product.width * (stored_channels(product.channels) / kConvVector);
-    bool const copies = vectors <= std::numeric_limits<int32_t>::max(), whole = has_vectors(product);
+    double const vectors = double(product.batch) * product.height * product.width *
+                           (stored_channels(product.channels) / kConvVector);
+    bool const copies = vectors <= std::numeric_limits<int32_t>::max(),
+               whole = has_vectors(product);
     int const channels = whole || pads ? stored_channels(product.channels) : product.channels;
     size_t const first = plans->size();
     if (device.architecture == 90 && fits_tma(product) && copies)
-      append(plans, kConvWgmmaTiles, [&](auto const& tile) { return plan_wgmma(product, device, tile); });
+      append(plans, kConvWgmmaTiles,
+             [&](auto const& tile) { return plan_wgmma(product, device, tile); });
     if (device.architecture == 90 && fits_collective(product) && copies)
-      append(plans, kGemmCollectiveTiles, [&](auto const& tile) { return plan_collective(product, device, tile); });
+      append(plans, kGemmCollectiveTiles,
+             [&](auto const& tile) { return plan_collective(product, device, tile); });
     sort_from(first, plans);
     if (fits_implicit(product, channels) && (copies || !pads)) {
-      if (whole) append(plans, kConvImplicitTiles, [&](auto const& tile) { return plan_implicit(product, device, tile); });
+      if (whole)
+        append(plans, kConvImplicitTiles,
+               [&](auto const& tile) { return plan_implicit(product, device, tile); });
       if (!whole) plans->push_back(plan_implicit(product, device, kConvBytewiseTile));
     }
     for (ConvPlan& plan : *plans) plan.pads = pads;
-    if (plans->empty()) return unsupported("a tile reads more than 2^31 bytes of x or of the weight" + shape(p));
+    if (plans->empty())
+      return unsupported("a tile reads more than 2^31 bytes of x or of the weight" + shape(p));
   }
   for (ConvPlan& plan : *plans) {
     ConvProblem const product = multiplied(p, plan.pads);
     if (flat && plan.kernel != kStem) plan.copied_channels = product.channels;
     if (plan.pads) plan.copied_channels = stored_channels(p.channels);
-    plan.workspace = size_t(int64_t(product.batch) * product.height * product.width) * plan.copied_channels;
+    plan.workspace =
+        size_t(int64_t(product.batch) * product.height * product.width) * plan.copied_channels;
   }
   return {};
 }
@@ -433,33 +495,42 @@ constexpr Launcher kLaunchers[] = {{kWgmma, &launch_conv_int8_wgmma},
 
 }  // namespace
 
-Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace workspace, Stream stream) {
+Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace workspace,
+                 Stream stream) {
   if (!plan.kernel) return invalid("the plan is empty; plan_conv_int8() fills it");
   if (workspace.bytes < plan.workspace) {
-    return invalid("the workspace has " + std::to_string(workspace.bytes) + " bytes; " + std::to_string(plan.workspace) +
-                   " are needed" + shape(problem));
+    return invalid("the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
+                   std::to_string(plan.workspace) + " are needed" + shape(problem));
   }
-  auto const* const launcher = std::find_if(std::begin(kLaunchers), std::end(kLaunchers),
-                                            [&](Launcher const& known) { return known.kernel == plan.kernel; });
-  if (launcher == std::end(kLaunchers)) return invalid(std::string("there is no kernel ") + plan.kernel);
+  auto const* const launcher =
+      std::find_if(std::begin(kLaunchers), std::end(kLaunchers),
+                   [&](Launcher const& known) { return known.kernel == plan.kernel; });
+  if (launcher == std::end(kLaunchers))
+    return invalid(std::string("there is no kernel ") + plan.kernel);
   int const out_bytes = plan.kernel == std::string_view(kCollective) ? kConvVector : 1;
-  Status status = check_addresses({{"the workspace", workspace.data, kWorkspaceBytes, plan.workspace > 0},
-                                   {"out", problem.out, problem.out_type == ConvOutput::kInt32 ? 4 : out_bytes}});
+  Status status = check_addresses(
+      {{"the workspace", workspace.data, kWorkspaceBytes, plan.workspace > 0},
+       {"out", problem.out, problem.out_type == ConvOutput::kInt32 ? 4 : out_bytes}});
   if (!status.ok()) return {status.code, status.text + shape(problem)};
   ConvParams params;
-  ConvProblem& p = params.problem = plan.kernel == std::string_view(kStem) ? problem : multiplied(problem, plan.pads);
-  params.out_height = p.out_height(), params.out_width = p.out_width(), params.pixels = int(p.pixels());
+  ConvProblem& p = params.problem =
+      plan.kernel == std::string_view(kStem) ? problem : multiplied(problem, plan.pads);
+  params.out_height = p.out_height(), params.out_width = p.out_width(),
+  params.pixels = int(p.pixels());
   int const n = p.weight.n;
-  params.whole_vectors = p.out_type != ConvOutput::kInt32 && n / p.groups % 8 == 0 && aligned(p.out, 8);
+  params.whole_vectors =
+      p.out_type != ConvOutput::kInt32 && n / p.groups % 8 == 0 && aligned(p.out, 8);
   params.cuts_taps = p.x_zero_point != 0 && p.padded() && p.weight.cut_sums;
   for (int axis : {0, 1})
-    params.most_cut[axis] = most_cut(axis ? p.weight.width : p.weight.height, p.padding[axis], p.dilation[axis]);
+    params.most_cut[axis] =
+        most_cut(axis ? p.weight.width : p.weight.height, p.padding[axis], p.dilation[axis]);
   auto const [low, high] = limits(p);
   params.low = float(low - p.y_zero_point), params.high = float(high - p.y_zero_point);
   if (plan.copied_channels) {
-    status = problem.weight.order == ConvOrder::kFlat
-                 ? launch_gather_taps(problem, workspace.data, plan.copied_channels, stream)
-                 : launch_copy_image(problem, plan.pads, workspace.data, plan.copied_channels, stream);
+    status =
+        problem.weight.order == ConvOrder::kFlat
+            ? launch_gather_taps(problem, workspace.data, plan.copied_channels, stream)
+            : launch_copy_image(problem, plan.pads, workspace.data, plan.copied_channels, stream);
     p.x = workspace.data, p.channels = plan.copied_channels;
   }
   if (status.ok()) status = launcher->launch(params, plan, stream);

@@ -1,4 +1,5 @@
-// The operators of experts: lay out the workspace, launch. Host code; without CUDA every call says so.
+// The operators of experts: lay out the workspace, launch. Host code; without CUDA
+// every call says so.
 #include "cutlass_ops/experts.h"
 
 #include <algorithm>
@@ -19,7 +20,8 @@ namespace cutlass_ops {
 namespace {
 
 struct MoeLayout {
-  size_t x = 0, x_values = 0, x_scales = 0, hidden = 0, hidden_gathered = 0, hidden_values = 0, outputs = 0, total = 0;
+  size_t x = 0, x_values = 0, x_scales = 0, hidden = 0, hidden_gathered = 0, hidden_values = 0,
+         outputs = 0, total = 0;
   int64_t hidden_stride = 0;  // of rows, in elements
 };
 
@@ -34,8 +36,8 @@ QuantizedBytes quantized_bytes(int rows, int k, int group_size) {
           align_256(size_t(blocks) * rows)};
 }
 
-// Scales of a row of x that are left to the product: of all blocks of int8 codes, or one; values of codes have those of their
-// blocks in them.
+// Scales of a row of x that are left to the product: of all blocks of int8 codes, or one; values of
+// codes have those of their blocks in them.
 int scale_blocks(MoeProblem const& p, MoePlan const& plan, int k) {
   return plan.int8 && p.act_quant == ActQuant::kBlock ? int(padded_k(k) / kKPerTile) : 1;
 }
@@ -55,35 +57,46 @@ MoeLayout lay_out(MoeProblem const& p, MoePlan const& plan) {
   MoeLayout at;
   RouteProblem const& r = p.route;
   int const hidden = p.gate_up.stack.k, intermediate = p.down.stack.k;
-  bool const quantizes = p.act_quant != ActQuant::kNone, gathers_first = quantizes && p.gate_up.perm;
+  bool const quantizes = p.act_quant != ActQuant::kNone,
+             gathers_first = quantizes && p.gate_up.perm;
   int const x_slots = plan.gathers ? slots : 0;
   // offsets, order, tiles, their count and that of slots, positions of slots and slots of positions
-  size_t const table_ints = size_t(r.experts) + 1 + size_t(r.positions()) * 2 + size_t(tiles) * 4 + 8 + size_t(slots);
+  size_t const table_ints =
+      size_t(r.experts) + 1 + size_t(r.positions()) * 2 + size_t(tiles) * 4 + 8 + size_t(slots);
   at.x = plan.routes ? align_256(table_ints * sizeof(int) + 64) : 0;
   at.x_values = at.x + align_256(size_t(x_slots) * padded_k(hidden) * 2);
   at.x_scales = at.x_values;
   if (quantizes)
-    at.x_scales += quantized_bytes(gathers_first ? slots : rounded_rows(r.tokens), hidden, p.gate_up.stack.group_size).total();
-  at.hidden = at.x_scales + (quantizes ? align_256(size_t(x_slots) * scale_blocks(p, plan, hidden) * sizeof(float)) : 0);
+    at.x_scales += quantized_bytes(gathers_first ? slots : rounded_rows(r.tokens), hidden,
+                                   p.gate_up.stack.group_size)
+                       .total();
+  at.hidden =
+      at.x_scales +
+      (quantizes ? align_256(size_t(x_slots) * scale_blocks(p, plan, hidden) * sizeof(float)) : 0);
   at.hidden_stride = ceil_div(intermediate, 8) * 8;
   size_t const hidden_bytes = align_256(size_t(slots) * at.hidden_stride * 2);
   at.hidden_gathered = at.hidden + hidden_bytes;
   at.hidden_values = at.hidden_gathered + (p.down.perm ? hidden_bytes : 0);
-  at.outputs = at.hidden_values + (quantizes ? quantized_bytes(slots, intermediate, p.down.stack.group_size).total() : 0);
+  at.outputs =
+      at.hidden_values +
+      (quantizes ? quantized_bytes(slots, intermediate, p.down.stack.group_size).total() : 0);
   at.total = at.outputs + align_256(size_t(slots) * hidden * sizeof(float));
   return at;
 }
 
-Status unsupported_experts(std::string const& what) { return {Status::kUnsupported, "experts: " + what}; }
+Status unsupported_experts(std::string const& what) {
+  return {Status::kUnsupported, "experts: " + what};
+}
 
 Status check_route(RouteProblem const& r) {
   if (r.experts < 1 || r.tokens < 0 || r.top < 0) {
-    return invalid("experts is " + std::to_string(r.experts) + ", tokens " + std::to_string(r.tokens) + " and top " +
-                   std::to_string(r.top) + "; at least 1, 0 and 0 are expected");
+    return invalid("experts is " + std::to_string(r.experts) + ", tokens " +
+                   std::to_string(r.tokens) + " and top " + std::to_string(r.top) +
+                   "; at least 1, 0 and 0 are expected");
   }
   if (r.experts > kMostExperts || int64_t(r.tokens) * r.top > kMostPositions) {
-    return unsupported_experts("up to " + std::to_string(kMostExperts) + " experts and " + std::to_string(kMostPositions) +
-                               " ids are supported");
+    return unsupported_experts("up to " + std::to_string(kMostExperts) + " experts and " +
+                               std::to_string(kMostPositions) + " ids are supported");
   }
   return check_addresses({{"ids", r.ids, r.wide_ids ? 8 : 4, r.positions() > 0},
                           {"expert_map", r.expert_map, int(sizeof(int32_t)), r.map_size > 0}});
@@ -92,40 +105,53 @@ Status check_route(RouteProblem const& r) {
 Status check_memory(MoeProblem const& p) {
   for (PackedExperts const* experts : {&p.gate_up, &p.down}) {
     if (Status status = check_weight(experts->stack); !status.ok()) return status;
-    if (experts->bias && !is_float(experts->bias_type)) return invalid("bias_type is not a float type");
-    Status status = check_addresses({{"perm", experts->perm, int(sizeof(int32_t)), false},
-                                     {"bias", experts->bias, experts->bias_type == DataType::kFloat32 ? 4 : 2, false}});
+    if (experts->bias && !is_float(experts->bias_type))
+      return invalid("bias_type is not a float type");
+    Status status = check_addresses(
+        {{"perm", experts->perm, int(sizeof(int32_t)), false},
+         {"bias", experts->bias, experts->bias_type == DataType::kFloat32 ? 4 : 2, false}});
     if (!status.ok()) return status;
   }
   if (!is_float(p.weight_type)) return invalid("weight_type is not a float type");
   bool const any = p.route.positions() > 0;
-  Status status =
-      check_addresses({{"x", p.x, 2, any}, {"topk_weights", p.topk_weights, p.weight_type == DataType::kFloat32 ? 4 : 2, any}});
-  return status.ok() ? check_stride("x_stride", p.x_stride, p.gate_up.stack.k, p.route.tokens) : status;
+  Status status = check_addresses(
+      {{"x", p.x, 2, any},
+       {"topk_weights", p.topk_weights, p.weight_type == DataType::kFloat32 ? 4 : 2, any}});
+  return status.ok() ? check_stride("x_stride", p.x_stride, p.gate_up.stack.k, p.route.tokens)
+                     : status;
 }
 
 Status check_moe(MoeProblem const& p, Device const& device) {
   if (device.architecture != 90)
-    return unsupported_experts("kernels run on sm_90a alone; the device is sm_" + std::to_string(device.architecture));
-  if (device.shared_memory < kHopperSharedBytes) return unsupported_experts("too little shared memory");
-  if (p.x_type != DataType::kFloat16 && p.x_type != DataType::kBFloat16) return unsupported_experts("x is of fp16 or bf16");
+    return unsupported_experts("kernels run on sm_90a alone; the device is sm_" +
+                               std::to_string(device.architecture));
+  if (device.shared_memory < kHopperSharedBytes)
+    return unsupported_experts("too little shared memory");
+  if (p.x_type != DataType::kFloat16 && p.x_type != DataType::kBFloat16)
+    return unsupported_experts("x is of fp16 or bf16");
   if (p.down.stack.k % 8)
-    return unsupported_experts("intermediate is " + std::to_string(p.down.stack.k) + "; multiples of 8 are supported");
-  if (p.down.n % 8) return unsupported_experts("hidden is " + std::to_string(p.down.n) + "; multiples of 8 are supported");
+    return unsupported_experts("intermediate is " + std::to_string(p.down.stack.k) +
+                               "; multiples of 8 are supported");
+  if (p.down.n % 8)
+    return unsupported_experts("hidden is " + std::to_string(p.down.n) +
+                               "; multiples of 8 are supported");
   Status status = check_act_quant(p.act_quant);
   if (status.ok()) status = check_activation(p.activation, p.clamp_low, p.clamp_high);
   if (status.ok()) status = check_route(p.route);
   return status.ok() ? check_memory(p) : status;
 }
 
-// The kernel for experts of many rows: wgmma_gemm_a8, of int8 codes of x; wgmma_gemm_a16, whose products are exact too; or
-// wgmma_fold16, which takes all formats.
+// The kernel for experts of many rows: wgmma_gemm_a8, of int8 codes of x; wgmma_gemm_a16, whose
+// products are exact too; or wgmma_fold16, which takes all formats.
 enum class Loop { kInt8, kExact, kRounded };
 
 // Whether both products are of int8 codes. (One alone would have other heights of tiles.)
 bool multiplies_codes(MoeProblem const& p) {
-  auto const takes = [](PackedWeight const& w) { return has_int8_products(w) && has_integer_codes(w); };
-  return p.act_quant != ActQuant::kNone && p.act_symmetric && takes(p.gate_up.stack) && takes(p.down.stack);
+  auto const takes = [](PackedWeight const& w) {
+    return has_int8_products(w) && has_integer_codes(w);
+  };
+  return p.act_quant != ActQuant::kNone && p.act_symmetric && takes(p.gate_up.stack) &&
+         takes(p.down.stack);
 }
 Loop loop_of(PackedWeight const& w, bool int8) {
   if (int8) return Loop::kInt8;
@@ -138,29 +164,33 @@ Tile tile_of(PackedWeight const& w, Loop loop, int height) {
                                 : wgmma_fold16_tile(height, w.bits);
 }
 
-// Measured times of a tile of kGroupedInt8Heights or kGroupedHeights and 256 features, in tenths of a microsecond for K = 4096
-// on an H200: those of a weight in dispatch/costs_sm90.inc, and between them what was not measured, 96 and 144 rows of
-// wgmma_fold16. By loop and bits.
+// Measured times of a tile of kGroupedInt8Heights or kGroupedHeights and 256 features, in tenths of
+// a microsecond for K = 4096 on an H200: those of a weight in dispatch/costs_sm90.inc, and between
+// them what was not measured, 96 and 144 rows of wgmma_fold16. By loop and bits.
 constexpr int kTileCosts[3][2][4] = {{{127, 170, 210, 243}, {118, 143, 193, 235}},
                                      {{149, 176, 230, 329}, {160, 190, 246, 353}},
                                      {{179, 212, 274, 348}, {180, 220, 293, 383}}};
 static_assert(std::size(kGroupedHeights) == 4 && std::size(kGroupedInt8Heights) == 4);
 
-// How many tiles are expected where every expert is as likely as any other: of an expert, the sum over i of the chance that it
-// has more than `height` * i rows. Those are binomially distributed, here as nearly normally.
+// How many tiles are expected where every expert is as likely as any other: of an expert, the sum
+// over i of the chance that it has more than `height` * i rows. Those are binomially distributed,
+// here as nearly normally.
 double expected_tiles(RouteProblem const& r, int height) {
   double const rows = double(r.positions()) / r.experts, chance = 1.0 / r.experts;
   double const deviation = std::sqrt(rows * (1 - chance)) + 1e-9;
   double tiles = std::max(0.0, std::floor((rows - 8 * deviation) / height));
-  if (tiles == 0) tiles = 1 - std::pow(1 - std::min(1.0, double(r.top) / r.experts), r.tokens);  // a token's experts differ
+  // a token's experts differ
+  if (tiles == 0) tiles = 1 - std::pow(1 - std::min(1.0, double(r.top) / r.experts), r.tokens);
   for (double more = std::max(1.0, std::ceil(tiles));; ++more) {
-    double const likely = 0.5 * std::erfc((more * height + 0.5 - rows) / (deviation * std::sqrt(2.0)));
+    double const likely =
+        0.5 * std::erfc((more * height + 0.5 - rows) / (deviation * std::sqrt(2.0)));
     if (likely < 1e-4) return tiles * r.experts;
     tiles += likely;
   }
 }
 
-// BLOCK_M of both products: smaller tiles waste fewer rows of an expert; larger ones decode its weights less often.
+// BLOCK_M of both products: smaller tiles waste fewer rows of an expert; larger ones decode its
+// weights less often.
 int tile_height(MoeProblem const& p, Device const& device) {
   constexpr int kMostDecodeRows = 24;  // of an expert on average, in tiles of 16
   RouteProblem const& r = p.route;
@@ -177,10 +207,11 @@ int tile_height(MoeProblem const& p, Device const& device) {
       PackedWeight const& w = experts->stack;
       Loop const loop = loop_of(w, int8);
       Tile const tile = tile_of(w, loop, heights[i]);
-      double const waves =
-          tiles * ceil_div(padded_rows(experts->n), tile.block_n) / std::max(1, device.multiprocessors / tile.cluster_size);
+      double const waves = tiles * ceil_div(padded_rows(experts->n), tile.block_n) /
+                           std::max(1, device.multiprocessors / tile.cluster_size);
       // The last wave is half full on average.
-      time += (waves <= 1 ? 1 : waves + 0.5) * kTileCosts[int(loop)][w.bits == 8][i] * tile.block_n / 256 * k_tiles(w);
+      time += (waves <= 1 ? 1 : waves + 0.5) * kTileCosts[int(loop)][w.bits == 8][i] *
+              tile.block_n / 256 * k_tiles(w);
     }
     if (best && time >= least) continue;
     best = heights[i], least = time;
@@ -188,28 +219,35 @@ int tile_height(MoeProblem const& p, Device const& device) {
   return best;
 }
 
-// Whether rows of x are copied to their slots first: an act order differs by expert, and copies by number want whole pieces of 16
-// bytes and 32-bit numbers of these. With many features, by tiles of many rows, a copy is a small part of the product, and
-// clusters then share the rows that TMA brings. (H100, W4A16, 4096 tokens: 28672 features 4.76 ms by number, 4.02 copied; 1536
-// 655 and 666 us; 512 1025 and 1269.)
+// Whether rows of x are copied to their slots first: an act order differs by expert, and copies by
+// number want whole pieces of 16 bytes and 32-bit numbers of these. With many features, by tiles of
+// many rows, a copy is a small part of the product, and clusters then share the rows that TMA
+// brings. (H100, W4A16, 4096 tokens: 28672 features 4.76 ms by number, 4.02 copied; 1536 655 and
+// 666 us; 512 1025 and 1269.)
 bool gathers(MoeProblem const& p, int height) {
   constexpr int kManyFeatures = 4096;
   if (height > WgmmaDecodeShape::kBlockM && p.gate_up.n >= kManyFeatures) return true;
   bool const quantizes = p.act_quant != ActQuant::kNone;
-  bool const pieces = quantizes || (reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.x_stride % 8 == 0);
+  bool const pieces =
+      quantizes || (reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.x_stride % 8 == 0);
   int64_t const stride = quantizes ? padded_k(p.gate_up.stack.k) : p.x_stride;
-  return p.gate_up.perm || !pieces || p.gate_up.stack.k % 8 || p.route.tokens * stride > int64_t(INT_MAX) * 8;
+  return p.gate_up.perm || !pieces || p.gate_up.stack.k % 8 ||
+         p.route.tokens * stride > int64_t(INT_MAX) * 8;
 }
 
-// So many tiles that most routings have no more: what is chosen for them should not miss a wave of CTAs by one. Experts are
-// touched or not, and since a token's differ the deviation is some 0.6 of that of independent ones.
+// So many tiles that most routings have no more: what is chosen for them should not miss a wave of
+// CTAs by one. Experts are touched or not, and since a token's differ the deviation is some 0.6 of
+// that of independent ones.
 double likely_tiles(RouteProblem const& r, int height) {
   double const tiles = expected_tiles(r, height), share = std::min(1.0, tiles / r.experts);
-  return std::min(double(most_tiles(r, height)), tiles + 0.6 * std::sqrt(r.experts * share * (1 - share)));
+  return std::min(double(most_tiles(r, height)),
+                  tiles + 0.6 * std::sqrt(r.experts * share * (1 - share)));
 }
 
-// The plan of one product: its grid covers the largest possible number of tiles, its shape suits the expected number.
-bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& moe, double expected, Plan* plan) {
+// The plan of one product: its grid covers the largest possible number of tiles, its shape suits
+// the expected number.
+bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& moe,
+                  double expected, Plan* plan) {
   PackedWeight const& w = gemm.weight;
   int const height = moe.block_m, tiles = moe.tiles;
   *plan = {};
@@ -227,10 +265,13 @@ bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& 
   }
   Loop const loop = loop_of(w, moe.int8);
   Tile const tile = tile_of(w, loop, height);
-  plan->kernel = loop == Loop::kInt8 ? "wgmma_gemm_a8" : loop == Loop::kExact ? "wgmma_gemm_a16" : "wgmma_fold16";
+  plan->kernel = loop == Loop::kInt8    ? "wgmma_gemm_a8"
+                 : loop == Loop::kExact ? "wgmma_gemm_a16"
+                                        : "wgmma_fold16";
   plan->block_n = tile.block_n, plan->cluster_size = tile.cluster_size, plan->stages = tile.stages;
   int64_t const pairs = ceil_div(int64_t(gemm.groups.row_panels) * kRowsPerPanel, tile.block_n);
-  plan->grid_x = int(std::min<int64_t>(tiles * pairs, device.multiprocessors / tile.cluster_size)) * tile.cluster_size;
+  plan->grid_x = int(std::min<int64_t>(tiles * pairs, device.multiprocessors / tile.cluster_size)) *
+                 tile.cluster_size;
   plan->threads = tile.block_n + 128, plan->shared_bytes = kHopperSharedBytes;
   return true;
 }
@@ -252,7 +293,8 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
   RouteProblem const& r = problem.route;
   plan->block_m = tile_height(problem, device), plan->gathers = gathers(problem, plan->block_m);
   auto const fill_in = [&] {
-    plan->routes = plan->block_m != WgmmaDecodeShape::kBlockM || r.positions() > kMostFoundPositions;
+    plan->routes =
+        plan->block_m != WgmmaDecodeShape::kBlockM || r.positions() > kMostFoundPositions;
     plan->slots = padded_slots(r, plan->routes);
     plan->tiles = most_tiles(r, plan->block_m);
     plan->int8 = plan->block_m != WgmmaDecodeShape::kBlockM && multiplies_codes(problem);
@@ -291,30 +333,35 @@ Status launch_product(GroupedGemm const& gemm, Plan const& plan, Stream stream) 
   return OF_FORMAT(w, launch_grouped_fold16)(gemm, plan, stream);
 }
 
-// Experts' outputs are fp32 where they are few. Otherwise they are most of what a layer moves, and are rounded to x's type.
+// Experts' outputs are fp32 where they are few. Otherwise they are most of what a layer moves, and
+// are rounded to x's type.
 DataType outputs_type(MoeProblem const& p, MoePlan const& plan) {
   return plan.block_m == WgmmaDecodeShape::kBlockM ? DataType::kFloat32 : p.x_type;
 }
 
-// Rows of 16-bit floats to int8 codes, or to the values of these, in 16 bits; all scales of codes, and a scale a row of values,
-// are left to the product.
+// Rows of 16-bit floats to int8 codes, or to the values of these, in 16 bits; all scales of codes,
+// and a scale a row of values, are left to the product.
 struct Quantized {
   void* values = nullptr;
   float* scales = nullptr;  // or null
   int stride = 0;           // from those of a block to those of the next
 };
-Status quantize_rows(MoeProblem const& p, MoePlan const& plan, void const* x, int64_t stride, int rows, int k, int group_size,
-                     uint8_t* memory, Stream stream, Quantized* out) {
+Status quantize_rows(MoeProblem const& p, MoePlan const& plan, void const* x, int64_t stride,
+                     int rows, int k, int group_size, uint8_t* memory, Stream stream,
+                     Quantized* out) {
   int const room = rounded_rows(rows);
   QuantizedBytes const bytes = quantized_bytes(room, k, group_size);
   QuantizeProblem problem{x, p.x_type, stride, rows, k, nullptr, {}};
   QuantizedActivations& q = problem.out;
-  q.codes = reinterpret_cast<int8_t*>(memory), q.scales = reinterpret_cast<float*>(memory + bytes.values);
-  q.zeros = p.act_symmetric ? nullptr : reinterpret_cast<int8_t*>(memory + bytes.values + bytes.scales);
+  q.codes = reinterpret_cast<int8_t*>(memory),
+  q.scales = reinterpret_cast<float*>(memory + bytes.values);
+  q.zeros =
+      p.act_symmetric ? nullptr : reinterpret_cast<int8_t*>(memory + bytes.values + bytes.scales);
   q.block = p.act_quant == ActQuant::kToken ? -1 : activation_block(group_size);
   q.stride = room, q.rows = rows;
   if (!plan.int8) q.upcast = memory, q.upcast_type = p.x_type;
-  out->values = memory, out->scales = q.block == -1 || plan.int8 ? q.scales : nullptr, out->stride = room;
+  out->values = memory, out->scales = q.block == -1 || plan.int8 ? q.scales : nullptr,
+  out->stride = room;
   return launch_quantize_activations(problem, stream);
 }
 
@@ -323,8 +370,9 @@ Status quantize_rows(MoeProblem const& p, MoePlan const& plan, void const* x, in
 Status route(RouteProblem const& problem, Routing const& routing, Stream stream) {
   Status status = check_route(problem);
   if (status.ok()) {
-    status = check_addresses({{"offsets", routing.offsets, int(sizeof(int32_t))},
-                              {"order", routing.order, int(sizeof(int32_t)), problem.positions() > 0}});
+    status =
+        check_addresses({{"offsets", routing.offsets, int(sizeof(int32_t))},
+                         {"order", routing.order, int(sizeof(int32_t)), problem.positions() > 0}});
   }
   if (!status.ok()) return status;
   return launch_route(problem, routing, {}, kSlotRows, stream);
@@ -332,12 +380,14 @@ Status route(RouteProblem const& problem, Routing const& routing, Stream stream)
 
 Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, Stream stream) {
   if (!plan.kernel) return {Status::kInvalid, "the plan is empty; plan_moe() fills it"};
-  if (p.route.positions() == 0) return {Status::kInvalid, "there are no tokens, or these have no experts"};
+  if (p.route.positions() == 0)
+    return {Status::kInvalid, "there are no tokens, or these have no experts"};
   if (workspace.bytes < plan.workspace) {
     return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
                                   std::to_string(plan.workspace) + " are needed"};
   }
-  Status status = check_addresses({{"the workspace", workspace.data, kWorkspaceBytes, plan.workspace > 0}, {"out", p.out, 2}});
+  Status status = check_addresses(
+      {{"the workspace", workspace.data, kWorkspaceBytes, plan.workspace > 0}, {"out", p.out, 2}});
   if (!status.ok()) return status;
   MoeLayout const at = lay_out(p, plan);
   auto* const base = static_cast<uint8_t*>(workspace.data);
@@ -347,9 +397,11 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   if (plan.routes) {
     table.tiles = reinterpret_cast<StoredTile*>(base);
     auto* ints = reinterpret_cast<int*>(table.tiles + plan.tiles);
-    table.tile_count = ints, table.used = ints + 1, table.position = ints + 8, table.of_position = table.position + slots;
+    table.tile_count = ints, table.used = ints + 1, table.position = ints + 8,
+    table.of_position = table.position + slots;
     Routing routing;
-    routing.order = table.of_position + r.positions(), routing.offsets = routing.order + r.positions();
+    routing.order = table.of_position + r.positions(),
+    routing.offsets = routing.order + r.positions();
     status = launch_route(r, routing, table, plan.block_m, stream);
   }
 
@@ -361,25 +413,29 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   Quantized quantized;
   auto const quantize = [&](void const* x, int64_t stride, int rows) {
     if (!status.ok()) return;
-    status =
-        quantize_rows(p, plan, x, stride, rows, hidden, p.gate_up.stack.group_size, base + at.x_values, stream, &quantized);
-    gate_up.x = quantized.values, gate_up.x_stride = padded_k(hidden), gate_up.x_scales = quantized.scales;
+    status = quantize_rows(p, plan, x, stride, rows, hidden, p.gate_up.stack.group_size,
+                           base + at.x_values, stream, &quantized);
+    gate_up.x = quantized.values, gate_up.x_stride = padded_k(hidden),
+    gate_up.x_scales = quantized.scales;
     gate_up.x_rows = quantized.stride;
   };
   if (quantizes_first) quantize(p.x, p.x_stride, r.tokens);
   if (plan.gathers) {
     GatherProblem gather;
-    gather.x = gate_up.x, gather.x_stride = gate_up.x_stride, gather.perm = p.gate_up.perm, gather.k = hidden;
+    gather.x = gate_up.x, gather.x_stride = gate_up.x_stride, gather.perm = p.gate_up.perm,
+    gather.k = hidden;
     gather.out = base + at.x, gather.out_stride = padded_k(hidden);
     if (quantizes_first && plan.int8)  // pairs of codes
       gather.x_stride /= 2, gather.out_stride /= 2, gather.k = int(gather.x_stride);
     if (gate_up.x_scales) {
       gather.scales = gate_up.x_scales, gather.scale_stride = gate_up.x_rows;
       gather.blocks = scale_blocks(p, plan, hidden);
-      gather.out_scales = reinterpret_cast<float*>(base + at.x_scales), gather.out_scale_stride = slots;
+      gather.out_scales = reinterpret_cast<float*>(base + at.x_scales),
+      gather.out_scale_stride = slots;
     }
     if (status.ok()) status = launch_gather_rows(r, table, gather, slots, stream);
-    gate_up.x = gather.out, gate_up.x_stride = padded_k(hidden), gate_up.x_scales = gather.out_scales, gate_up.x_rows = slots;
+    gate_up.x = gather.out, gate_up.x_stride = padded_k(hidden),
+    gate_up.x_scales = gather.out_scales, gate_up.x_rows = slots;
     if (quantizes && !quantizes_first) quantize(gather.out, gather.out_stride, slots);
   } else {
     gate_up.groups.positions = table.position, gate_up.groups.top = r.top;
@@ -401,7 +457,8 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   down.x = gate_up.out, down.x_stride = at.hidden_stride;
   if (p.down.perm) {
     GatherProblem columns;
-    columns.x = down.x, columns.x_stride = down.x_stride, columns.in_slots = true, columns.perm = p.down.perm;
+    columns.x = down.x, columns.x_stride = down.x_stride, columns.in_slots = true,
+    columns.perm = p.down.perm;
     columns.k = intermediate, columns.out_stride = down.x_stride;
     columns.out = base + at.hidden_gathered;
     if (status.ok()) status = launch_gather_rows(r, table, columns, slots, stream);
@@ -409,15 +466,16 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   }
   if (quantizes) {
     if (status.ok())
-      status = quantize_rows(p, plan, down.x, down.x_stride, slots, intermediate, p.down.stack.group_size,
-                             base + at.hidden_values, stream, &quantized);
-    down.x = quantized.values, down.x_stride = padded_k(intermediate), down.x_scales = quantized.scales;
+      status = quantize_rows(p, plan, down.x, down.x_stride, slots, intermediate,
+                             p.down.stack.group_size, base + at.hidden_values, stream, &quantized);
+    down.x = quantized.values, down.x_stride = padded_k(intermediate),
+    down.x_scales = quantized.scales;
   }
   down.out = base + at.outputs, down.out_type = outputs_type(p, plan);
   if (status.ok()) status = launch_product(down, plan.down, stream);
   if (status.ok()) {
-    status =
-        launch_sum_experts(r, table, down.out, down.out_type, p.down.n, p.topk_weights, p.weight_type, p.out, p.x_type, stream);
+    status = launch_sum_experts(r, table, down.out, down.out_type, p.down.n, p.topk_weights,
+                                p.weight_type, p.out, p.x_type, stream);
   }
   return status;
 }
@@ -425,9 +483,12 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
 #else
 
 Status route(RouteProblem const&, Routing const&, Stream) {
-  return {Status::kUnsupported, "this build of cutlass_ops has no CUDA kernels; it was compiled without nvcc"};
+  return {Status::kUnsupported,
+          "this build of cutlass_ops has no CUDA kernels; it was compiled without nvcc"};
 }
-Status mixed_moe(MoeProblem const&, MoePlan const&, Workspace, Stream) { return route({}, {}, nullptr); }
+Status mixed_moe(MoeProblem const&, MoePlan const&, Workspace, Stream) {
+  return route({}, {}, nullptr);
+}
 
 #endif
 

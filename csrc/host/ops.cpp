@@ -1,4 +1,5 @@
-// The operators: choose a kernel, lay out the workspace, launch. Host code; without CUDA every call says so.
+// The operators: choose a kernel, lay out the workspace, launch. Host code; without CUDA
+// every call says so.
 #include "cutlass_ops/ops.h"
 
 #include "cutlass_ops/layout.h"
@@ -23,12 +24,14 @@ constexpr int kMaxDevices = 64;
 
 Status cuda_status(char const* call, cudaError_t error) {
   if (error == cudaSuccess) return {};
-  return {Status::kCuda, std::string(call) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")"};
+  return {Status::kCuda, std::string(call) + ": " + cudaGetErrorName(error) + " (" +
+                             cudaGetErrorString(error) + ")"};
 }
 
 std::string shape(GemmProblem const& problem) {
   return " [m=" + std::to_string(problem.m) + ", n=" + std::to_string(problem.weight.n) +
-         ", k=" + std::to_string(problem.weight.k) + ", bits=" + std::to_string(problem.weight.bits) +
+         ", k=" + std::to_string(problem.weight.k) +
+         ", bits=" + std::to_string(problem.weight.bits) +
          ", group_size=" + std::to_string(problem.weight.group_size) + "]";
 }
 
@@ -54,7 +57,8 @@ Status current_device(Device* device) {
                       {&found.multiprocessors, cudaDevAttrMultiProcessorCount},
                       {&found.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin}};
   for (auto const& w : wanted) {
-    Status status = cuda_status("cudaDeviceGetAttribute", cudaDeviceGetAttribute(w.value, w.attribute, id));
+    Status status =
+        cuda_status("cudaDeviceGetAttribute", cudaDeviceGetAttribute(w.value, w.attribute, id));
     if (!status.ok()) return status;
   }
   found.architecture = 10 * major + minor;
@@ -86,7 +90,8 @@ Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream
   return mixed_gemm(problem, chosen, workspace, stream);
 }
 
-Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace workspace, Stream stream) {
+Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace workspace,
+                  Stream stream) {
   if (!chosen.spec) return {Status::kInvalid, "the plan is empty; plan() fills it"};
   if (problem.m == 0) return {};
   if (Status status = check_launch(problem, chosen, workspace); !status.ok())
@@ -95,12 +100,13 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   auto* base = static_cast<uint8_t*>(workspace.data);
   GemmProblem ready = problem;
   if (layout.block) {
-    ready.quantized = {reinterpret_cast<int8_t*>(base + layout.codes),
-                       reinterpret_cast<float*>(base + layout.scales),
-                       problem.act_symmetric ? nullptr : reinterpret_cast<int8_t*>(base + layout.zeros),
-                       layout.block,
-                       layout.stride,
-                       layout.rows};
+    ready.quantized = {
+        reinterpret_cast<int8_t*>(base + layout.codes),
+        reinterpret_cast<float*>(base + layout.scales),
+        problem.act_symmetric ? nullptr : reinterpret_cast<int8_t*>(base + layout.zeros),
+        layout.block,
+        layout.stride,
+        layout.rows};
   }
   if (layout.upcasts) {
     ready.quantized.upcast = base + layout.upcast, ready.quantized.upcast_type = problem.x_type;
@@ -113,31 +119,37 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   Status status;
   if (layout.sums) place_colsums(&ready.weight, base + layout.colsums);
   if (status.ok() && layout.block) {
-    QuantizeProblem quantize{problem.x,
-                             problem.x_type,
-                             problem.x_stride,
-                             int(stored_rows(problem)),
-                             stored_columns(problem),
-                             problem.weight.perm,
-                             ready.quantized,
-                             layout.range ? reinterpret_cast<uint32_t*>(base + layout.range) : nullptr};
+    QuantizeProblem quantize{
+        problem.x,
+        problem.x_type,
+        problem.x_stride,
+        int(stored_rows(problem)),
+        stored_columns(problem),
+        problem.weight.perm,
+        ready.quantized,
+        layout.range ? reinterpret_cast<uint32_t*>(base + layout.range) : nullptr};
     if (quantize.range) status = launch_find_range(quantize, problem.act_symmetric, stream);
     if (status.ok())
-      status = launch_quantize_activations(quantize, stream, {chosen.quantizer_starts_early, chosen.quantizer_spreads});
+      status = launch_quantize_activations(
+          quantize, stream, {chosen.quantizer_starts_early, chosen.quantizer_spreads});
   } else if (status.ok() && layout.upcasts) {
     status = launch_upcast_activations(ready, stream);
   }
   if (layout.upcasts) {
     ready.x = ready.quantized.upcast, ready.x_type = ready.quantized.upcast_type;
     ready.x_stride = padded_k(stored_columns(problem)), ready.image.channels = int(ready.x_stride);
-    if (ready.quantized.block != -1 || is_image(problem)) ready.quantized.scales = nullptr;  // the values include them
+    // the values include them
+    if (ready.quantized.block != -1 || is_image(problem)) ready.quantized.scales = nullptr;
   }
-  if (status.ok() && layout.compensates && !layout.block) status = launch_compensate_zeros(ready, stream);
+  if (status.ok() && layout.compensates && !layout.block)
+    status = launch_compensate_zeros(ready, stream);
   if (status.ok() && layout.sums) {
     bool const follows = layout.block || layout.compensates;
-    status = launch_weight_colsum(problem.weight, compensates_weight_zeros(problem), follows, base + layout.colsums, stream);
+    status = launch_weight_colsum(problem.weight, compensates_weight_zeros(problem), follows,
+                                  base + layout.colsums, stream);
   }
-  float* splitk_workspace = chosen.slices > 1 ? reinterpret_cast<float*>(base + layout.splitk_workspace) : nullptr;
+  float* splitk_workspace =
+      chosen.slices > 1 ? reinterpret_cast<float*>(base + layout.splitk_workspace) : nullptr;
   if (status.ok()) status = chosen.spec->launch(ready, chosen, splitk_workspace, stream);
   if (status.ok() && splitk_workspace && chosen.tail_tiles == 0)
     status = launch_splitk_reduce(ready, chosen.slices, splitk_workspace, stream);
@@ -161,15 +173,19 @@ Status quantize_activations(QuantizeProblem const& problem, Stream stream) {
 }
 
 Status quantized_values(QuantizedValues const& problem, Stream stream) {
-  if (Status status = check_quantized_values(problem); !status.ok() || problem.rows == 0) return status;
+  if (Status status = check_quantized_values(problem); !status.ok() || problem.rows == 0)
+    return status;
   if (problem.range) {
     QuantizeProblem all;
     all.x = problem.x, all.x_type = problem.x_type;
-    // The order of columns is nothing to a range of all: as rows that are read 16 bytes at a time, if they can be.
+    // The order of columns is nothing to a range of all: as rows that are read 16 bytes at a
+    // time, if they can be.
     int64_t const count = problem.rows * problem.columns;
-    all.k = count % kKPerTile ? problem.columns : kKPerTile, all.x_stride = all.k, all.m = int(count / all.k);
+    all.k = count % kKPerTile ? problem.columns : kKPerTile, all.x_stride = all.k,
+    all.m = int(count / all.k);
     all.range = problem.range;
-    if (Status status = launch_find_range(all, problem.symmetric, stream); !status.ok()) return status;
+    if (Status status = launch_find_range(all, problem.symmetric, stream); !status.ok())
+      return status;
   }
   return launch_quantized_values(problem, stream);
 }
@@ -209,8 +225,10 @@ Status dequantize_awq(AwqWeight const& weight, void* out, Stream stream) {
   return launch_dequantize_awq(weight, out, stream);
 }
 
-Status awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m, void* out, Stream stream) {
-  if (Status status = check_awq_gemm(weight, x, x_stride, m, out); !status.ok() || m == 0) return status;
+Status awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m, void* out,
+                Stream stream) {
+  if (Status status = check_awq_gemm(weight, x, x_stride, m, out); !status.ok() || m == 0)
+    return status;
   return launch_awq_gemm(weight, x, x_stride, m, out, stream);
 }
 
@@ -218,7 +236,8 @@ Status awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m,
 
 namespace {
 Status no_cuda() {
-  return {Status::kUnsupported, "this build of cutlass_ops has no CUDA kernels; it was compiled without nvcc"};
+  return {Status::kUnsupported,
+          "this build of cutlass_ops has no CUDA kernels; it was compiled without nvcc"};
 }
 }  // namespace
 

@@ -26,10 +26,10 @@ using Tile = std::array<uint8_t, kRowsPerPanel * kKPerTile>;
 template <int kBits>
 constexpr uint8_t kSignBit = uint8_t(1 << (kBits - 1));
 
-// layout.h's order, sixteen bytes at a time. A lane takes the k 2t, 2t+8, 2t+1, 2t+9 of each sixteen, which is byte t of the
-// first eight and of the last eight in turn (`zip_halves`), four bytes for each of its four lanes; lane t's sixteen bytes are
-// its four words side by side: a transposition of 4 x 4 words. tests/cpp/test_pack.cpp compares every code with
-// code_position().
+// layout.h's order, sixteen bytes at a time. A lane takes the k 2t, 2t+8, 2t+1, 2t+9 of each
+// sixteen, which is byte t of the first eight and of the last eight in turn (`zip_halves`), four
+// bytes for each of its four lanes; lane t's sixteen bytes are its four words side by side: a
+// transposition of 4 x 4 words. tests/cpp/test_pack.cpp compares every code with code_position().
 //
 // At 4 bits the words are four columns of sixteen k, rows g and g + 8 in one byte.
 template <int kBits>
@@ -38,18 +38,21 @@ void write_chunk(uint8_t const* codes, int64_t stride, uint8_t* chunk) {
   for (int row = 0; row < kRowsPerPanel; row += row % 8 == 7 ? 9 : 1) {
     uint8_t const* low = codes + row * stride;
     uint8_t const* high = low + 8 * stride;
-    // The next tile's, of two cache lines each: 64 rows are more streams than processors foresee. Measured: a quarter less
-    // time. Behind the last tile the address is another row's or nobody's, which a prefetch takes in silence.
+    // The next tile's, of two cache lines each: 64 rows are more streams than processors foresee.
+    // Measured: a quarter less time. Behind the last tile the address is another row's or nobody's,
+    // which a prefetch takes in silence.
     for (uint8_t const* next : {low, high}) {
       __builtin_prefetch(next + kKPerTile);
       __builtin_prefetch(next + kKPerTile + 64);
     }
-    uint8_t* lanes = chunk + row / kRowsPerBlock * (kRowsPerBlock * kKPerTile * kBits / 8) + row % 8 * 4 * kLaneBytes;
+    uint8_t* lanes = chunk + row / kRowsPerBlock * (kRowsPerBlock * kKPerTile * kBits / 8) +
+                     row % 8 * 4 * kLaneBytes;
     if constexpr (kBits == 4) {
       for (int k = 0; k < kKPerTile; k += 64, lanes += kUnitBytes) {
         Bytes words[4];
         for (int j = 0; j < 4; ++j) {
-          words[j] = zip_halves((load(low + k + 16 * j) ^ flip) | (load(high + k + 16 * j) ^ flip) << 4);
+          words[j] =
+              zip_halves((load(low + k + 16 * j) ^ flip) | (load(high + k + 16 * j) ^ flip) << 4);
         }
         transpose_words(words);
         for (int t = 0; t < 4; ++t) store(lanes + t * kLaneBytes, words[t]);
@@ -57,7 +60,8 @@ void write_chunk(uint8_t const* codes, int64_t stride, uint8_t* chunk) {
     } else {
       for (int k = 0; k < kKPerTile; k += 32, lanes += kUnitBytes) {
         Bytes words[4] = {zip_halves(load(low + k) ^ flip), zip_halves(load(high + k) ^ flip),
-                          zip_halves(load(low + k + 16) ^ flip), zip_halves(load(high + k + 16) ^ flip)};
+                          zip_halves(load(low + k + 16) ^ flip),
+                          zip_halves(load(high + k + 16) ^ flip)};
         transpose_words(words);
         for (int t = 0; t < 4; ++t) store(lanes + t * kLaneBytes, words[t]);
       }
@@ -71,7 +75,8 @@ void read_chunk(uint8_t const* chunk, uint8_t* codes, int64_t stride) {
   for (int row = 0; row < kRowsPerPanel; row += row % 8 == 7 ? 9 : 1) {
     uint8_t* low = codes + row * stride;
     uint8_t* high = low + 8 * stride;
-    uint8_t const* lanes = chunk + row / kRowsPerBlock * (kRowsPerBlock * kKPerTile * kBits / 8) + row % 8 * 4 * kLaneBytes;
+    uint8_t const* lanes = chunk + row / kRowsPerBlock * (kRowsPerBlock * kKPerTile * kBits / 8) +
+                           row % 8 * 4 * kLaneBytes;
     if constexpr (kBits == 4) {
       for (int k = 0; k < kKPerTile; k += 64, lanes += kUnitBytes) {
         Bytes words[4];
@@ -152,21 +157,26 @@ void unpack_chunk(uint8_t const* packed, uint8_t* codes, int64_t n, int64_t k, i
   }
 }
 
-void check(uint8_t const* codes, uint8_t const* packed, int64_t n, int64_t k, int bits, int threads) {
+void check(uint8_t const* codes, uint8_t const* packed, int64_t n, int64_t k, int bits,
+           int threads) {
   // code_position takes ints, padding included.
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max() - kKPerTile;
   auto const fail = [](char const* name, int64_t value, std::string const& accepted) {
-    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; accepted: " + accepted);
+    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) +
+                                "; accepted: " + accepted);
   };
   std::string const range = "1 to " + std::to_string(kLargest);
   if (bits != 4 && bits != 8) fail("bits", bits, "4, 8");
   if (n < 1 || n > kLargest) fail("n", n, range);
   if (k < 1 || k > kLargest) fail("k", k, range);
-  if (!codes || !packed) throw std::invalid_argument(std::string(codes ? "packed" : "codes") + " is a null pointer");
+  if (!codes || !packed)
+    throw std::invalid_argument(std::string(codes ? "packed" : "codes") + " is a null pointer");
   if (threads < 0) fail("threads", threads, "0 (every core) and up");
 }
 
-int64_t chunk_count(int64_t n, int64_t k) { return padded_rows(n) / kRowsPerPanel * (padded_k(k) / kKPerTile); }
+int64_t chunk_count(int64_t n, int64_t k) {
+  return padded_rows(n) / kRowsPerPanel * (padded_k(k) / kKPerTile);
+}
 
 }  // namespace
 
@@ -175,20 +185,24 @@ void pack(uint8_t const* codes, uint8_t* packed, int64_t n, int64_t k, int bits,
   prefer_large_pages(packed, size_t(packed_bytes(n, k, bits)));
   std::atomic<bool> fit{true};
   for_each_index(chunk_count(n, k), kBatch, threads, [=, &fit](int64_t index) {
-    if (!(bits == 4 ? pack_chunk<4>(codes, packed, n, k, index) : pack_chunk<8>(codes, packed, n, k, index))) fit = false;
+    if (!(bits == 4 ? pack_chunk<4>(codes, packed, n, k, index)
+                    : pack_chunk<8>(codes, packed, n, k, index)))
+      fit = false;
   });
   if (fit) return;
-  int64_t const at = std::find_if(codes, codes + n * k, [=](uint8_t code) { return code >> bits; }) - codes;
-  throw std::invalid_argument("codes[" + std::to_string(at / k) + ", " + std::to_string(at % k) + "] is " +
-                              std::to_string(codes[at]) + "; accepted with bits = " + std::to_string(bits) + ": 0 to " +
-                              std::to_string((1 << bits) - 1));
+  int64_t const at =
+      std::find_if(codes, codes + n * k, [=](uint8_t code) { return code >> bits; }) - codes;
+  throw std::invalid_argument("codes[" + std::to_string(at / k) + ", " + std::to_string(at % k) +
+                              "] is " + std::to_string(codes[at]) + "; accepted with bits = " +
+                              std::to_string(bits) + ": 0 to " + std::to_string((1 << bits) - 1));
 }
 
 void unpack(uint8_t const* packed, uint8_t* codes, int64_t n, int64_t k, int bits, int threads) {
   check(codes, packed, n, k, bits, threads);
   prefer_large_pages(codes, size_t(n) * k);
   for_each_index(chunk_count(n, k), kBatch, threads, [=](int64_t index) {
-    return bits == 4 ? unpack_chunk<4>(packed, codes, n, k, index) : unpack_chunk<8>(packed, codes, n, k, index);
+    return bits == 4 ? unpack_chunk<4>(packed, codes, n, k, index)
+                     : unpack_chunk<8>(packed, codes, n, k, index);
   });
 }
 

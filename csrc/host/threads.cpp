@@ -9,8 +9,8 @@
 namespace cutlass_ops {
 namespace {
 
-// A pool of threads. A helper that starts after the caller has finished all work is not waited for: when other
-// processes occupy the cores, work takes no longer than on the caller's thread.
+// A pool of threads. A helper that starts after the caller has finished all work is not waited for:
+// when other processes occupy the cores, work takes no longer than on the caller's thread.
 class Helpers {
  public:
   void run(int wanted, void (*work)(void*), void* data) {
@@ -35,11 +35,13 @@ class Helpers {
   }
 
  private:
-  static constexpr int kYields = 100;  // some tens of microseconds, as from one product of a model to the next
+  static constexpr int kYields = 100;  // some tens of microseconds, as from one product of a
+                                       // model to the next
 
   void start(int wanted) {
     try {
-      for (; threads_ < wanted; ++threads_) std::thread([this, seen = job_.load()] { help(seen); }).detach();
+      for (; threads_ < wanted; ++threads_)
+        std::thread([this, seen = job_.load()] { help(seen); }).detach();
     } catch (std::system_error const&) {
       // The system gives no more threads: those that run, and the caller's, do all of the work.
     }
@@ -47,7 +49,8 @@ class Helpers {
 
   void help(uint64_t seen) {
     for (;;) {
-      for (int i = 0; i < kYields && job_.load(std::memory_order_acquire) == seen; ++i) std::this_thread::yield();
+      for (int i = 0; i < kYields && job_.load(std::memory_order_acquire) == seen; ++i)
+        std::this_thread::yield();
       std::unique_lock<std::mutex> lock(mutex_);
       come_.wait(lock, [&] { return job_.load() != seen; });
       seen = job_.load();
@@ -70,7 +73,8 @@ class Helpers {
   int threads_ = 0, wanted_ = 0, active_ = 0;
 };
 
-// This process's; a process that was forked has none of its parent's threads. Never destroyed: threads use it to the end.
+// This process's; a process that was forked has none of its parent's threads. Never destroyed:
+// threads use it to the end.
 Helpers& helpers() {
   struct Owned {
     pid_t process;

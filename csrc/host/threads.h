@@ -8,12 +8,12 @@
 
 namespace cutlass_ops {
 
-// Runs work(data) on up to `threads` threads at once, this one among them, and waits for those that have begun. The others are
-// kept for the next call.
+// Runs work(data) on up to `threads` threads at once, this one among them, and waits for those that
+// have begun. The others are kept for the next call.
 void run_on_threads(int threads, void (*work)(void*), void* data);
 
-// Runs work(0) .. work(count - 1), in any order, on up to `threads` threads (0: every core). Threads take `batch` indices at a
-// time, which should be some tens of microseconds of work.
+// Runs work(0) .. work(count - 1), in any order, on up to `threads` threads (0: every core).
+// Threads take `batch` indices at a time, which should be some tens of microseconds of work.
 template <class Work>
 void for_each_index(int64_t count, int64_t batch, int threads, Work const& work) {
   std::atomic<int64_t> next{0};
@@ -27,7 +27,9 @@ void for_each_index(int64_t count, int64_t batch, int threads, Work const& work)
   };
   int64_t const wanted = threads > 0 ? threads : std::max(1u, std::thread::hardware_concurrency());
   int64_t const batches = (count + batch - 1) / batch;
-  run_on_threads(int(std::min(wanted, batches)), [](void* data) { (*static_cast<decltype(run)*>(data))(); }, &run);
+  run_on_threads(
+      int(std::min(wanted, batches)), [](void* data) { (*static_cast<decltype(run)*>(data))(); },
+      &run);
 }
 
 }  // namespace cutlass_ops

@@ -1,5 +1,5 @@
-// Sixteen bytes at a time on the host, by the compilers' vector extension: SSE2 on x86-64 and NEON on AArch64, both of which
-// every such processor has.
+// Sixteen bytes at a time on the host, by the compilers' vector extension: SSE2 on x86-64 and NEON
+// on AArch64, both of which every such processor has.
 #pragma once
 
 #include <cstdint>
@@ -34,15 +34,18 @@ inline Bytes zip_low(Bytes a, Bytes b) {
   return CUTLASS_OPS_SHUFFLE(Bytes, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
 inline Bytes zip_high(Bytes a, Bytes b) {
-  return CUTLASS_OPS_SHUFFLE(Bytes, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  return CUTLASS_OPS_SHUFFLE(Bytes, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15,
+                             31);
 }
 
 // a0 a2 ... a14 b0 b2 ... b14, and a1 a3 ... a15 b1 b3 ... b15.
 inline Bytes even(Bytes a, Bytes b) {
-  return CUTLASS_OPS_SHUFFLE(Bytes, a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  return CUTLASS_OPS_SHUFFLE(Bytes, a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28,
+                             30);
 }
 inline Bytes odd(Bytes a, Bytes b) {
-  return CUTLASS_OPS_SHUFFLE(Bytes, a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  return CUTLASS_OPS_SHUFFLE(Bytes, a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29,
+                             31);
 }
 
 // v0 v8 v1 v9 ... v7 v15, and back.

@@ -21,7 +21,8 @@ constexpr int64_t kPieceBytes = 1 << 16;  // bytes of two codes that a thread ta
 void check(int64_t n, int64_t k, int bits, int threads) {
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max() - 128;
   auto const fail = [](char const* name, int64_t value, std::string const& accepted) {
-    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; accepted: " + accepted);
+    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) +
+                                "; accepted: " + accepted);
   };
   std::string const range = "1 to " + std::to_string(kLargest);
   if (bits != 4 && bits != 8) fail("bits", bits, "4, 8");
@@ -38,8 +39,8 @@ void unpack_tile_row(uint32_t const* words, uint8_t* codes) {
   for (int t = 0; t < 4; ++t) v[t] = load(words + 4 * t);
   transpose_words(v);  // v[j]: the words of t = 0 .. 3
   for (int j = 0; j < 4; ++j) {
-    // Bytes 0 and 2 of the words are columns 2 t and 2 t + 1 (low halves) and those plus 8 (high halves), bytes 1 and 3 the
-    // same plus 16.
+    // Bytes 0 and 2 of the words are columns 2 t and 2 t + 1 (low halves) and those plus 8 (high
+    // halves), bytes 1 and 3 the same plus 16.
     Bytes const pairs = unzip_halves(v[j]);
     Longs const low = Longs(pairs & splat(0x0f)), high = Longs(pairs >> 4);
     store(codes + 32 * j, Bytes(CUTLASS_OPS_SHUFFLE(Longs, low, high, 0, 2)));
@@ -47,9 +48,11 @@ void unpack_tile_row(uint32_t const* words, uint8_t* codes) {
   }
 }
 
-// `count` bytes to codes: in turn to low[0 .. 2 count - 1], or to low[0 .. count - 1] and high[0 .. count - 1].
+// `count` bytes to codes: in turn to low[0 .. 2 count - 1], or to low[0 .. count - 1] and
+// high[0 .. count - 1].
 template <bool kInTurn>
-void expand_bytes(uint8_t const* bytes, int64_t count, bool high_first, uint8_t* low, uint8_t* high) {
+void expand_bytes(uint8_t const* bytes, int64_t count, bool high_first, uint8_t* low,
+                  uint8_t* high) {
   if (high_first) std::swap(low, high);
   int64_t i = 0;
   for (; i + 16 <= count; i += 16) {
@@ -81,14 +84,15 @@ void expand_run(uint32_t const* words, uint8_t* codes, int64_t k) {
   }
 }
 
-// Words that are not adjacent along K are transposed a tile at a time: 512 rows by 64 codes, one cache line of the result
-// each. Measured: longer pieces of the result are slower, as are fewer rows, whose words are shorter pieces of the source.
+// Words that are not adjacent along K are transposed a tile at a time: 512 rows by 64 codes, one
+// cache line of the result each. Measured: longer pieces of the result are slower, as are fewer
+// rows, whose words are shorter pieces of the source.
 constexpr int kTileRows = 512;
 constexpr int kTileK = 64;
 
 template <int kBits>
-void unpack_tile_along_k(uint32_t const* words, int64_t n_stride, int64_t k_stride, uint8_t* codes, int64_t n, int64_t k,
-                         int64_t index) {
+void unpack_tile_along_k(uint32_t const* words, int64_t n_stride, int64_t k_stride, uint8_t* codes,
+                         int64_t n, int64_t k, int64_t index) {
   constexpr int kWords = kTileK * kBits / 32;
   int64_t const tiles = ceil_div(k, kTileK);
   int64_t const first_row = index / tiles * kTileRows, first_word = index % tiles * kWords;
@@ -126,7 +130,8 @@ void unpack_tile_along_k(uint32_t const* words, int64_t n_stride, int64_t k_stri
         }
       }
     }
-    for (int r = 0; r < (whole ? 0 : together); ++r) std::copy_n(lines[r], columns, codes + (row + r) * k);
+    for (int r = 0; r < (whole ? 0 : together); ++r)
+      std::copy_n(lines[r], columns, codes + (row + r) * k);
   }
 }
 
@@ -143,8 +148,9 @@ void split_bytes(Bytes const* v, Bytes (&bytes)[4]) {
 // The same with words along N: 64 of them, of 512 rows.
 constexpr int kTileWords = kTileRows / 8;
 
-void unpack_tile_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stride, int const (&order)[8], uint8_t* codes,
-                         int64_t n, int64_t k, int64_t index) {
+void unpack_tile_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stride,
+                         int const (&order)[8], uint8_t* codes, int64_t n, int64_t k,
+                         int64_t index) {
   int64_t const tiles = ceil_div(k, kTileK);
   int64_t const first_word = index / tiles * kTileWords, first_k = index % tiles * kTileK;
   int const count = int(std::min<int64_t>(kTileWords, n / 8 - first_word));
@@ -173,7 +179,8 @@ void unpack_tile_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stri
       Bytes bytes[kTileK / 16][4];
       for (int j = 0; j < kTileK / 16; ++j) split_bytes(&turned[i][4 * j], bytes[j]);
       uint8_t* rows = codes + (first_word + word + i) * 8 * k + first_k;
-      // A line at a time: rows lie a power of two apart, so that few of their lines are in the cache at once.
+      // A line at a time: rows lie a power of two apart, so that few of their lines are in
+      // the cache at once.
       for (int p = 0; p < 8; ++p) {
         uint8_t line[kTileK];
         bool const whole = columns == kTileK;
@@ -189,14 +196,15 @@ void unpack_tile_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stri
 
 }  // namespace
 
-void unpack_along_k(uint32_t const* words, int64_t n_stride, int64_t k_stride, uint8_t* codes, int64_t n, int64_t k, int bits,
-                    int threads) {
+void unpack_along_k(uint32_t const* words, int64_t n_stride, int64_t k_stride, uint8_t* codes,
+                    int64_t n, int64_t k, int bits, int threads) {
   check(n, k, bits, threads);
   prefer_large_pages(codes, size_t(n) * k);
   if (k_stride == 1) {
     return for_each_index(n, kRowBatch, threads, [=](int64_t row) {
       uint32_t const* run = words + row * n_stride;
-      return bits == 4 ? expand_run<4>(run, codes + row * k, k) : expand_run<8>(run, codes + row * k, k);
+      return bits == 4 ? expand_run<4>(run, codes + row * k, k)
+                       : expand_run<8>(run, codes + row * k, k);
     });
   }
   for_each_index(ceil_div(n, kTileRows) * ceil_div(k, kTileK), kBatch, threads, [=](int64_t index) {
@@ -205,17 +213,19 @@ void unpack_along_k(uint32_t const* words, int64_t n_stride, int64_t k_stride, u
   });
 }
 
-void unpack_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stride, int const (&order)[8], uint8_t* codes, int64_t n,
-                    int64_t k, int threads) {
+void unpack_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stride,
+                    int const (&order)[8], uint8_t* codes, int64_t n, int64_t k, int threads) {
   check(n, k, 4, threads);
-  if (n % 8 != 0) throw std::invalid_argument("n is " + std::to_string(n) + "; accepted: multiples of 8");
+  if (n % 8 != 0)
+    throw std::invalid_argument("n is " + std::to_string(n) + "; accepted: multiples of 8");
   unsigned seen = 0;
   for (int row : order) seen |= row >= 0 && row < 8 ? 1u << row : 0u;
   if (seen != 0xff) throw std::invalid_argument("order is no permutation of 0 .. 7");
   prefer_large_pages(codes, size_t(n) * k);
   int64_t const tiles = ceil_div(n / 8, kTileWords) * ceil_div(k, kTileK);
-  for_each_index(tiles, kBatch, threads,
-                 [&](int64_t index) { unpack_tile_along_n(words, n_stride, k_stride, order, codes, n, k, index); });
+  for_each_index(tiles, kBatch, threads, [&](int64_t index) {
+    unpack_tile_along_n(words, n_stride, k_stride, order, codes, n, k, index);
+  });
 }
 
 void unpack_tiles(uint32_t const* words, uint8_t* codes, int64_t n, int64_t k, int threads) {
@@ -227,19 +237,22 @@ void unpack_tiles(uint32_t const* words, uint8_t* codes, int64_t n, int64_t k, i
   prefer_large_pages(codes, size_t(n) * k);
   for_each_index(n / 8 * (k / 128), kBatch, threads, [=](int64_t index) {
     int64_t const a = index / (k / 128), b = index % (k / 128);
-    for (int r = 0; r < 8; ++r) unpack_tile_row(words + index * 128 + r * 16, codes + (a * 8 + r) * k + b * 128);
+    for (int r = 0; r < 8; ++r)
+      unpack_tile_row(words + index * 128 + r * 16, codes + (a * 8 + r) * k + b * 128);
   });
 }
 
-void unpack_bytes(uint8_t const* bytes, int64_t blocks, int64_t stride, int64_t size, int64_t run, ByteOrder order,
-                  uint8_t* codes, int threads) {
+void unpack_bytes(uint8_t const* bytes, int64_t blocks, int64_t stride, int64_t size, int64_t run,
+                  ByteOrder order, uint8_t* codes, int threads) {
   constexpr int64_t kLargest = int64_t{1} << 61;
-  if (blocks < 1 || size < 1 || stride < size || size > kLargest / blocks || run < 1 || size % run != 0 || threads < 0) {
-    throw std::invalid_argument(
-        "blocks, stride, size, run, threads are " + std::to_string(blocks) + ", " + std::to_string(stride) + ", " +
-        std::to_string(size) + ", " + std::to_string(run) + ", " + std::to_string(threads) +
-        "; accepted: blocks, size and run from 1 up, stride from size up, run that divides size, threads "
-        "from 0 up");
+  if (blocks < 1 || size < 1 || stride < size || size > kLargest / blocks || run < 1 ||
+      size % run != 0 || threads < 0) {
+    throw std::invalid_argument("blocks, stride, size, run, threads are " + std::to_string(blocks) +
+                                ", " + std::to_string(stride) + ", " + std::to_string(size) + ", " +
+                                std::to_string(run) + ", " + std::to_string(threads) +
+                                "; accepted: blocks, size and run from 1 up, stride from size up, "
+                                "run that divides size, threads "
+                                "from 0 up");
   }
   prefer_large_pages(codes, size_t(blocks) * size * 2);
   bool const in_turn = order == ByteOrder::low_high_in_turn || order == ByteOrder::high_low_in_turn;
@@ -258,16 +271,20 @@ void unpack_bytes(uint8_t const* bytes, int64_t blocks, int64_t stride, int64_t 
   for_each_index(pieces, 1, threads, [&](int64_t index) {
     if (parts > 1) {
       int64_t const r = index / parts, first = index % parts * part;
-      expand(bytes + r / runs * stride + r % runs * run, std::min(part, run - first), codes + r * 2 * run, first);
+      expand(bytes + r / runs * stride + r % runs * run, std::min(part, run - first),
+             codes + r * 2 * run, first);
       return;
     }
-    for (int64_t block = index * together; block < std::min(blocks, (index + 1) * together); ++block) {
-      for (int64_t r = 0; r < runs; ++r) expand(bytes + block * stride + r * run, run, codes + (block * runs + r) * 2 * run, 0);
+    for (int64_t block = index * together; block < std::min(blocks, (index + 1) * together);
+         ++block) {
+      for (int64_t r = 0; r < runs; ++r)
+        expand(bytes + block * stride + r * run, run, codes + (block * runs + r) * 2 * run, 0);
     }
   });
 }
 
-void permute_columns(uint8_t const* codes, uint8_t* permuted, int64_t n, int64_t k, int32_t const* perm, int threads) {
+void permute_columns(uint8_t const* codes, uint8_t* permuted, int64_t n, int64_t k,
+                     int32_t const* perm, int threads) {
   check(n, k, 8, threads);
   prefer_large_pages(permuted, size_t(n) * k);
   for_each_index(n, kRowBatch, threads, [=](int64_t row) {

@@ -1,15 +1,22 @@
-// AWQ weights as AutoAWQ stores them, not reordered: W transposed, [K][N], eight columns a word along N.
+// AWQ weights as AutoAWQ stores them, not reordered: W transposed, [K][N], eight
+// columns a word along N.
 //
-//   dequantise   a thread takes a word of eight codes to one 16-byte store, and keeps its columns' scales and zero points for the rows of a
-//                group that it walks along: only codes are read once a store
-//   multiply     tiles of 8, 16 or 32 rows of x. Blocks of a cluster share 256 columns and cut K into equal runs, and so do a block's warps. A warp copies
-//                32 rows of its columns and of x at a time to a separate ring in shared memory; no barrier. Two rows' nibbles side by side, which
-//                one PRMT makes, are fp16's subnormal numbers as they are: an AND a register of mma.sync's operand A. Zero points are taken away
-//                from the sums, times the sum of x, which an MMA with ones makes, and then scales are applied, once a group, in fp32. A block's
-//                warps add their sums in its shared memory, and a cluster's blocks in that of the one that ends with those columns: in the order of K
+//   dequantise   a thread takes a word of eight codes to one 16-byte store, and keeps its columns'
+//                scales and zero points for the rows of a group that it walks along: only codes are
+//                read once a store
+//   multiply     tiles of 8, 16 or 32 rows of x. Blocks of a cluster share 256 columns and cut K
+//                into equal runs, and so do a block's warps. A warp copies 32 rows of its columns
+//                and of x at a time to a separate ring in shared memory; no barrier. Two rows'
+//                nibbles side by side, which one PRMT makes, are fp16's subnormal numbers as they
+//                are: an AND a register of mma.sync's operand A. Zero points are taken away from
+//                the sums, times the sum of x, which an MMA with ones makes, and then scales are
+//                applied, once a group, in fp32. A block's warps add their sums in its shared
+//                memory, and a cluster's blocks in that of the one that ends with those columns:
+//                in the order of K
 //
-// To dequantise, (code - zero) is exact in fp16 and bf16, and the product with the scale is rounded once. It is an FMA with +0,
-// so that zero times a negative scale is +0, as in vLLM's and AutoAWQ's kernels.
+// To dequantise, (code - zero) is exact in fp16 and bf16, and the product with the scale is
+// rounded once. It is an FMA with +0, so that zero times a negative scale is +0, as in vLLM's and
+// AutoAWQ's kernels.
 #include <algorithm>
 #include <array>
 #include <map>
@@ -48,7 +55,8 @@ struct DequantizeParams {
 
 // kRows rows of K a thread: all in one group where a group has a multiple of them.
 template <class T, int kRows>
-__global__ void __launch_bounds__(kThreads) dequantize_awq_rows(__grid_constant__ DequantizeParams const p) {
+__global__ void __launch_bounds__(kThreads)
+    dequantize_awq_rows(__grid_constant__ DequantizeParams const p) {
   pdl_wait_and_launch_dependents();
   AwqWeight const& w = p.weight;
   int64_t index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -68,15 +76,19 @@ __global__ void __launch_bounds__(kThreads) dequantize_awq_rows(__grid_constant_
     if (int group = (first + r) / p.group_rows; group != now) {
       now = group;
       convert(__ldg(w.zeros + int64_t(group) * p.words + word), zeros, T());
-      scales = __ldg(reinterpret_cast<uint4 const*>(static_cast<T const*>(w.scales) + int64_t(group) * w.n) + word);
+      scales = __ldg(
+          reinterpret_cast<uint4 const*>(static_cast<T const*>(w.scales) + int64_t(group) * w.n) +
+          word);
     }
     uint32_t values[4];
     convert(codes[r], values, T());
     uint32_t const scale[4] = {scales.x, scales.y, scales.z, scales.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      Pair<T> integer = __hsub2(reinterpret_cast<Pair<T> const&>(values[i]), reinterpret_cast<Pair<T> const&>(zeros[i]));
-      Pair<T> value = __hfma2(integer, reinterpret_cast<Pair<T> const&>(scale[i]), reinterpret_cast<Pair<T> const&>(nothing));
+      Pair<T> integer = __hsub2(reinterpret_cast<Pair<T> const&>(values[i]),
+                                reinterpret_cast<Pair<T> const&>(zeros[i]));
+      Pair<T> value = __hfma2(integer, reinterpret_cast<Pair<T> const&>(scale[i]),
+                              reinterpret_cast<Pair<T> const&>(nothing));
       values[i] = reinterpret_cast<uint32_t const&>(value);
     }
     __stcs(reinterpret_cast<uint4*>(static_cast<T*>(p.out) + int64_t(first + r) * w.n) + word,
@@ -94,17 +106,20 @@ Status launch_rows(AwqWeight const& w, void* out, Stream stream) {
 template <class T>
 Status launch_type(AwqWeight const& w, void* out, Stream stream) {
   // Small weights: more threads rather than more work for each.
-  return int64_t(w.k) * (w.n / 8) < (1 << 20) ? launch_rows<T, 2>(w, out, stream) : launch_rows<T, 8>(w, out, stream);
+  return int64_t(w.k) * (w.n / 8) < (1 << 20) ? launch_rows<T, 2>(w, out, stream)
+                                              : launch_rows<T, 8>(w, out, stream);
 }
 
 // ---- multiply
 
-// kMBlocks: of 8 rows of x, 1, 2 or 4. The more rows of x a warp has, the fewer columns: its sums fill its registers.
-template <class Element_, int kMBlocks_, int kOctets_ = 4 / kMBlocks_, int kWarps_ = 4, int kStages_ = 3,
-          int kMinCtasPerSm_ = 2>
+// kMBlocks: of 8 rows of x, 1, 2 or 4. The more rows of x a warp has, the fewer columns: its sums
+// fill its registers.
+template <class Element_, int kMBlocks_, int kOctets_ = 4 / kMBlocks_, int kWarps_ = 4,
+          int kStages_ = 3, int kMinCtasPerSm_ = 2>
 struct GemmConfig {
   using Element = Element_;
-  static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
+  static constexpr Operand kOperand =
+      std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
   static constexpr int kMBlocks = kMBlocks_;
   static constexpr int kBlockM = 8 * kMBlocks;
   static constexpr int kOctets = kOctets_;  // of columns, a lane
@@ -112,17 +127,22 @@ struct GemmConfig {
   static constexpr int kWarpsN = 4 / kOctets, kWarpsK = kWarps / kWarpsN;
   static constexpr int kMinCtasPerSm = kMinCtasPerSm_;
   static constexpr int kStages = kStages_;
-  static constexpr int kWeightBytes = 1024 * kOctets;                // of a warp's stage: 32 rows of its columns
-  static constexpr int kStageBytes = kWeightBytes + 512 * kMBlocks;  // and those columns of x, 16 bytes a lane
+  static constexpr int kWeightBytes = 1024 * kOctets;  // of a warp's stage: 32 rows of its columns
+  // and those columns of x, 16 bytes a lane
+  static constexpr int kStageBytes = kWeightBytes + 512 * kMBlocks;
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
   // fp16: codes are subnormal numbers, in bits 0 to 3 or 4 to 7.
   static constexpr bool kSubnormal = kOperand == Operand::kHalf;
-  static constexpr float unit(int nibble) { return !kSubnormal ? 1.0f : nibble % 2 ? 0x1p-20f : 0x1p-24f; }  // of products
+  // of products
+  static constexpr float unit(int nibble) {
+    return !kSubnormal ? 1.0f : nibble % 2 ? 0x1p-20f : 0x1p-24f;
+  }
   static constexpr uint32_t kOne = kSubnormal ? 0x3c003c00u : 0x3f803f80u;
   static_assert(kWarps % kWarpsN == 0);
 };
 
-constexpr int kStepRows = 32, kStripWords = 32, kStripChunks = 8, kChunkColumns = 32, kChunkQuads = kChunkColumns / 4;
+constexpr int kStepRows = 32, kStripWords = 32, kStripChunks = 8, kChunkColumns = 32,
+              kChunkQuads = kChunkColumns / 4;
 // Floats of a row of x in 32 columns of a block's sums: four more avoid bank conflicts.
 constexpr int kChunkTokenFloats = kChunkColumns + 4;
 
@@ -140,11 +160,14 @@ struct GemmParams {
 };
 
 // The column of eight that nibble i holds.
-__device__ __forceinline__ constexpr int column_of(int nibble) { return nibble % 4 * 2 + nibble / 4; }
+__device__ __forceinline__ constexpr int column_of(int nibble) {
+  return nibble % 4 * 2 + nibble / 4;
+}
 
 __device__ __forceinline__ void copy_weights(void* shared, void const* source) {
   uint32_t to = cute::cast_smem_ptr_to_uint(shared);
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(source) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(source)
+               : "memory");
 }
 __device__ __forceinline__ void copy_x(void* shared, void const* source) {
   uint32_t to = cute::cast_smem_ptr_to_uint(shared);
@@ -166,7 +189,8 @@ struct Group {
     for (int o = 0; o < C::kOctets; ++o) {
       int octet = min(first_octet + o, p.words - 1);
       zeros[o] = __ldg(p.weight.zeros + int64_t(group) * p.words + octet);
-      scales[o] = __ldg(reinterpret_cast<uint4 const*>(p.weight.scales) + int64_t(group) * p.words + octet);
+      scales[o] =
+          __ldg(reinterpret_cast<uint4 const*>(p.weight.scales) + int64_t(group) * p.words + octet);
     }
   }
 
@@ -178,7 +202,8 @@ struct Group {
   }
   // In units of the products: as subnormal numbers of fp16, codes and zero points are the same.
   __device__ __forceinline__ float zero(int o, int i) const {
-    uint32_t const pair = zeros[o] >> i % 4 / 2 * 8 & (i % 2 ? 0x00f000f0u : 0x000f000fu);  // of nibbles i % 4 and i % 4 + 4
+    // of nibbles i % 4 and i % 4 + 4
+    uint32_t const pair = zeros[o] >> i % 4 / 2 * 8 & (i % 2 ? 0x00f000f0u : 0x000f000fu);
     float2 const values = __half22float2(reinterpret_cast<__half2 const&>(pair));
     return (i < 4 ? values.x : values.y) * (C::kSubnormal ? 1.0f : i % 2 ? 0x1p20f : 0x1p24f);
   }
@@ -186,14 +211,15 @@ struct Group {
 
 // Operand A of nibbles 2 * pair and 2 * pair + 1 of four rows' words.
 template <class C>
-__device__ __forceinline__ void decode_pair(uint32_t row0, uint32_t row1, uint32_t row2, uint32_t row3, int pair,
-                                            uint32_t (&a)[4]) {
+__device__ __forceinline__ void decode_pair(uint32_t row0, uint32_t row1, uint32_t row2,
+                                            uint32_t row3, int pair, uint32_t (&a)[4]) {
   using namespace decode;
   using namespace decode::detail;
   uint32_t const selector = 0x4400u + 0x1111u * uint32_t(pair);
   uint32_t const low = __byte_perm(row0, row1, selector), high = __byte_perm(row2, row3, selector);
   if constexpr (C::kSubnormal) {
-    a[0] = low & 0x000f000fu, a[1] = low & 0x00f000f0u, a[2] = high & 0x000f000fu, a[3] = high & 0x00f000f0u;
+    a[0] = low & 0x000f000fu, a[1] = low & 0x00f000f0u, a[2] = high & 0x000f000fu,
+    a[3] = high & 0x00f000f0u;
   } else {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
@@ -208,7 +234,8 @@ template <class C>
 using GemmSums = float[C::kOctets][4][C::kMBlocks][4];
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) awq_gemm(__grid_constant__ GemmParams const p) {
+__global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
+    awq_gemm(__grid_constant__ GemmParams const p) {
   extern __shared__ __align__(128) uint8_t shared[];
   pdl_launch_dependents();
   AwqWeight const& w = p.weight;
@@ -221,12 +248,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) awq_gemm(__grid
   int const first_word = strip * kStripWords + warp_n * 8 * C::kOctets;  // of the warp
   int const first_x_row = blockIdx.y * C::kBlockM, x_rows = min(p.m - first_x_row, C::kBlockM);
 
-  // Sixteen bytes a lane, in memory order, so that eight lanes load whole lines. Row 8 t + i of a stage is for the
-  // lanes t of an MMA's operand; the XOR of 32 t keeps their reads of row i off each other's banks.
+  // Sixteen bytes a lane, in memory order, so that eight lanes load whole lines. Row 8 t + i of a
+  // stage is for the lanes t of an MMA's operand; the XOR of 32 t keeps their reads of row i off
+  // each other's banks.
   uint8_t* const ring = shared + warp * (C::kStages * C::kStageBytes);
-  constexpr int kRowChunks = 2 * C::kOctets, kCopyRows = 32 / kRowChunks;  // sixteens of a row; rows that a warp copies at once
+  // sixteens of a row; rows that a warp copies at once
+  constexpr int kRowChunks = 2 * C::kOctets, kCopyRows = 32 / kRowChunks;
   int const first_chunk_word = lane % kRowChunks * 4, copy_row = lane / kRowChunks;
-  uint32_t const* from = w.codes + (int64_t(step) * kStepRows + copy_row) * p.words + first_word + first_chunk_word;
+  uint32_t const* from =
+      w.codes + (int64_t(step) * kStepRows + copy_row) * p.words + first_word + first_chunk_word;
   int const words_left = p.words - first_word - first_chunk_word;
   auto copy_codes = [&](int stage) {
     uint8_t* to = ring + stage * C::kStageBytes;
@@ -263,7 +293,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) awq_gemm(__grid
   if (threadIdx.x == 0) {
     TransactionBarrier::init(&sums_there, 1);
     cutlass::arch::fence_barrier_init();
-    TransactionBarrier::arrive_and_expect_tx(&sums_there, uint32_t(p.cluster * chunks * x_rows * kChunkColumns * 4));
+    TransactionBarrier::arrive_and_expect_tx(
+        &sums_there, uint32_t(p.cluster * chunks * x_rows * kChunkColumns * 4));
   }
   __syncthreads();
   cute::cluster_arrive_relaxed();  // when all have arrived, their shared memory can be written
@@ -274,7 +305,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) awq_gemm(__grid
   uint16_t const* x[C::kMBlocks];
 #pragma unroll
   for (int tb = 0; tb < C::kMBlocks; ++tb)
-    x[tb] = p.x + (first_x_row + min(tb * 8 + g, x_rows - 1)) * p.x_stride + int64_t(step) * kStepRows + 8 * t;
+    x[tb] = p.x + (first_x_row + min(tb * 8 + g, x_rows - 1)) * p.x_stride +
+            int64_t(step) * kStepRows + 8 * t;
   uint8_t* const own_x = ring + C::kWeightBytes + lane * 16;
   auto copy_x_rows = [&](int stage) {
 #pragma unroll
@@ -367,8 +399,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) awq_gemm(__grid
     }
     commit_copies();
     stage = stage + 1 == C::kStages ? 0 : stage + 1;
-    // Long groups in several sums: codes are not centred, so the sums of many rows would lose what differs between codes and
-    // zero points.
+    // Long groups in several sums: codes are not centred, so the sums of many rows would lose what
+    // differs between codes and zero points.
     if (--group_left % 8 == 0 || step + 1 == end) {
       promote();
       if (group_left == 0 && step + 1 < end) {
@@ -378,7 +410,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) awq_gemm(__grid
     }
   }
 
-  // The warps' sums are exchanged in the memory of their rings: [split-K slice][chunk][token][columns].
+  // The warps' sums are exchanged in the memory of their rings: [split-K
+  // slice][chunk][token][columns].
   __syncthreads();
   float* const own = reinterpret_cast<float*>(shared);
   int const all = kStripChunks * x_rows * kChunkTokenFloats;
@@ -393,9 +426,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) awq_gemm(__grid
         if (x_row >= x_rows) continue;
 #pragma unroll
         for (int o = 0; o < C::kOctets; ++o) {
-          auto const value = [&](int pair, int odd) { return sums[o][pair][tb][2 * odd + e] * (1.0f / C::unit(odd)); };
-          float4* at = reinterpret_cast<float4*>(to + ((column + o * 8) / kChunkColumns * x_rows + x_row) * kChunkTokenFloats +
-                                                 (column + o * 8) % kChunkColumns);
+          auto const value = [&](int pair, int odd) {
+            return sums[o][pair][tb][2 * odd + e] * (1.0f / C::unit(odd));
+          };
+          float4* at = reinterpret_cast<float4*>(
+              to + ((column + o * 8) / kChunkColumns * x_rows + x_row) * kChunkTokenFloats +
+              (column + o * 8) % kChunkColumns);
           at[0] = make_float4(value(0, 0), value(2, 0), value(0, 1), value(2, 1));
           at[1] = make_float4(value(1, 0), value(3, 0), value(1, 1), value(3, 1));
         }
@@ -413,17 +449,21 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) awq_gemm(__grid
     return sum;
   };
 #if __CUDA_ARCH__ >= 900
-  // To the blocks that end with them. A warp's stores follow one another in memory: sums as MMAs leave them, in sixteens, took
-  // twice as long.
-  float* const received = reinterpret_cast<float*>(shared + C::kRingBytes);  // [rank][chunk of the receiver][token][columns]
+  // To the blocks that end with them. A warp's stores follow one another in memory: sums as MMAs
+  // leave them, in sixteens, took twice as long.
+  // [rank][chunk of the receiver][token][columns]
+  float* const received = reinterpret_cast<float*>(shared + C::kRingBytes);
   cute::cluster_wait();
   for (int chunk = warp; chunk < kStripChunks; chunk += C::kWarps) {
-    int const to = ((chunk + 1) * p.cluster - 1) / kStripChunks, first = first_chunk(to), count = first_chunk(to + 1) - first;
+    int const to = ((chunk + 1) * p.cluster - 1) / kStripChunks, first = first_chunk(to),
+              count = first_chunk(to + 1) - first;
     float const* from = own + chunk * x_rows * kChunkTokenFloats;
     float* there = received + (rank * count + chunk - first) * x_rows * kChunkColumns;
     for (int i = lane; i < x_rows * kChunkQuads; i += 32)
-      store_remote(there + i * 4, add_up(from + i / kChunkQuads * kChunkTokenFloats + i % kChunkQuads * 4, C::kWarpsK, all),
-                   &sums_there, to);
+      store_remote(
+          there + i * 4,
+          add_up(from + i / kChunkQuads * kChunkTokenFloats + i % kChunkQuads * 4, C::kWarpsK, all),
+          &sums_there, to);
   }
   TransactionBarrier::wait(&sums_there, 0);
   constexpr int kXRowFloats = kChunkColumns;
@@ -435,15 +475,18 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) awq_gemm(__grid
 #endif
 
   for (int i = threadIdx.x; i < chunks * x_rows * kChunkQuads; i += C::kThreads) {
-    int const row = i / kChunkQuads, quad = i % kChunkQuads, chunk = row / x_rows, x_row = row - chunk * x_rows;
+    int const row = i / kChunkQuads, quad = i % kChunkQuads, chunk = row / x_rows,
+              x_row = row - chunk * x_rows;
     int const n = (strip * kStripChunks + first_chunk(rank) + chunk) * kChunkColumns + quad * 4;
-    float4 const sum = add_up(received + row * kXRowFloats + quad * 4, received_parts, chunks * x_rows * kXRowFloats);
+    float4 const sum = add_up(received + row * kXRowFloats + quad * 4, received_parts,
+                              chunks * x_rows * kXRowFloats);
     if (n >= w.n) continue;
     float v[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (float& value : v) value = isfinite(value) ? value : NAN;
-    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + int64_t(first_x_row + x_row) * w.n + n) =
-        make_uint2(pack_pair<typename C::Element>(v[0], v[1]), pack_pair<typename C::Element>(v[2], v[3]));
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + int64_t(first_x_row + x_row) * w.n +
+                              n) = make_uint2(pack_pair<typename C::Element>(v[0], v[1]),
+                                              pack_pair<typename C::Element>(v[2], v[3]));
   }
 }
 
@@ -455,42 +498,50 @@ int tile_count(GemmParams const& p) {
 template <class C>
 int shared_bytes(GemmParams const& p, int cluster) {
   int const chunks = (kStripChunks + cluster - 1) / cluster;
-  return C::kRingBytes + chunks * cluster * std::min(p.m, C::kBlockM) * kChunkColumns * int(sizeof(float));
+  return C::kRingBytes +
+         chunks * cluster * std::min(p.m, C::kBlockM) * kChunkColumns * int(sizeof(float));
 }
 
 template <class C>
 Status launch_gemm_config(GemmParams p, int cluster, Stream stream) {
   p.cluster = cluster;
   dim3 const grid(unsigned(strip_count(p) * cluster), unsigned(tile_count<C>(p)));
-  return launch_clusters(awq_gemm<C>, grid, cluster, C::kThreads, shared_bytes<C>(p, cluster), stream, p);
+  return launch_clusters(awq_gemm<C>, grid, cluster, C::kThreads, shared_bytes<C>(p, cluster),
+                         stream, p);
 }
 
-// How many blocks, two at least, share K so that the clusters take the fewest turns for their length. How many clusters a GPU
-// runs at once only its driver knows: it is asked once for each kind of grid.
+// How many blocks, two at least, share K so that the clusters take the fewest turns for their
+// length. How many clusters a GPU runs at once only its driver knows: it is asked once for
+// each kind of grid.
 template <class C>
 Status choose_cluster(GemmParams const& p, int* cluster) {
   static std::mutex mutex;
   static std::map<std::array<int, 3>, int> chosen;
   int device = 0;
-  if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return cuda_error("cudaGetDevice", error);
+  if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess)
+    return cuda_error("cudaGetDevice", error);
   int const clusters = strip_count(p) * tile_count<C>(p);
   std::lock_guard<std::mutex> lock(mutex);
   int& known = chosen[{device, clusters, std::min(p.m, C::kBlockM)}];
   float least = 0.0f;
   for (int size = 2; known == 0 && size <= kStripChunks; ++size) {
     int const bytes = shared_bytes<C>(p, size);
-    if (Status status = allow_shared_memory(reinterpret_cast<void const*>(awq_gemm<C>), bytes); !status.ok()) return status;
+    if (Status status = allow_shared_memory(reinterpret_cast<void const*>(awq_gemm<C>), bytes);
+        !status.ok())
+      return status;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(unsigned(clusters * size));
     config.blockDim = C::kThreads;
     config.dynamicSmemBytes = size_t(bytes);
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = unsigned(size), attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    attribute.val.clusterDim.x = unsigned(size),
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     config.attrs = &attribute;
     config.numAttrs = 1;
     int at_once = 0;
-    if (cudaError_t error = cudaOccupancyMaxActiveClusters(&at_once, awq_gemm<C>, &config); error != cudaSuccess)
+    if (cudaError_t error = cudaOccupancyMaxActiveClusters(&at_once, awq_gemm<C>, &config);
+        error != cudaSuccess)
       return cuda_error("cudaOccupancyMaxActiveClusters", error);
     if (at_once == 0) continue;
     float const time = float((clusters + at_once - 1) / at_once) / float(size);
@@ -521,7 +572,8 @@ Status launch_gemm_type(GemmParams const& p, Stream stream) {
 
 }  // namespace
 
-Status launch_awq_gemm(AwqWeight const& w, void const* x, int64_t x_stride, int m, void* out, Stream stream) {
+Status launch_awq_gemm(AwqWeight const& w, void const* x, int64_t x_stride, int m, void* out,
+                       Stream stream) {
   GemmParams p{w,
                static_cast<uint16_t const*>(x),
                x_stride,
@@ -532,7 +584,8 @@ Status launch_awq_gemm(AwqWeight const& w, void const* x, int64_t x_stride, int 
                w.k / w.groups / kStepRows,
                1,
                w.n % 32 == 0};
-  return w.type == DataType::kFloat16 ? launch_gemm_type<__half>(p, stream) : launch_gemm_type<__nv_bfloat16>(p, stream);
+  return w.type == DataType::kFloat16 ? launch_gemm_type<__half>(p, stream)
+                                      : launch_gemm_type<__nv_bfloat16>(p, stream);
 }
 
 Status launch_dequantize_awq(AwqWeight const& weight, void* out, Stream stream) {

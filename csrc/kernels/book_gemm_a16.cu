@@ -1,15 +1,21 @@
-// A few fp16 or bf16 rows of x times 4-bit weights of a code book: up to 8 rows of x, sm_80 and later.
+// A few fp16 or bf16 rows of x times 4-bit weights of a code book: up to 8 rows of x,
+// sm_80 and later.
 //
-//   block    512 output features (a row panel of 64 for each of 8 warps) x all rows of x times a split-K slice that all warps walk along together
+//   block    512 output features (a row panel of 64 for each of 8 warps) x all rows of x times a
+//            split-K slice that all warps walk along together
 //   x        16 tiles of K at a time in shared memory, in the order of operand B's registers
-//   weights  from memory to registers, half a tile (64 features x 64 columns) by four 16-byte loads a lane, the next tile's in flight
-//   decode   by look-up in a table in shared memory (device/decode.cuh), to the book's value rounded to x's type
-//   multiply mma.sync m16n8k16, fp32 sums of exact products. A look-up gives rows g and g + 8 for one column, an operand wants two columns of
-//            one row: four PRMT a fragment. For up to 4 rows of x there is no need: the pair goes in as it is, and a token takes two of the eight
-//            columns of operand B, (x, 0) that picks row g, and (0, x) that picks row g + 8
+//   weights  from memory to registers, half a tile (64 features x 64 columns) by four 16-byte loads
+//            a lane, the next tile's in flight
+//   decode   by look-up in a table in shared memory (device/decode.cuh), to the book's value
+//            rounded to x's type
+//   multiply mma.sync m16n8k16, fp32 sums of exact products. A look-up gives rows g and g + 8 for
+//            one column, an operand wants two columns of one row: four PRMT a fragment. For up to 4
+//            rows of x there is no need: the pair goes in as it is, and a token takes two of the
+//            eight columns of operand B, (x, 0) that picks row g, and (0, x) that picks row g + 8
 //   promote  sum = fma(step's sum, absmax, sum): the scale never rounds a weight
 //
-// Every warp has different features, so that sums are added only where K is split (splitk_reduce.cu).
+// Every warp has different features, so that sums are added only where K is split
+// (splitk_reduce.cu).
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
@@ -22,7 +28,8 @@ namespace {
 constexpr int kRowBlocks = kRowsPerPanel / 16;
 constexpr int kHalfColumns = kKPerTile / 2;
 
-// Blocks that share an SM: before sm_90 the shared memory of one is more than half of what there is.
+// Blocks that share an SM: before sm_90 the shared memory of one is more than half of what there
+// is.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kMinCtasPerSm = 1;
 #else
@@ -33,7 +40,8 @@ constexpr int kMinCtasPerSm = 2;
 template <class Element_, int kBlockM_, int kSteps_>
 struct Config {
   using Element = Element_;
-  static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
+  static constexpr Operand kOperand =
+      std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
   static constexpr int kBlockM = kBlockM_;
   static constexpr bool kPairs = kBlockM == 4;  // rows of x take two columns of operand B
   static constexpr int kSteps = kSteps_;
@@ -46,9 +54,12 @@ struct Config {
 
   // The table starts on a multiple of its size, which dynamic shared memory does not.
   static constexpr int kX = decode::Int4Codebook::kTableBytes;  // from the table on
-  static constexpr int kSharedBytes = decode::Int4Codebook::kTableBytes - 1024 + kX + kTilesAtOnce * kKPerTile / 32 * kXBytes;
-  static_assert(kSharedBytes <= book_gemm_a16_tile(kBlockM).shared_bytes, "its tile promises less shared memory");
-  static_assert(kSharedBytes >= kBlockM * kSumStride * int(sizeof(float)), "the sums leave through shared memory");
+  static constexpr int kSharedBytes =
+      decode::Int4Codebook::kTableBytes - 1024 + kX + kTilesAtOnce * kKPerTile / 32 * kXBytes;
+  static_assert(kSharedBytes <= book_gemm_a16_tile(kBlockM).shared_bytes,
+                "its tile promises less shared memory");
+  static_assert(kSharedBytes >= kBlockM * kSumStride * int(sizeof(float)),
+                "the sums leave through shared memory");
 };
 
 struct Params {
@@ -62,8 +73,9 @@ struct Params {
   bool vector_loads;  // rows of x start on 16 bytes, K is a multiple of 8, and no permutation
 };
 
-// Columns of x from `first` on to shared memory: [pair of 16 columns][token][t][2t, 2t+1, 2t+8, 2t+9 of either 16]; with kPairs
-// [16 columns][(x, 0) of each token, (0, x) of each token][t][2t, 2t+8, 2t+1, 2t+9].
+// Columns of x from `first` on to shared memory: [pair of 16 columns][token][t][2t, 2t+1, 2t+8,
+// 2t+9 of either 16]; with kPairs [16 columns][(x, 0) of each token, (0, x) of each token][t][2t,
+// 2t+8, 2t+1, 2t+9].
 template <class C>
 __device__ __forceinline__ void stage_x_rows(uint8_t* to, Params const& p, int first, int columns) {
   constexpr int kAtOnce = 4;  // whose loads are in flight together
@@ -80,13 +92,15 @@ __device__ __forceinline__ void stage_x_rows(uint8_t* to, Params const& p, int f
         for (int j = 0; j < 2; ++j) {
           if (k + 8 * j >= p.weight.k) break;
           uint4 v = __ldg(reinterpret_cast<uint4 const*>(row + k) + j);
-          words[i][4 * j] = v.x, words[i][4 * j + 1] = v.y, words[i][4 * j + 2] = v.z, words[i][4 * j + 3] = v.w;
+          words[i][4 * j] = v.x, words[i][4 * j + 1] = v.y, words[i][4 * j + 2] = v.z,
+                       words[i][4 * j + 3] = v.w;
         }
       } else {
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
           if (k + j >= p.weight.k) break;
-          words[i][j / 2] |= uint32_t(row[p.weight.perm ? p.weight.perm[k + j] : k + j]) << j % 2 * 16;
+          words[i][j / 2] |= uint32_t(row[p.weight.perm ? p.weight.perm[k + j] : k + j])
+                             << j % 2 * 16;
         }
       }
     }
@@ -99,13 +113,16 @@ __device__ __forceinline__ void stage_x_rows(uint8_t* to, Params const& p, int f
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
           uint32_t a = words[i][t], b = words[i][4 + t];
-          *reinterpret_cast<uint4*>(at + t * 16) = make_uint4(a & 0xffffu, b & 0xffffu, a >> 16, b >> 16);
-          *reinterpret_cast<uint4*>(at + t * 16 + 256) = make_uint4(a << 16, b << 16, a & 0xffff0000u, b & 0xffff0000u);
+          *reinterpret_cast<uint4*>(at + t * 16) =
+              make_uint4(a & 0xffffu, b & 0xffffu, a >> 16, b >> 16);
+          *reinterpret_cast<uint4*>(at + t * 16 + 256) =
+              make_uint4(a << 16, b << 16, a & 0xffff0000u, b & 0xffff0000u);
         }
       } else {
         uint8_t* at = to + (run / 2 * C::kBlockM + x_row) * 64 + run % 2 * 8;
 #pragma unroll
-        for (int t = 0; t < 4; ++t) *reinterpret_cast<uint2*>(at + t * 16) = make_uint2(words[i][t], words[i][4 + t]);
+        for (int t = 0; t < 4; ++t)
+          *reinterpret_cast<uint2*>(at + t * 16) = make_uint2(words[i][t], words[i][4 + t]);
       }
     }
   }
@@ -123,22 +140,25 @@ __device__ __forceinline__ uint4 load_codes(uint4 const* from) {
 __device__ __forceinline__ uint2 load_scales(PackedWeight const& w, int64_t index) {
   if (w.scale_type == DataType::kFloat32)
     return __ldg(reinterpret_cast<uint2 const*>(static_cast<float const*>(w.scales) + index));
-  return make_uint2(__ldg(reinterpret_cast<uint32_t const*>(static_cast<uint16_t const*>(w.scales) + index)), 0);
+  return make_uint2(
+      __ldg(reinterpret_cast<uint32_t const*>(static_cast<uint16_t const*>(w.scales) + index)), 0);
 }
 
 __device__ __forceinline__ float2 scale_values(DataType type, uint2 raw) {
-  if (type == DataType::kFloat32) return make_float2(__uint_as_float(raw.x), __uint_as_float(raw.y));
+  if (type == DataType::kFloat32)
+    return make_float2(__uint_as_float(raw.x), __uint_as_float(raw.y));
   if (type == DataType::kFloat16) return __half22float2(reinterpret_cast<__half2 const&>(raw.x));
   return make_float2(__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u));
 }
 
 using Sums = float[kRowBlocks][4];
 
-// Half a tile: `x` is where its columns begin for this lane, `scales` the index of its first row's for this lane. next(rb)
-// loads the codes of a row block again, as soon as they are decoded.
+// Half a tile: `x` is where its columns begin for this lane, `scales` the index of its first row's
+// for this lane. next(rb) loads the codes of a row block again, as soon as they are decoded.
 template <class C, class Next>
-__device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next next, uint32_t table, uint8_t const* x,
-                                              Params const& p, int64_t scales, Sums& sums) {
+__device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next next, uint32_t table,
+                                              uint8_t const* x, Params const& p, int64_t scales,
+                                              Sums& sums) {
   constexpr int kPieces = kHalfColumns / 16 / C::kSteps;  // of 16 columns, in a step
 #pragma unroll
   for (int step = 0; step < C::kSteps; ++step) {
@@ -165,25 +185,29 @@ __device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next n
       for (int i = 0; i < kPieces; ++i) {
         int const turn = rb * kPieces + i;
         if (turn + 1 < kRowBlocks * kPieces) {
-          decode::Int4Codebook::look_up<0>(word((turn + 1) / kPieces, step * kPieces + (turn + 1) % kPieces), table,
-                                           pairs[(turn + 1) % 2]);
+          decode::Int4Codebook::look_up<0>(
+              word((turn + 1) / kPieces, step * kPieces + (turn + 1) % kPieces), table,
+              pairs[(turn + 1) % 2]);
         }
         uint32_t a[4];
         decode::Int4Codebook::combine(pairs[turn % 2], a);
         uint4 const& two = b[i / 2];
-        multiply_add<C::kOperand>(products, a, i % 2 ? two.z : two.x, i % 2 ? two.w : two.y, i == 0, 0.0f);
+        multiply_add<C::kOperand>(products, a, i % 2 ? two.z : two.x, i % 2 ? two.w : two.y, i == 0,
+                                  0.0f);
       }
       if (step == C::kSteps - 1) next(rb);
       float2 scale = scale_values(p.weight.scale_type, raw);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sums[rb][e] = fmaf(products[e], e < 2 ? scale.x : scale.y, sums[rb][e]);
+      for (int e = 0; e < 4; ++e)
+        sums[rb][e] = fmaf(products[e], e < 2 ? scale.x : scale.y, sums[rb][e]);
     }
   }
 }
 
 // The same for kPairs. Sums: [two row blocks][rows of either, columns 2t and 2t + 1 of operand B].
 template <class C, class Next>
-__device__ __forceinline__ void multiply_half_pairs(uint4 (&codes)[kRowBlocks], Next next, uint32_t table, uint8_t const* x,
+__device__ __forceinline__ void multiply_half_pairs(uint4 (&codes)[kRowBlocks], Next next,
+                                                    uint32_t table, uint8_t const* x,
                                                     Params const& p, int64_t scales, Sums& sums) {
   constexpr int kPieces = kHalfColumns / 16 / C::kSteps;  // of 16 columns, in a step
   int upper = threadIdx.x % 4 / 2;                        // columns 4 .. 7: rows g + 8
@@ -200,7 +224,8 @@ __device__ __forceinline__ void multiply_half_pairs(uint4 (&codes)[kRowBlocks], 
     };
     uint32_t pairs[2][2][4];  // of this turn, and of the next: of two row blocks
 #pragma unroll
-    for (int j = 0; j < 2; ++j) decode::Int4Codebook::look_up<0>(word(j, step * kPieces), table, pairs[0][j]);
+    for (int j = 0; j < 2; ++j)
+      decode::Int4Codebook::look_up<0>(word(j, step * kPieces), table, pairs[0][j]);
     uint4 b = {};
 #pragma unroll
     for (int turn = 0; turn < 2 * kPieces; ++turn) {
@@ -213,8 +238,9 @@ __device__ __forceinline__ void multiply_half_pairs(uint4 (&codes)[kRowBlocks], 
       if (turn + 1 < 2 * kPieces) {
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-          decode::Int4Codebook::look_up<0>(word((turn + 1) % 2 * 2 + j, step * kPieces + (turn + 1) / 2), table,
-                                           pairs[(turn + 1) % 2][j]);
+          decode::Int4Codebook::look_up<0>(
+              word((turn + 1) % 2 * 2 + j, step * kPieces + (turn + 1) / 2), table,
+              pairs[(turn + 1) % 2][j]);
       }
       uint32_t (&now)[2][4] = pairs[turn % 2];
       uint32_t const first[4] = {now[0][0], now[1][0], now[0][1], now[1][1]},
@@ -237,18 +263,25 @@ __device__ __forceinline__ void multiply_half_pairs(uint4 (&codes)[kRowBlocks], 
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, kMinCtasPerSm) book_gemm_a16(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(C::kThreads, kMinCtasPerSm)
+    book_gemm_a16(__grid_constant__ Params const p) {
   extern __shared__ __align__(128) uint8_t all_shared[];
-  uint32_t const start = uint32_t(__cvta_generic_to_shared(all_shared)), table_bytes = decode::Int4Codebook::kTableBytes;
-  uint8_t* shared = all_shared + ((start + table_bytes - 1) / table_bytes * table_bytes - start);  // the table
+  uint32_t const start = uint32_t(__cvta_generic_to_shared(all_shared)),
+                 table_bytes = decode::Int4Codebook::kTableBytes;
+  // the table
+  uint8_t* shared = all_shared + ((start + table_bytes - 1) / table_bytes * table_bytes - start);
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int row_panel = blockIdx.x * C::kWarps + warp;
   bool there = row_panel < p.n_pad / kRowsPerPanel;
   KRange range(p.k_tiles, blockIdx.y, p.splits);
   uint4 const* from =
-      reinterpret_cast<uint4 const*>(p.weight.codes + (int64_t(row_panel) * p.k_tiles + range.first) * k_tile_bytes(4)) + lane;
+      reinterpret_cast<uint4 const*>(
+          p.weight.codes + (int64_t(row_panel) * p.k_tiles + range.first) * k_tile_bytes(4)) +
+      lane;
   uint4 ahead[2][kRowBlocks];
-  auto load = [&](int half, int rb) { ahead[half][rb] = load_codes(from + (rb * 2 + half) * (kUnitBytes / kLaneBytes)); };
+  auto load = [&](int half, int rb) {
+    ahead[half][rb] = load_codes(from + (rb * 2 + half) * (kUnitBytes / kLaneBytes));
+  };
   if (there && range.count > 0) {
 #pragma unroll
     for (int i = 0; i < 2 * kRowBlocks; ++i) load(i / kRowBlocks, i % kRowBlocks);
@@ -257,7 +290,8 @@ __global__ void __launch_bounds__(C::kThreads, kMinCtasPerSm) book_gemm_a16(__gr
   pdl_wait_and_launch_dependents();
 
   Sums sums = {};
-  int const half_rows = p.rows.count / 2;  // rows of scales in half a tile, 0 where a row covers it all
+  int const half_rows = p.rows.count / 2;  // rows of scales in half a tile, 0 where a
+                                           // row covers it all
   for (int first = 0; first < range.count; first += C::kTilesAtOnce) {
     int tiles = min(C::kTilesAtOnce, range.count - first);
     __syncthreads();
@@ -270,7 +304,8 @@ __global__ void __launch_bounds__(C::kThreads, kMinCtasPerSm) book_gemm_a16(__gr
     for (int tile = 0; tile < tiles; ++tile) {
       from += k_tile_bytes(4) / kLaneBytes;
       bool more = first + tile + 1 < range.count;
-      int64_t scales = int64_t(p.rows.first(range.first + first + tile)) * p.n_pad + row_panel * kRowsPerPanel + g * 8;
+      int64_t scales = int64_t(p.rows.first(range.first + first + tile)) * p.n_pad +
+                       row_panel * kRowsPerPanel + g * 8;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         auto next = [&](int rb) {
@@ -295,21 +330,26 @@ __global__ void __launch_bounds__(C::kThreads, kMinCtasPerSm) book_gemm_a16(__gr
     for (int e = 0; e < 4; ++e) {
       if constexpr (C::kPairs) {
         if (rb < 2)
-          tiles_per_cluster[(2 * t + e % 2) % 4 * C::kSumStride + warp * kRowsPerPanel + (2 * rb + e / 2) * 16 + g +
-                            t / 2 * 8] = sums[rb][e];
+          tiles_per_cluster[(2 * t + e % 2) % 4 * C::kSumStride + warp * kRowsPerPanel +
+                            (2 * rb + e / 2) * 16 + g + t / 2 * 8] = sums[rb][e];
       } else {
-        tiles_per_cluster[(2 * t + e % 2) * C::kSumStride + warp * kRowsPerPanel + rb * 16 + g + 8 * (e / 2)] = sums[rb][e];
+        tiles_per_cluster[(2 * t + e % 2) * C::kSumStride + warp * kRowsPerPanel + rb * 16 + g +
+                          8 * (e / 2)] = sums[rb][e];
       }
     }
   __syncthreads();
-  float* splitk_workspace = p.splitk_workspace ? p.splitk_workspace + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad : nullptr;
+  float* splitk_workspace = p.splitk_workspace
+                                ? p.splitk_workspace + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad
+                                : nullptr;
   store_sums<C>(tiles_per_cluster, 0, blockIdx.x * C::kRows, p.epilogue, splitk_workspace, p.n_pad);
 }
 
 template <class C>
-Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                     Stream stream) {
   PackedWeight const& w = problem.weight;
-  bool aligned = reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 && w.k % 8 == 0;
+  bool aligned =
+      reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 && w.k % 8 == 0;
   Params p{w,
            static_cast<uint16_t const*>(problem.x),
            problem.x_stride,
@@ -320,27 +360,33 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
            int(padded_rows(w.n)),
            plan.slices,
            aligned && !w.perm};
-  static_assert(C::kSharedBytes == book_gemm_a16_shared_bytes(C::kBlockM), "the plan has other shared memory");
+  static_assert(C::kSharedBytes == book_gemm_a16_shared_bytes(C::kBlockM),
+                "the plan has other shared memory");
   return launch_plan(book_gemm_a16<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
 template <class Element, int kBlockM>
-Status launch_groups(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  return problem.weight.group_size == 32 ? launch_config<Config<Element, kBlockM, 2>>(problem, plan, splitk_workspace, stream)
-                                         : launch_config<Config<Element, kBlockM, 1>>(problem, plan, splitk_workspace, stream);
+Status launch_groups(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                     Stream stream) {
+  return problem.weight.group_size == 32
+             ? launch_config<Config<Element, kBlockM, 2>>(problem, plan, splitk_workspace, stream)
+             : launch_config<Config<Element, kBlockM, 1>>(problem, plan, splitk_workspace, stream);
 }
 
 template <class Element>
-Status launch_element(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_element(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                      Stream stream) {
   return plan.block_m == 4 ? launch_groups<Element, 4>(problem, plan, splitk_workspace, stream)
                            : launch_groups<Element, 8>(problem, plan, splitk_workspace, stream);
 }
 
 }  // namespace
 
-Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  return problem.x_type == DataType::kFloat16 ? launch_element<__half>(problem, plan, splitk_workspace, stream)
-                                              : launch_element<__nv_bfloat16>(problem, plan, splitk_workspace, stream);
+Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                            Stream stream) {
+  return problem.x_type == DataType::kFloat16
+             ? launch_element<__half>(problem, plan, splitk_workspace, stream)
+             : launch_element<__nv_bfloat16>(problem, plan, splitk_workspace, stream);
 }
 
 }  // namespace cutlass_ops

@@ -12,7 +12,8 @@ struct ConvParams {
   int pixels = 0;  // of the result
   float low = 0, high = 0;
   bool whole_vectors = false;  // outputs are bytes, of which 8 neighbours are stored at once
-  // Whether taps outside of x are loaded as zeros where they count as its zero point; and the most that are cut along each axis.
+  // Whether taps outside of x are loaded as zeros where they count as its zero point; and the most
+  // that are cut along each axis.
   bool cuts_taps = false;
   int most_cut[2] = {0, 0};
 };
@@ -32,7 +33,9 @@ struct ConvWgmmaTile {
   constexpr int stage_bytes() const { return (kBlockM + block_n) * kBlockK; }
   // Factors and biases of the tile's channels, for each warpgroup; what leaves through shared
   // memory, twice for each warp; and barriers.
-  constexpr int other_bytes() const { return 2 * block_n * 8 + 8 * kStagedInts * 4 + 2 * kMostStages * 8; }
+  constexpr int other_bytes() const {
+    return 2 * block_n * 8 + 8 * kStagedInts * 4 + 2 * kMostStages * 8;
+  }
   constexpr int shared_bytes(int stages) const { return stages * stage_bytes() + other_bytes(); }
   // Stages of a CTA where an SM holds `ctas`. A CTA takes 1 KB for the system.
   constexpr int stages(int ctas) const {
@@ -46,8 +49,9 @@ Status launch_conv_int8_wgmma(ConvParams const& params, ConvPlan const& plan, St
 // gemm_int8_collective.cu: Hopper (sm_90a alone), products with rows of whole vectors of bytes.
 struct GemmCollectiveTile {
   int block_m, block_n, block_k, cluster_size;  // a cluster has tiles of neighbouring rows
-  bool cooperative;                             // two warpgroups multiply a tile; or each one in turn
-  // Clocks of a launch, of a tile of K, and of the begin and end of a tile, fitted to the products of results/h100-conv.json.
+  bool cooperative;  // two warpgroups multiply a tile; or each one in turn
+  // Clocks of a launch, of a tile of K, and of the begin and end of a tile, fitted to the products
+  // of results/h100-conv.json.
   int launch, k_tile, tile;
 };
 constexpr GemmCollectiveTile kGemmCollectiveTiles[] = {{128, 256, 128, 2, true, 2600, 950, 8800},
@@ -64,17 +68,21 @@ struct ConvImplicitTile {
   bool bytewise;  // x is loaded a byte at a time
   constexpr int warps() const { return block_m / warp * (block_n / warp); }
 };
-constexpr ConvImplicitTile kConvImplicitTiles[] = {{256, 128, 64, 3, false}, {128, 128, 64, 4, false}, {64, 64, 32, 6, false}};
+constexpr ConvImplicitTile kConvImplicitTiles[] = {
+    {256, 128, 64, 3, false}, {128, 128, 64, 4, false}, {64, 64, 32, 6, false}};
 constexpr ConvImplicitTile kConvBytewiseTile = {64, 64, 32, 2, true};
 constexpr int kMostImplicitTaps = 32;  // along an axis, unless x is loaded bytewise
 constexpr int kLeastConvTile = 64;     // pixels or channels of any kernel's
-Status launch_conv_int8_implicit_gemm(ConvParams const& params, ConvPlan const& plan, Stream stream);
+Status launch_conv_int8_implicit_gemm(ConvParams const& params, ConvPlan const& plan,
+                                      Stream stream);
 
-// conv_int8_stem.cu: flat weights whose taps of a line are neighbours in x, sm_80 and later. What a CTA computes, of one image.
+// conv_int8_stem.cu: flat weights whose taps of a line are neighbours in x, sm_80 and later. What a
+// CTA computes, of one image.
 struct ConvStemTile {
   static constexpr int kThreads = 128, kBlockN = 64;
   static constexpr int kMostColumns = 128, kMostLines = 8;
-  static constexpr int64_t kSharedBytes = 48 * 1024, kMostSharedBytes = 96 * 1024;  // where more lines fit; and of one line
+  // where more lines fit; and of one line
+  static constexpr int64_t kSharedBytes = 48 * 1024, kMostSharedBytes = 96 * 1024;
 
   int columns, lines;  // of the result
   int slices;          // of 32 bytes, of a line of taps
@@ -97,30 +105,37 @@ struct ConvStemTile {
     return (lines - 1) * p.stride[0] + (p.weight.height - 1) * p.dilation[0] + 1;
   }
   int64_t shared_bytes(ConvProblem const& p) const {
-    return int64_t(p.weight.height) * slices * 32 * kBlockN + 8 * kBlockN + int64_t(rows(p)) * pitch * copies;
+    return int64_t(p.weight.height) * slices * 32 * kBlockN + 8 * kBlockN +
+           int64_t(rows(p)) * pitch * copies;
   }
   int64_t ctas(ConvProblem const& p) const {
     auto const tiles = [](int64_t count, int of) { return (count + of - 1) / of; };
-    return tiles(p.out_width(), columns) * tiles(p.out_height(), lines) * p.batch * tiles(p.weight.n, kBlockN);
+    return tiles(p.out_width(), columns) * tiles(p.out_height(), lines) * p.batch *
+           tiles(p.weight.n, kBlockN);
   }
   bool fits(ConvProblem const& p) const {
     bool const in_memory = pitch > 0 && shared_bytes(p) <= kMostSharedBytes;
-    return p.weight.order == ConvOrder::kFlat && p.dilation[1] == 1 && in_memory && ctas(p) <= INT32_MAX;
+    return p.weight.order == ConvOrder::kFlat && p.dilation[1] == 1 && in_memory &&
+           ctas(p) <= INT32_MAX;
   }
 };
 Status launch_conv_int8_stem(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
-// conv_int8_depthwise.cu: weights whose codes lie by taps, sm_80 and later. A thread has a strip of lines of four pixels.
-constexpr int kDepthwiseThreads = 128, kDepthwisePixels = 4, kDepthwiseChannels = 4;  // of a CTA, and of each
+// conv_int8_depthwise.cu: weights whose codes lie by taps, sm_80 and later. A thread has a strip of
+// lines of four pixels.
+// of a CTA, and of each
+constexpr int kDepthwiseThreads = 128, kDepthwisePixels = 4, kDepthwiseChannels = 4;
 struct DepthwiseStrips {
   int size, stride;  // of the kernel, along both axes
-  // Strips have any number of lines, as those of a kernel that is small enough end one by one. Others have `sets()` at most.
+  // Strips have any number of lines, as those of a kernel that is small enough end one by one.
+  // Others have `sets()` at most.
   constexpr bool rolls() const { return size == 3; }
   constexpr int sets() const { return rolls() ? (size + stride - 1) / stride : 4; }
   static constexpr int ctas_per_sm() { return 4; }
   bool fits(ConvProblem const& p) const {
     ConvWeight const& w = p.weight;
-    bool const steps = p.stride[0] == stride && p.stride[1] == stride && p.dilation[0] == 1 && p.dilation[1] == 1;
+    bool const steps =
+        p.stride[0] == stride && p.stride[1] == stride && p.dilation[0] == 1 && p.dilation[1] == 1;
     return w.height == size && w.width == size && steps;
   }
 };
@@ -130,7 +145,8 @@ Status launch_conv_int8_depthwise(ConvParams const& params, ConvPlan const& plan
 
 // There, too: x with out_channels a pixel, a multiple of 16, with zeros behind its channels; and,
 // if `pads`, with the padding, which has the zero point of x.
-Status launch_copy_image(ConvProblem const& problem, bool pads, void* out, int out_channels, Stream stream);
+Status launch_copy_image(ConvProblem const& problem, bool pads, void* out, int out_channels,
+                         Stream stream);
 
 // And: x -> out [pixels of the result][out_channels], the channels of all taps, with the zero point
 // of x outside of the image and behind the last tap.

@@ -1,8 +1,9 @@
 // Depthwise static int8 convolutions, sm_80 and later; and the copies of x that other kernels read.
 //
-// A thread has four channels of four neighbouring pixels of some lines of the result, a strip. A pixel of x is a word of four
-// channels. Byte permutations make of two neighbouring pixels a channel's pair, and of two pairs the four pixels of a channel
-// that one dp4a multiplies by four taps:
+// A thread has four channels of four neighbouring pixels of some lines of the result, a
+// strip. A pixel of x is a word of four channels. Byte permutations make of two neighbouring
+// pixels a channel's pair, and of two pairs the four pixels of a channel that one dp4a
+// multiplies by four taps:
 //
 //     pixels of a channel     x0 x1 x2 x3 x4 x5
 //     place 0                 w0 w1 w2  0              these four by the taps
@@ -10,11 +11,13 @@
 //     place 2                       w0 w1 w2  0        the four from x2 on
 //     place 3                        0 w0 w1 w2
 //
-// A line of x is read and permuted once for all lines of the strip that it is under: their sums are in registers until the last
-// of their lines of x, and the next lines of x are on their way meanwhile. That is so for the square kernels of kDepthwiseStrips.
-// With any other a strip is one line, and each place reads its own pixels.
+// A line of x is read and permuted once for all lines of the strip that it is under: their sums are
+// in registers until the last of their lines of x, and the next lines of x are on their way
+// meanwhile. That is so for the square kernels of kDepthwiseStrips. With any other a strip is one
+// line, and each place reads its own pixels.
 //
-// Where there is no pixel, codes are the zero point of x, so that what it adds to the sums is the same for every place.
+// Where there is no pixel, codes are the zero point of x, so that what it adds to the sums is the
+// same for every place.
 #include <iterator>
 
 #include "device/launch.cuh"
@@ -23,7 +26,8 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr int kThreads = kDepthwiseThreads, kPixels = kDepthwisePixels, kChannels = kDepthwiseChannels;
+constexpr int kThreads = kDepthwiseThreads, kPixels = kDepthwisePixels,
+              kChannels = kDepthwiseChannels;
 
 struct Params : ConvParams {
   int quads, segments, strips;  // of channels; of a line's pixels; of an image's lines
@@ -56,14 +60,16 @@ struct Strip {
     first = int(strip - image * unsigned(p.strips)) * p.lines;
     count = min(p.lines, p.out_height - first);
     pitch = int64_t(p.out_width) * p.problem.weight.n;
-    place = (int64_t(image) * p.out_height + first) * pitch + int64_t(column) * p.problem.weight.n + n;
+    place =
+        (int64_t(image) * p.out_height + first) * pitch + int64_t(column) * p.problem.weight.n + n;
   }
 
   __device__ __forceinline__ void load_channels(Params const& p) {
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       float const scale = row_scale(p.problem.weight, n + c);
-      factors[c] = requantize_factor(p.problem, scale), biases[c] = compensated_bias(p.problem, n + c, scale);
+      factors[c] = requantize_factor(p.problem, scale),
+      biases[c] = compensated_bias(p.problem, n + c, scale);
     }
   }
 
@@ -76,7 +82,8 @@ struct Strip {
   }
 
   // A line, whose first output is at `at`.
-  __device__ __forceinline__ void store_line(Params const& p, int64_t at, int const (&sums)[kPixels][kChannels]) const {
+  __device__ __forceinline__ void store_line(Params const& p, int64_t at,
+                                             int const (&sums)[kPixels][kChannels]) const {
     unsigned const channels = unsigned(p.problem.weight.n);
     int const pixels = p.out_width - column;
     if (p.problem.out_type == ConvOutput::kInt32) {
@@ -94,14 +101,16 @@ struct Strip {
         uint32_t y[kChannels];
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) y[c] = uint32_t(requantize(p, sums[q][c], factors[c]));
-        uint32_t const bytes = __byte_perm(__byte_perm(y[0], y[1], 0x0040), __byte_perm(y[2], y[3], 0x0040), 0x5410);
+        uint32_t const bytes =
+            __byte_perm(__byte_perm(y[0], y[1], 0x0040), __byte_perm(y[2], y[3], 0x0040), 0x5410);
         if (q < pixels) *reinterpret_cast<uint32_t*>(out + q * channels) = bytes;
       }
     }
   }
 };
 
-// The lines of x under a strip, one after another: the pixels of the strip's channels from the strip's first tap on.
+// The lines of x under a strip, one after another: the pixels of the strip's channels from the
+// strip's first tap on.
 struct Lines {
   uint8_t const* line;
   int64_t pitch;
@@ -110,12 +119,13 @@ struct Lines {
 
   __device__ __forceinline__ Lines(Params const& p, Strip const& strip) {
     ConvProblem const& problem = p.problem;
-    y = strip.first * problem.stride[0] - problem.padding[0], x = strip.column * problem.stride[1] - problem.padding[1];
+    y = strip.first * problem.stride[0] - problem.padding[0],
+    x = strip.column * problem.stride[1] - problem.padding[1];
     height = problem.height, width = problem.width, channels = problem.channels;
     pitch = int64_t(width) * channels;
     outside = uint32_t(problem.x_zero_point & 0xff) * 0x01010101u;
-    line =
-        static_cast<uint8_t const*>(problem.x) + (int64_t(strip.image) * height + y) * pitch + int64_t(x) * channels + strip.n;
+    line = static_cast<uint8_t const*>(problem.x) + (int64_t(strip.image) * height + y) * pitch +
+           int64_t(x) * channels + strip.n;
   }
   __device__ __forceinline__ uint32_t load(int column) const {
     return unsigned(y) < unsigned(height) && unsigned(x + column) < unsigned(width)
@@ -130,8 +140,8 @@ template <bool kUnsigned, int kSize, int kStride>
 struct Square {
   static constexpr int kWords = (kSize + 3) / 4;  // of four taps of a line
   static constexpr int kColumns = (kPixels - 1) * kStride + kSize, kPairs = (kColumns + 1) / 2;
-  // Each begins with a pair. Neighbouring places share one if kStride is 1: the later one's taps begin a byte later, for which
-  // the words have room.
+  // Each begins with a pair. Neighbouring places share one if kStride is 1: the later one's taps
+  // begin a byte later, for which the words have room.
   static constexpr int kFours = (kStride == 1 ? kPixels / 2 : kPixels) + 2 * (kWords - 1);
   static_assert(kSize % 4 != 0 && kStride <= 2);
   static constexpr DepthwiseStrips kStrips = {kSize, kStride};
@@ -143,8 +153,10 @@ struct Square {
   using Taps = uint32_t[kWords][kChannels];
   using Fours = uint32_t[kFours][kChannels];
 
-  // `inside`: a bit for each column. Most lines take the first branch, which has fewer instructions.
-  static __device__ __forceinline__ void load(Lines& lines, unsigned inside, uint32_t (&pixels)[kColumns]) {
+  // `inside`: a bit for each column. Most lines take the first branch, which has
+  // fewer instructions.
+  static __device__ __forceinline__ void load(Lines& lines, unsigned inside,
+                                              uint32_t (&pixels)[kColumns]) {
     auto const pixel = [&](int k) {
       return __ldg(reinterpret_cast<uint32_t const*>(lines.line + unsigned(k * lines.channels)));
     };
@@ -161,11 +173,14 @@ struct Square {
   }
 
   static __device__ __forceinline__ void permute(uint32_t const (&pixels)[kColumns], Fours& fours) {
-    uint32_t pairs[kPairs][2];  // of two channels each; what stands behind the last pixel is multiplied by zeros
+    uint32_t pairs[kPairs][2];  // of two channels each; what stands behind the last pixel is
+                                // multiplied by zeros
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
-      uint32_t const first = pixels[2 * k], second = pixels[2 * k + 1 < kColumns ? 2 * k + 1 : 2 * k];
-      pairs[k][0] = __byte_perm(first, second, 0x5140), pairs[k][1] = __byte_perm(first, second, 0x7362);
+      uint32_t const first = pixels[2 * k],
+                     second = pixels[2 * k + 1 < kColumns ? 2 * k + 1 : 2 * k];
+      pairs[k][0] = __byte_perm(first, second, 0x5140),
+      pairs[k][1] = __byte_perm(first, second, 0x7362);
     }
 #pragma unroll
     for (int k = 0; k < kFours; ++k) {
@@ -173,14 +188,16 @@ struct Square {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
         fours[k][c] = __byte_perm(pairs[k][c / 2], pairs[next][c / 2], c % 2 ? 0x7632 : 0x5410);
-        // Not behind the branch of the next load, which then has the registers of these pixels: a copy would wait for it.
+        // Not behind the branch of the next load, which then has the registers of these pixels: a
+        // copy would wait for it.
         asm volatile("" : "+r"(fours[k][c]));
       }
     }
   }
 
   // A line of the kernel.
-  static __device__ __forceinline__ void multiply(Fours const& fours, Taps const& taps, int (&sums)[kPixels][kChannels]) {
+  static __device__ __forceinline__ void multiply(Fours const& fours, Taps const& taps,
+                                                  int (&sums)[kPixels][kChannels]) {
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
 #pragma unroll
@@ -209,12 +226,14 @@ struct Square {
     lines.height = min(lines.height, max(lines.y + (strip.count - 1) * kStride + kSize, 0));
     unsigned inside = 0;
 #pragma unroll
-    for (int k = 0; k < kColumns; ++k) inside |= unsigned(unsigned(lines.x + k) < unsigned(lines.width)) << k;
+    for (int k = 0; k < kColumns; ++k)
+      inside |= unsigned(unsigned(lines.x + k) < unsigned(lines.width)) << k;
     uint32_t ahead[kAhead][kColumns];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) load(lines, inside, ahead[i]);
     strip.load_channels(p);
-    uint4 const* const weights = reinterpret_cast<uint4 const*>(p.problem.weight.codes) + strip.n / kChannels;
+    uint4 const* const weights =
+        reinterpret_cast<uint4 const*>(p.problem.weight.codes) + strip.n / kChannels;
     if constexpr (kRolls) {
       Taps taps[kSize];
 #pragma unroll
@@ -245,7 +264,8 @@ struct Square {
     } else {
       __shared__ uint4 shared[kSize * kWords * kThreads];  // each thread reads its own
 #pragma unroll 1
-      for (int i = 0; i < kSize * kWords; ++i) shared[i * kThreads + threadIdx.x] = __ldg(weights + i * p.quads);
+      for (int i = 0; i < kSize * kWords; ++i)
+        shared[i * kThreads + threadIdx.x] = __ldg(weights + i * p.quads);
       int sums[kSets][kPixels][kChannels];
 #pragma unroll
       for (int line = 0; line < kSets; ++line) strip.begin_line(sums[line]);
@@ -290,9 +310,13 @@ struct AnyKernel {
           uint32_t pixels[4];
 #pragma unroll
           for (int k = 0; k < 4; ++k)  // what stands behind the last tap is multiplied by zeros
-            pixels[k] = j + k < w.width ? lines.load(q * problem.stride[1] + (j + k) * problem.dilation[1]) : 0;
-          uint32_t const low[2] = {__byte_perm(pixels[0], pixels[1], 0x5140), __byte_perm(pixels[2], pixels[3], 0x5140)};
-          uint32_t const high[2] = {__byte_perm(pixels[0], pixels[1], 0x7362), __byte_perm(pixels[2], pixels[3], 0x7362)};
+            pixels[k] = j + k < w.width
+                            ? lines.load(q * problem.stride[1] + (j + k) * problem.dilation[1])
+                            : 0;
+          uint32_t const low[2] = {__byte_perm(pixels[0], pixels[1], 0x5140),
+                                   __byte_perm(pixels[2], pixels[3], 0x5140)};
+          uint32_t const high[2] = {__byte_perm(pixels[0], pixels[1], 0x7362),
+                                    __byte_perm(pixels[2], pixels[3], 0x7362)};
           sums[q][0] = dot<kUnsigned>(__byte_perm(low[0], low[1], 0x5410), taps[0], sums[q][0]);
           sums[q][1] = dot<kUnsigned>(__byte_perm(low[0], low[1], 0x7632), taps[1], sums[q][1]);
           sums[q][2] = dot<kUnsigned>(__byte_perm(high[0], high[1], 0x5410), taps[2], sums[q][2]);
@@ -305,7 +329,8 @@ struct AnyKernel {
 };
 
 template <class Kernel, int kCtas>
-__global__ void __launch_bounds__(kThreads, kCtas) conv_int8_depthwise(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(kThreads, kCtas)
+    conv_int8_depthwise(__grid_constant__ Params const p) {
   pdl_wait();
   Strip strip(p);
   if (strip.image < p.problem.batch) Kernel::run(p, strip);
@@ -322,7 +347,8 @@ struct CopyParams {
   bool whole_vectors;                             // of x
 };
 
-__global__ void __launch_bounds__(kThreads) copy_image(__grid_constant__ CopyParams const p, uint4* out) {
+__global__ void __launch_bounds__(kThreads)
+    copy_image(__grid_constant__ CopyParams const p, uint4* out) {
   pdl_wait();
   unsigned const index = blockIdx.x * unsigned(kThreads) + threadIdx.x;
   unsigned const pixel = index / p.vectors, first = (index - pixel * p.vectors) * kConvVector;
@@ -331,7 +357,8 @@ __global__ void __launch_bounds__(kThreads) copy_image(__grid_constant__ CopyPar
   int const x = int(pixel - line * p.padded_width) - p.padding[1];
   int const y = int(line - image * p.padded_height) - p.padding[0];
   bool const inside = unsigned(x) < unsigned(p.width) && unsigned(y) < unsigned(p.height);
-  uint8_t const* const from = p.x + ((int64_t(image) * p.height + y) * p.width + x) * p.channels + first;
+  uint8_t const* const from =
+      p.x + ((int64_t(image) * p.height + y) * p.width + x) * p.channels + first;
   uint4 v = make_uint4(p.outside, p.outside, p.outside, p.outside);
   if (inside && p.whole_vectors) {
     v = __ldg(reinterpret_cast<uint4 const*>(from));
@@ -353,7 +380,8 @@ struct GatherParams {
   int pixels, vectors, line;  // vectors of a pixel; bytes of a line of taps
 };
 
-__global__ void __launch_bounds__(kThreads) gather_taps(__grid_constant__ GatherParams const g, uint4* out) {
+__global__ void __launch_bounds__(kThreads)
+    gather_taps(__grid_constant__ GatherParams const g, uint4* out) {
   pdl_wait();
   ConvProblem const& p = g.problem;
   int64_t const index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -362,15 +390,18 @@ __global__ void __launch_bounds__(kThreads) gather_taps(__grid_constant__ Gather
   int const row = pixel / g.out_width, image = row / g.out_height;
   int const first_x = (pixel - row * g.out_width) * p.stride[1] - p.padding[1];
   int const first_y = (row - image * g.out_height) * p.stride[0] - p.padding[0];
-  uint8_t const* const x = static_cast<uint8_t const*>(p.x) + int64_t(image) * p.height * p.width * p.channels;
+  uint8_t const* const x =
+      static_cast<uint8_t const*>(p.x) + int64_t(image) * p.height * p.width * p.channels;
   int i = vector * kConvVector / g.line, rest = vector * kConvVector - i * g.line;
   int j = rest / p.channels, channel = rest - j * p.channels;
   uint32_t words[4] = {};
 #pragma unroll
   for (int byte = 0; byte < kConvVector; ++byte) {
     int const at_y = first_y + i * p.dilation[0], at_x = first_x + j * p.dilation[1];
-    bool const inside = i < p.weight.height && unsigned(at_y) < unsigned(p.height) && unsigned(at_x) < unsigned(p.width);
-    uint32_t const code = inside ? x[(int64_t(at_y) * p.width + at_x) * p.channels + channel] : p.x_zero_point & 0xff;
+    bool const inside = i < p.weight.height && unsigned(at_y) < unsigned(p.height) &&
+                        unsigned(at_x) < unsigned(p.width);
+    uint32_t const code =
+        inside ? x[(int64_t(at_y) * p.width + at_x) * p.channels + channel] : p.x_zero_point & 0xff;
     words[byte / 4] |= code << byte % 4 * 8;
     if (++channel == p.channels) {
       channel = 0;
@@ -385,10 +416,12 @@ Status launch_depthwise(Params const& p, ConvPlan const& plan, Stream stream) {
   if constexpr (kIndex < int(std::size(kDepthwiseStrips))) {
     constexpr DepthwiseStrips kStrips = kDepthwiseStrips[kIndex];
     if (!kStrips.fits(p.problem)) return launch_depthwise<kUnsigned, kIndex + 1>(p, plan, stream);
-    return launch(conv_int8_depthwise<Square<kUnsigned, kStrips.size, kStrips.stride>, kStrips.ctas_per_sm()>,
-                  dim3(unsigned(plan.grid)), kThreads, 0, stream, p);
+    return launch(
+        conv_int8_depthwise<Square<kUnsigned, kStrips.size, kStrips.stride>, kStrips.ctas_per_sm()>,
+        dim3(unsigned(plan.grid)), kThreads, 0, stream, p);
   } else {
-    return launch(conv_int8_depthwise<AnyKernel<kUnsigned>, 1>, dim3(unsigned(plan.grid)), kThreads, 0, stream, p);
+    return launch(conv_int8_depthwise<AnyKernel<kUnsigned>, 1>, dim3(unsigned(plan.grid)), kThreads,
+                  0, stream, p);
   }
 }
 
@@ -397,21 +430,27 @@ Status launch_depthwise(Params const& p, ConvPlan const& plan, Stream stream) {
 Status launch_conv_int8_depthwise(ConvParams const& params, ConvPlan const& plan, Stream stream) {
   Params p;
   static_cast<ConvParams&>(p) = params;
-  p.quads = params.problem.weight.n / kChannels, p.segments = int(ceil_div(params.out_width, kPixels));
+  p.quads = params.problem.weight.n / kChannels,
+  p.segments = int(ceil_div(params.out_width, kPixels));
   p.lines = plan.block_m / kPixels, p.strips = int(ceil_div(params.out_height, p.lines));
-  return params.problem.x_unsigned ? launch_depthwise<true>(p, plan, stream) : launch_depthwise<false>(p, plan, stream);
+  return params.problem.x_unsigned ? launch_depthwise<true>(p, plan, stream)
+                                   : launch_depthwise<false>(p, plan, stream);
 }
 
-Status launch_copy_image(ConvProblem const& problem, bool pads, void* out, int out_channels, Stream stream) {
+Status launch_copy_image(ConvProblem const& problem, bool pads, void* out, int out_channels,
+                         Stream stream) {
   ConvProblem const& q = problem;
   CopyParams p = {static_cast<uint8_t const*>(q.x), q.batch, q.height, q.width, q.channels, {0, 0}};
   if (pads) p.padding[0] = q.padding[0], p.padding[1] = q.padding[1];
-  p.padded_height = unsigned(q.height + 2 * p.padding[0]), p.padded_width = unsigned(q.width + 2 * p.padding[1]);
-  p.vectors = unsigned(out_channels / kConvVector), p.outside = uint32_t(q.x_zero_point & 0xff) * 0x01010101u;
-  p.whole_vectors = q.channels % kConvVector == 0 && reinterpret_cast<uintptr_t>(q.x) % kConvVector == 0;
+  p.padded_height = unsigned(q.height + 2 * p.padding[0]),
+  p.padded_width = unsigned(q.width + 2 * p.padding[1]);
+  p.vectors = unsigned(out_channels / kConvVector),
+  p.outside = uint32_t(q.x_zero_point & 0xff) * 0x01010101u;
+  p.whole_vectors =
+      q.channels % kConvVector == 0 && reinterpret_cast<uintptr_t>(q.x) % kConvVector == 0;
   int64_t const threads = int64_t(q.batch) * p.padded_height * p.padded_width * p.vectors;
-  return launch(copy_image, dim3(unsigned(ceil_div(threads, int64_t(kThreads)))), kThreads, 0, stream, p,
-                static_cast<uint4*>(out));
+  return launch(copy_image, dim3(unsigned(ceil_div(threads, int64_t(kThreads)))), kThreads, 0,
+                stream, p, static_cast<uint4*>(out));
 }
 
 Status launch_gather_taps(ConvProblem const& problem, void* out, int out_channels, Stream stream) {
@@ -422,8 +461,8 @@ Status launch_gather_taps(ConvProblem const& problem, void* out, int out_channel
                        out_channels / kConvVector,
                        problem.weight.width * problem.channels};
   auto const threads = int64_t(p.pixels) * p.vectors;
-  return launch(gather_taps, dim3(unsigned(ceil_div(threads, int64_t(kThreads)))), kThreads, 0, stream, p,
-                static_cast<uint4*>(out));
+  return launch(gather_taps, dim3(unsigned(ceil_div(threads, int64_t(kThreads)))), kThreads, 0,
+                stream, p, static_cast<uint4*>(out));
 }
 
 }  // namespace cutlass_ops

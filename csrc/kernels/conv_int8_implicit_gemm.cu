@@ -1,11 +1,13 @@
-// Static int8 convolutions of any geometry by CUTLASS's implicit GEMM (conv::kernel::DefaultConv2dFprop) on mma.sync: its
-// main loop, and an epilogue whose visitor requantises. sm_80 and later.
+// Static int8 convolutions of any geometry by CUTLASS's implicit GEMM
+// (conv::kernel::DefaultConv2dFprop) on mma.sync: its main loop, and an epilogue whose visitor
+// requantises. sm_80 and later.
 //
-// K is taken tap by tap within 64 channels. x is loaded 16 channels at a time by cp.async, or a byte at a time where groups
-// begin within a vector or the kernel has more taps than the iterator has masks for. A CTA has one group of the convolution:
-// CUTLASS sees a convolution of that group's channels, whose images and output channels begin with those of the CTA, because
-// its offsets along images and output channels are products of 32 bits. The accumulators go through shared memory, from which
-// each thread takes four output channels of several pixels.
+// K is taken tap by tap within 64 channels. x is loaded 16 channels at a time by cp.async, or a
+// byte at a time where groups begin within a vector or the kernel has more taps than the iterator
+// has masks for. A CTA has one group of the convolution: CUTLASS sees a convolution of that group's
+// channels, whose images and output channels begin with those of the CTA, because its offsets along
+// images and output channels are products of 32 bits. The accumulators go through shared memory,
+// from which each thread takes four output channels of several pixels.
 #include <cutlass/conv/kernel/default_conv2d_fprop.h>
 #include <cutlass/epilogue/thread/linear_combination.h>
 #include <cutlass/epilogue/threadblock/epilogue_with_visitor.h>
@@ -18,11 +20,12 @@
 #include "device/launch.cuh"
 #include "device/requantize.cuh"
 
-// CUTLASS has the m16n8k32 instructions of int8 with saturation alone. The sums of convolutions wrap.
+// CUTLASS has the m16n8k32 instructions of int8 with saturation alone. The sums of
+// convolutions wrap.
 namespace cutlass::arch {
 template <class A>
-struct Mma<gemm::GemmShape<16, 8, 32>, 32, A, layout::RowMajor, int8_t, layout::ColumnMajor, int, layout::RowMajor,
-           OpMultiplyAdd> {
+struct Mma<gemm::GemmShape<16, 8, 32>, 32, A, layout::RowMajor, int8_t, layout::ColumnMajor, int,
+           layout::RowMajor, OpMultiplyAdd> {
   using Shape = gemm::GemmShape<16, 8, 32>;
   using ElementA = A;
   using LayoutA = layout::RowMajor;
@@ -36,14 +39,17 @@ struct Mma<gemm::GemmShape<16, 8, 32>, 32, A, layout::RowMajor, int8_t, layout::
   using Operator = OpMultiplyAdd;
   using ArchTag = arch::Sm80;
   using Instruction =
-      std::conditional_t<std::is_same_v<A, uint8_t>, cute::SM80_16x8x32_S32U8S8S32_TN, cute::SM80_16x8x32_S32S8S8S32_TN>;
+      std::conditional_t<std::is_same_v<A, uint8_t>, cute::SM80_16x8x32_S32U8S8S32_TN,
+                         cute::SM80_16x8x32_S32S8S8S32_TN>;
 
-  CUTLASS_DEVICE void operator()(FragmentC& d, FragmentA const& a, FragmentB const& b, FragmentC const& c) const {
+  CUTLASS_DEVICE void operator()(FragmentC& d, FragmentA const& a, FragmentB const& b,
+                                 FragmentC const& c) const {
     auto const* const x = reinterpret_cast<uint32_t const*>(&a);
     auto const* const w = reinterpret_cast<uint32_t const*>(&b);
     auto const* const from = reinterpret_cast<uint32_t const*>(&c);
     auto* const to = reinterpret_cast<uint32_t*>(&d);
-    Instruction::fma(to[0], to[1], to[2], to[3], x[0], x[1], x[2], x[3], w[0], w[1], from[0], from[1], from[2], from[3]);
+    Instruction::fma(to[0], to[1], to[2], to[3], x[0], x[1], x[2], x[3], w[0], w[1], from[0],
+                     from[1], from[2], from[3]);
   }
 };
 }  // namespace cutlass::arch
@@ -55,22 +61,28 @@ using cutlass::MatrixCoord;
 using cutlass::conv::Conv2dProblemSize;
 using cutlass::layout::TensorNHWC;
 
-constexpr int kBytewise = int(std::size(kConvImplicitTiles));  // the index of that tile, behind the others
+// the index of that tile, behind the others
+constexpr int kBytewise = int(std::size(kConvImplicitTiles));
 
 template <class X, int kIndex>
 struct Config {
-  static constexpr ConvImplicitTile kTile = kIndex == kBytewise ? kConvBytewiseTile : kConvImplicitTiles[kIndex];
-  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kBlockK = ConvImplicitTile::kBlockK;
+  static constexpr ConvImplicitTile kTile =
+      kIndex == kBytewise ? kConvBytewiseTile : kConvImplicitTiles[kIndex];
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n,
+                       kBlockK = ConvImplicitTile::kBlockK;
   static constexpr int kThreads = kTile.warps() * 32;
   using Element = X;
   // Of this operator, CUTLASS reads types and width: channels of a thread in the epilogue.
   using OutputOperator = cutlass::epilogue::thread::LinearCombination<int, 4, int, int>;
   using Convolution = cutlass::conv::kernel::DefaultConv2dFprop<
-      X, TensorNHWC, int8_t, TensorNHWC, int, TensorNHWC, int, cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80,
-      cutlass::gemm::GemmShape<kBlockM, kBlockN, kBlockK>, cutlass::gemm::GemmShape<kTile.warp, kTile.warp, kBlockK>,
-      cutlass::gemm::GemmShape<16, 8, 32>, OutputOperator, cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<>,
-      kTile.stages, cutlass::arch::OpMultiplyAdd,
-      kTile.bytewise ? cutlass::conv::IteratorAlgorithm::kAnalytic : cutlass::conv::IteratorAlgorithm::kOptimized,
+      X, TensorNHWC, int8_t, TensorNHWC, int, TensorNHWC, int, cutlass::arch::OpClassTensorOp,
+      cutlass::arch::Sm80, cutlass::gemm::GemmShape<kBlockM, kBlockN, kBlockK>,
+      cutlass::gemm::GemmShape<kTile.warp, kTile.warp, kBlockK>,
+      cutlass::gemm::GemmShape<16, 8, 32>, OutputOperator,
+      cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<>, kTile.stages,
+      cutlass::arch::OpMultiplyAdd,
+      kTile.bytewise ? cutlass::conv::IteratorAlgorithm::kAnalytic
+                     : cutlass::conv::IteratorAlgorithm::kOptimized,
       cutlass::conv::StrideSupport::kStrided, kTile.bytewise ? 1 : kConvVector, kConvVector>;
   using Mma = typename Convolution::Mma;
 };
@@ -84,14 +96,16 @@ struct Params : ConvParams {
   typename C::Mma::IteratorB::Params weight;
 };
 
-// The epilogue's visitor (CUTLASS's EpilogueFusedVisitorConcept): requantises and stores four channels at a time.
+// The epilogue's visitor (CUTLASS's EpilogueFusedVisitorConcept): requantises and stores four
+// channels at a time.
 template <class ThreadMap>
 class Requantize {
   using Thread = cutlass::epilogue::threadblock::PredicatedTileIterator<ThreadMap, int>;
   static constexpr int kColumns = ThreadMap::Iterations::kColumn;
 
  public:
-  static constexpr int kIterations = Thread::kIterations, kElementsPerAccess = Thread::kElementsPerAccess;
+  static constexpr int kIterations = Thread::kIterations,
+                       kElementsPerAccess = Thread::kElementsPerAccess;
   using AccumulatorFragment = cutlass::Array<int, kElementsPerAccess>;
   static_assert(kElementsPerAccess == 4, "four channels are a word of the result");
 
@@ -109,13 +123,16 @@ class Requantize {
       for (int i = 0; i < kElementsPerAccess; ++i) {
         int const n = min(channel(column) + i, end_n - 1);
         float const scale = row_scale(p.problem.weight, n);
-        factors[column][i] = requantize_factor(p.problem, scale), biases[column][i] = compensated_bias(p.problem, n, scale);
+        factors[column][i] = requantize_factor(p.problem, scale),
+        biases[column][i] = compensated_bias(p.problem, n, scale);
       }
     }
   }
 
-  __device__ __forceinline__ void visit(int, int, int column, int fragment, AccumulatorFragment const& sums) {
-    int const row = thread.thread_start_row() + ThreadMap::iteration_offset(fragment).row(), n = channel(column);
+  __device__ __forceinline__ void visit(int, int, int column, int fragment,
+                                        AccumulatorFragment const& sums) {
+    int const row = thread.thread_start_row() + ThreadMap::iteration_offset(fragment).row(),
+              n = channel(column);
     if (row >= p.pixels || n >= end_n) return;
     int64_t const index = int64_t(row) * p.problem.weight.n + n;
     int acc[kElementsPerAccess];
@@ -123,7 +140,8 @@ class Requantize {
     for (int i = 0; i < kElementsPerAccess; ++i) acc[i] = wrapping_add(sums[i], biases[column][i]);
     // What the zero point of x counts for in taps outside of x, where the sums have zeros.
     if (int const number = p.cuts_taps ? border_class(p, row) : 0) {
-      int const* const outside = p.problem.weight.cut_sums + cut_sums_at(p, number, group) + (n - first_n);
+      int const* const outside =
+          p.problem.weight.cut_sums + cut_sums_at(p, number, group) + (n - first_n);
       int4 const v = __ldg(reinterpret_cast<int4 const*>(outside));
       int const cut[kElementsPerAccess] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -133,7 +151,8 @@ class Requantize {
     if (p.whole_vectors) {
       uint32_t y[kElementsPerAccess];
 #pragma unroll
-      for (int i = 0; i < kElementsPerAccess; ++i) y[i] = uint32_t(requantize(p, acc[i], factors[column][i]));
+      for (int i = 0; i < kElementsPerAccess; ++i)
+        y[i] = uint32_t(requantize(p, acc[i], factors[column][i]));
       *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.problem.out) + index) =
           __byte_perm(__byte_perm(y[0], y[1], 0x0040), __byte_perm(y[2], y[3], 0x0040), 0x5410);
     } else {
@@ -157,7 +176,7 @@ class Requantize {
 
   ConvParams const& p;
   int const group, first_n, end_n;  // of the convolution's groups
-  Thread thread;                    // knows where the thread's pixels and channels are; it loads and stores nothing
+  Thread thread;  // knows where the thread's pixels and channels are; it loads and stores nothing
   float factors[kColumns][kElementsPerAccess];
   int biases[kColumns][kElementsPerAccess];
 };
@@ -166,7 +185,8 @@ template <class C>
 struct EpilogueOf {
   using Existing = typename C::Convolution::Epilogue;
   using Visitor = Requantize<typename Existing::OutputTileIterator::ThreadMap>;
-  using Type = typename cutlass::epilogue::threadblock::EpilogueWithVisitorFromExistingEpilogue<Visitor, Existing>::Epilogue;
+  using Type = typename cutlass::epilogue::threadblock::EpilogueWithVisitorFromExistingEpilogue<
+      Visitor, Existing>::Epilogue;
 };
 
 template <class C>
@@ -176,25 +196,30 @@ union Storage {
 };
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads) conv_int8_implicit_gemm(__grid_constant__ Params<C> const p) {
+__global__ void __launch_bounds__(C::kThreads)
+    conv_int8_implicit_gemm(__grid_constant__ Params<C> const p) {
   using Mma = typename C::Mma;
   extern __shared__ __align__(16) uint8_t shared[];
   auto& storage = *reinterpret_cast<Storage<C>*>(shared);
   pdl_wait();
   ConvProblem const& problem = p.problem;
   ConvWeight const& w = problem.weight;
-  int const row = blockIdx.x / p.n_tiles, column = blockIdx.x - row * p.n_tiles, group = column / p.group_tiles;
+  int const row = blockIdx.x / p.n_tiles, column = blockIdx.x - row * p.n_tiles,
+            group = column / p.group_tiles;
   int const group_n = w.n / problem.groups, first_pixel = row * C::kBlockM;
-  int const first_n = group * group_n + (column - group * p.group_tiles) * C::kBlockN, end_n = (group + 1) * group_n;
+  int const first_n = group * group_n + (column - group * p.group_tiles) * C::kBlockN,
+            end_n = (group + 1) * group_n;
   int const image_pixels = p.size.P * p.size.Q, image = first_pixel / image_pixels;
   Conv2dProblemSize size = p.size;
   size.N -= image, size.K = end_n - first_n;
   int64_t const image_bytes = int64_t(problem.height) * problem.width * problem.channels;
   int64_t const row_bytes = int64_t(w.height) * w.width * stored_channels(w.channels);
-  typename Mma::IteratorA x(p.x, size,
-                            static_cast<typename C::Element const*>(problem.x) + image * image_bytes + group * w.channels,
-                            int(threadIdx.x), {first_pixel - image * image_pixels, 0});
-  typename Mma::IteratorB weight(p.weight, size, w.codes + first_n * row_bytes, int(threadIdx.x), {0, 0});
+  typename Mma::IteratorA x(
+      p.x, size,
+      static_cast<typename C::Element const*>(problem.x) + image * image_bytes + group * w.channels,
+      int(threadIdx.x), {first_pixel - image * image_pixels, 0});
+  typename Mma::IteratorB weight(p.weight, size, w.codes + first_n * row_bytes, int(threadIdx.x),
+                                 {0, 0});
   int const warp = cutlass::canonical_warp_idx_sync(), lane = int(threadIdx.x) % 32;
   typename Mma::FragmentC sums;
   sums.clear();
@@ -212,32 +237,42 @@ Status launch_config(ConvParams const& params, ConvPlan const& plan, Stream stre
   ConvWeight const& w = problem.weight;
   Params<C> p;
   static_cast<ConvParams&>(p) = params;
-  p.group_tiles = int(ceil_div(w.n / problem.groups, C::kBlockN)), p.n_tiles = problem.groups * p.group_tiles;
+  p.group_tiles = int(ceil_div(w.n / problem.groups, C::kBlockN)),
+  p.n_tiles = problem.groups * p.group_tiles;
   // Vectors of x have the zeros behind a tap's channels, as those of the weight do.
-  int const stored = stored_channels(w.channels), channels = C::kTile.bytewise ? w.channels : stored;
-  p.size =
-      Conv2dProblemSize(problem.batch, problem.height, problem.width, channels, w.n / problem.groups, w.height, w.width,
-                        params.out_height, params.out_width, problem.padding[0], problem.padding[1], problem.stride[0],
-                        problem.stride[1], problem.dilation[0], problem.dilation[1], cutlass::conv::Mode::kCrossCorrelation);
-  p.k_tiles = cutlass::conv::implicit_gemm_k_iterations(cutlass::conv::Operator::kFprop, C::kBlockK, p.size);
+  int const stored = stored_channels(w.channels),
+            channels = C::kTile.bytewise ? w.channels : stored;
+  p.size = Conv2dProblemSize(problem.batch, problem.height, problem.width, channels,
+                             w.n / problem.groups, w.height, w.width, params.out_height,
+                             params.out_width, problem.padding[0], problem.padding[1],
+                             problem.stride[0], problem.stride[1], problem.dilation[0],
+                             problem.dilation[1], cutlass::conv::Mode::kCrossCorrelation);
+  p.k_tiles = cutlass::conv::implicit_gemm_k_iterations(cutlass::conv::Operator::kFprop, C::kBlockK,
+                                                        p.size);
   int const line = problem.width * problem.channels;
-  p.x = Mma::IteratorA::getParams(p.size, TensorNHWC(problem.channels, line, problem.height * line));
-  p.weight = typename Mma::IteratorB::Params(p.size, TensorNHWC(stored, w.width * stored, w.height * w.width * stored));
-  return launch(conv_int8_implicit_gemm<C>, dim3(unsigned(plan.grid)), C::kThreads, int(sizeof(Storage<C>)), stream, p);
+  p.x =
+      Mma::IteratorA::getParams(p.size, TensorNHWC(problem.channels, line, problem.height * line));
+  p.weight = typename Mma::IteratorB::Params(
+      p.size, TensorNHWC(stored, w.width * stored, w.height * w.width * stored));
+  return launch(conv_int8_implicit_gemm<C>, dim3(unsigned(plan.grid)), C::kThreads,
+                int(sizeof(Storage<C>)), stream, p);
 }
 
 template <class X, int kIndex = 0>
 Status launch_tile(ConvParams const& params, ConvPlan const& plan, Stream stream) {
   using C = Config<X, kIndex>;
   if constexpr (kIndex < kBytewise)
-    if (plan.block_m != C::kBlockM || plan.stages != C::kTile.stages) return launch_tile<X, kIndex + 1>(params, plan, stream);
+    if (plan.block_m != C::kBlockM || plan.stages != C::kTile.stages)
+      return launch_tile<X, kIndex + 1>(params, plan, stream);
   return launch_config<C>(params, plan, stream);
 }
 
 }  // namespace
 
-Status launch_conv_int8_implicit_gemm(ConvParams const& params, ConvPlan const& plan, Stream stream) {
-  return params.problem.x_unsigned ? launch_tile<uint8_t>(params, plan, stream) : launch_tile<int8_t>(params, plan, stream);
+Status launch_conv_int8_implicit_gemm(ConvParams const& params, ConvPlan const& plan,
+                                      Stream stream) {
+  return params.problem.x_unsigned ? launch_tile<uint8_t>(params, plan, stream)
+                                   : launch_tile<int8_t>(params, plan, stream);
 }
 
 }  // namespace cutlass_ops

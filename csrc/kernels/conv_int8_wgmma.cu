@@ -9,16 +9,17 @@
 // share pixels in L2, and load the next tile's stages while they store one. Where two share an SM,
 // one multiplies while the other stores.
 //
-// The zero point of x is taken from the sums afterwards (requantize.cuh), as if no tap lay outside of
-// x, and put back for those that do. Outputs of four lanes are exchanged, so that a lane stores 8 bytes
-// at a time.
+// The zero point of x is taken from the sums afterwards (requantize.cuh), as if no tap lay outside
+// of x, and put back for those that do. Outputs of four lanes are exchanged, so that a lane stores
+// 8 bytes at a time.
 #include <cutlass/arch/barrier.h>
 
 #include "device/hopper.cuh"
 #include "device/requantize.cuh"
 #include "device/tensor_map.cuh"
 
-#pragma nv_diag_suppress 177  // for other GPUs the kernels have no bodies, which read the members of Config
+// for other GPUs the kernels have no bodies, which read the members of Config
+#pragma nv_diag_suppress 177
 
 namespace cutlass_ops {
 namespace {
@@ -36,10 +37,12 @@ struct Config {
   static constexpr Tile kTile = {kBlockN_, kCluster_};
   static constexpr bool kUnsigned = kUnsigned_;
   static constexpr int kBlockN = kBlockN_, kCluster = kCluster_;
-  static constexpr int kPixelBytes = Tile::kBlockM * Tile::kBlockK, kStageBytes = kTile.stage_bytes();
+  static constexpr int kPixelBytes = Tile::kBlockM * Tile::kBlockK,
+                       kStageBytes = kTile.stage_bytes();
   static constexpr int kSums = kBlockN / 2;  // of a thread
-  using Mma = decltype(cute::SM90::GMMA::ss_op_selector<std::conditional_t<kUnsigned, uint8_t, int8_t>, int8_t, int32_t,
-                                                        cute::Shape<cute::_64, cute::Int<kBlockN>, cute::_32>>());
+  using Mma = decltype(cute::SM90::GMMA::ss_op_selector<
+                       std::conditional_t<kUnsigned, uint8_t, int8_t>, int8_t, int32_t,
+                       cute::Shape<cute::_64, cute::Int<kBlockN>, cute::_32>>());
 };
 
 struct Barriers {
@@ -59,7 +62,8 @@ template <class C>
 struct Tile {
   int first_pixel, group, first_n, end_n;
   __device__ __forceinline__ Tile(Params const& p, int index, int rank) {
-    int const row = index / p.n_tiles, column = index - row * p.n_tiles, channels = p.problem.weight.n / p.problem.groups;
+    int const row = index / p.n_tiles, column = index - row * p.n_tiles,
+              channels = p.problem.weight.n / p.problem.groups;
     first_pixel = (row * C::kCluster + rank) * ConvWgmmaTile::kBlockM;
     group = column / p.group_tiles;
     first_n = group * channels + (column - group * p.group_tiles) * C::kBlockN;
@@ -70,8 +74,9 @@ struct Tile {
 // ---- load
 
 template <class C>
-__device__ __forceinline__ void load_tiles(uint8_t* stages, Barriers& barriers, CUtensorMap const& pixels,
-                                           CUtensorMap const& weights, Params const& p, int rank) {
+__device__ __forceinline__ void load_tiles(uint8_t* stages, Barriers& barriers,
+                                           CUtensorMap const& pixels, CUtensorMap const& weights,
+                                           Params const& p, int rank) {
   constexpr int kShare = C::kBlockN / C::kCluster;
   constexpr uint16_t kEveryCta = (1 << C::kCluster) - 1;
   constexpr auto kHint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
@@ -95,12 +100,13 @@ __device__ __forceinline__ void load_tiles(uint8_t* stages, Barriers& barriers, 
           ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
           if (!leader) continue;
           TransactionBarrier::arrive_and_expect_tx(full, C::kStageBytes);
-          cute::SM90_TMA_LOAD_IM2COL_4D::copy(&pixels, full, stage, first_channel + channel, x, y, image,
-                                              uint16_t(j * problem.dilation[1]), uint16_t(i * problem.dilation[0]));
+          cute::SM90_TMA_LOAD_IM2COL_4D::copy(&pixels, full, stage, first_channel + channel, x, y,
+                                              image, uint16_t(j * problem.dilation[1]),
+                                              uint16_t(i * problem.dilation[0]));
           uint8_t* const to = stage + C::kPixelBytes + rank * kShare * ConvWgmmaTile::kBlockK;
           if constexpr (C::kCluster > 1) {
-            cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&weights, full, kEveryCta, kHint, to, channel, tap,
-                                                   tile.first_n + rank * kShare);
+            cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&weights, full, kEveryCta, kHint, to, channel,
+                                                   tap, tile.first_n + rank * kShare);
           } else {
             cute::SM90_TMA_LOAD_3D::copy(&weights, full, kHint, to, channel, tap, tile.first_n);
           }
@@ -113,7 +119,8 @@ __device__ __forceinline__ void load_tiles(uint8_t* stages, Barriers& barriers, 
 // ---- multiply
 
 template <class Mma, size_t... I>
-__device__ __forceinline__ void multiply_slice(uint64_t a, uint64_t b, uint32_t* sums, bool add, std::index_sequence<I...>) {
+__device__ __forceinline__ void multiply_slice(uint64_t a, uint64_t b, uint32_t* sums, bool add,
+                                               std::index_sequence<I...>) {
   using cute::SM90::GMMA::ScaleOut;
   Mma::fma(a, b, sums[I]..., add ? ScaleOut::One : ScaleOut::Zero);
 }
@@ -146,7 +153,8 @@ struct Multiplier {
     cute::warpgroup_arrive();
 #pragma unroll
     for (int slice = 0; slice < kCount; ++slice) {
-      multiply_slice<typename C::Mma>(a + slice * 2, b + slice * 2, sums, previous >= 0 || slice > 0,
+      multiply_slice<typename C::Mma>(a + slice * 2, b + slice * 2, sums,
+                                      previous >= 0 || slice > 0,
                                       std::make_index_sequence<C::kSums>{});
     }
     cute::warpgroup_commit_batch();
@@ -181,10 +189,11 @@ struct Multiplier {
 
 // ---- store
 
-// 16 rows of a warp whose outputs are bytes in whole vectors. kCuts: the zero point of x is put back for taps outside of x;
-// `number` is the border class of row lane / 2.
+// 16 rows of a warp whose outputs are bytes in whole vectors. kCuts: the zero point of x is put
+// back for taps outside of x; `number` is the border class of row lane / 2.
 template <class C, bool kCuts>
-__device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums], ChannelVectors const* vectors, Params const& p,
+__device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums],
+                                              ChannelVectors const* vectors, Params const& p,
                                               Tile<C> const& tile, int first_row, int number) {
   int const t = threadIdx.x % 4, row = first_row + threadIdx.x % 32 / 4, n = tile.first_n + t * 8;
   int cuts[2];  // where the sums of those taps' codes are; negative: nowhere
@@ -230,14 +239,17 @@ __device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums], Channe
   }
 }
 
-// Four neighbouring outputs of a row, or `count` of them. `outside`: sums of the codes of taps outside of x.
-__device__ __forceinline__ void finish_four(Params const& p, int const (&sums)[4], int const (&outside)[4],
-                                            ChannelVectors const* vectors, int64_t index, int count) {
+// Four neighbouring outputs of a row, or `count` of them. `outside`: sums of the codes of
+// taps outside of x.
+__device__ __forceinline__ void finish_four(Params const& p, int const (&sums)[4],
+                                            int const (&outside)[4], ChannelVectors const* vectors,
+                                            int64_t index, int count) {
   int y[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     ChannelVectors const v = vectors[i];
-    int const acc = wrapping_add(wrapping_add(sums[i], v.bias), wrapping_multiply(p.problem.x_zero_point, outside[i]));
+    int const acc = wrapping_add(wrapping_add(sums[i], v.bias),
+                                 wrapping_multiply(p.problem.x_zero_point, outside[i]));
     y[i] = p.problem.out_type == ConvOutput::kInt32 ? acc : requantize(p, acc, v.factor);
   }
   if (p.whole_vectors) {
@@ -259,8 +271,9 @@ __device__ __forceinline__ void finish_four(Params const& p, int const (&sums)[4
 // 16 rows of a warp, whatever their outputs are, by way of shared memory, so that this takes few
 // registers. A lane has four channels of row lane / 2, whose border class is `number`.
 template <class C>
-__device__ __forceinline__ void store_any(uint32_t (&sums)[C::kSums], ChannelVectors const* vectors, int* staging,
-                                          Params const& p, Tile<C> const& tile, int first_row, int number) {
+__device__ __forceinline__ void store_any(uint32_t (&sums)[C::kSums], ChannelVectors const* vectors,
+                                          int* staging, Params const& p, Tile<C> const& tile,
+                                          int first_row, int number) {
   int const lane = threadIdx.x % 32, row = first_row + lane / 2, own = lane % 2 * 4;
   int64_t const line = int64_t(row) * p.problem.weight.n;
   int const group_n = tile.end_n - p.problem.weight.n / p.problem.groups;
@@ -271,7 +284,8 @@ __device__ __forceinline__ void store_any(uint32_t (&sums)[C::kSums], ChannelVec
     int const channel = j * 8 + own, n = tile.first_n + channel;
     bool const there = row < p.pixels && n < tile.end_n;
     int4 outside = make_int4(0, 0, 0, 0);
-    if (there && number) outside = __ldg(reinterpret_cast<int4 const*>(p.problem.weight.cut_sums + cut + channel));
+    if (there && number)
+      outside = __ldg(reinterpret_cast<int4 const*>(p.problem.weight.cut_sums + cut + channel));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       *reinterpret_cast<uint2*>(staged + (lane / 4 + half * 8) * 8 + lane % 4 * 2) =
@@ -280,16 +294,18 @@ __device__ __forceinline__ void store_any(uint32_t (&sums)[C::kSums], ChannelVec
     __syncwarp();  // the other half has been read, too
     if (!there) continue;
     int4 const found = *reinterpret_cast<int4 const*>(staged + lane * 4);
-    int const acc[4] = {found.x, found.y, found.z, found.w}, added[4] = {outside.x, outside.y, outside.z, outside.w};
+    int const acc[4] = {found.x, found.y, found.z, found.w},
+              added[4] = {outside.x, outside.y, outside.z, outside.w};
     finish_four(p, acc, added, vectors + channel, line + n, tile.end_n - n);
   }
 }
 
 template <class C>
-__device__ __forceinline__ void store(uint32_t (&sums)[C::kSums], ChannelVectors const* vectors, int* staging, Params const& p,
-                                      Tile<C> const& tile) {
+__device__ __forceinline__ void store(uint32_t (&sums)[C::kSums], ChannelVectors const* vectors,
+                                      int* staging, Params const& p, Tile<C> const& tile) {
   int const warp = threadIdx.x / 32, first_row = tile.first_pixel + warp * 16;
-  int const number = p.cuts_taps ? border_class(p, min(first_row + int(threadIdx.x) % 32 / 2, p.pixels - 1)) : 0;
+  int const number =
+      p.cuts_taps ? border_class(p, min(first_row + int(threadIdx.x) % 32 / 2, p.pixels - 1)) : 0;
   if (p.whole_vectors && __any_sync(~0u, number != 0)) {
     store_vectors<C, true>(sums, vectors, p, tile, first_row, number);
   } else if (p.whole_vectors) {
@@ -300,8 +316,9 @@ __device__ __forceinline__ void store(uint32_t (&sums)[C::kSums], ChannelVectors
 }
 
 template <class C>
-__device__ __forceinline__ void multiply_tiles(uint8_t const* stages, ChannelVectors* vectors, int* staging, Barriers& barriers,
-                                               Params const& p, int rank, int warpgroup) {
+__device__ __forceinline__ void multiply_tiles(uint8_t const* stages, ChannelVectors* vectors,
+                                               int* staging, Barriers& barriers, Params const& p,
+                                               int rank, int warpgroup) {
   constexpr int kColumns = (C::kBlockN + 127) / 128;  // of a thread
   int const thread = threadIdx.x % 128;
   vectors += warpgroup * C::kBlockN;
@@ -311,7 +328,8 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* stages, ChannelVec
     Tile<C> const tile(p, index, rank);
     // On their way to L1 during the main loop, where registers are few.
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) prefetch_channel(p.problem, min(tile.first_n + i * 128 + thread, tile.end_n - 1));
+    for (int i = 0; i < kColumns; ++i)
+      prefetch_channel(p.problem, min(tile.first_n + i * 128 + thread, tile.end_n - 1));
     if (p.last_slices == 1) {
       multiplier.template multiply_tile<1>(sums);
     } else if (p.last_slices == 2) {
@@ -319,13 +337,15 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* stages, ChannelVec
     } else {
       multiplier.template multiply_tile<4>(sums);
     }
-    cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup);  // the last tile's vectors have been read
+    // the last tile's vectors have been read
+    cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       int const n = min(tile.first_n + i * 128 + thread, tile.end_n - 1);
       float const scale = row_scale(p.problem.weight, n);
       if (i * 128 + thread < C::kBlockN)
-        vectors[i * 128 + thread] = {requantize_factor(p.problem, scale), compensated_bias(p.problem, n, scale)};
+        vectors[i * 128 + thread] = {requantize_factor(p.problem, scale),
+                                     compensated_bias(p.problem, n, scale)};
     }
     cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup);
     store<C>(sums, vectors, staging, p, tile);
@@ -334,8 +354,8 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* stages, ChannelVec
 
 template <class C>
 __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
-    conv_int8_wgmma(__grid_constant__ CUtensorMap const pixels, __grid_constant__ CUtensorMap const weights,
-                    __grid_constant__ Params const p) {
+    conv_int8_wgmma(__grid_constant__ CUtensorMap const pixels,
+                    __grid_constant__ CUtensorMap const weights, __grid_constant__ Params const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t stages[];
   auto* const vectors = reinterpret_cast<ChannelVectors*>(stages + p.stages * C::kStageBytes);
@@ -380,7 +400,8 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
 Status encode_pixels(ConvProblem const& p, CUtensorMap* map) {
   ImageRows image;
   image.batch = p.batch;
-  image.size[1] = p.height, image.size[2] = p.width, image.taps[1] = p.weight.height, image.taps[2] = p.weight.width;
+  image.size[1] = p.height, image.size[2] = p.width, image.taps[1] = p.weight.height,
+  image.taps[2] = p.weight.width;
   for (int axis : {0, 1}) {
     image.stride[axis + 1] = p.stride[axis], image.padding[axis + 1] = p.padding[axis];
     image.dilation[axis + 1] = p.dilation[axis];
@@ -394,20 +415,25 @@ Status launch_config(ConvParams const& params, ConvPlan const& plan, Stream stre
   Params p;
   static_cast<ConvParams&>(p) = params;
   p.stages = plan.stages;
-  p.group_tiles = ceil_div(w.n / params.problem.groups, C::kBlockN), p.n_tiles = params.problem.groups * p.group_tiles;
+  p.group_tiles = ceil_div(w.n / params.problem.groups, C::kBlockN),
+  p.n_tiles = params.problem.groups * p.group_tiles;
   p.tiles = ceil_div(params.pixels, C::kCluster * ConvWgmmaTile::kBlockM) * p.n_tiles;
   p.k_blocks = ceil_div(w.channels, ConvWgmmaTile::kBlockK);
   p.last_slices = ceil_div(w.channels - (p.k_blocks - 1) * ConvWgmmaTile::kBlockK, 32);
   CUtensorMap pixels, weights;
   Status status = encode_pixels(params.problem, &pixels);
-  cuuint64_t const stored = cuuint64_t(stored_channels(w.channels)), taps = cuuint64_t(w.height * w.width);
+  cuuint64_t const stored = cuuint64_t(stored_channels(w.channels)),
+                   taps = cuuint64_t(w.height * w.width);
   if (status.ok())
-    status = hopper::encode<3>(CU_TENSOR_MAP_DATA_TYPE_UINT8, w.codes, {stored, taps, cuuint64_t(w.n)}, {stored, stored * taps},
-                               {cuuint32_t(ConvWgmmaTile::kBlockK), 1, cuuint32_t(C::kBlockN / C::kCluster)},
-                               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &weights);
+    status = hopper::encode<3>(
+        CU_TENSOR_MAP_DATA_TYPE_UINT8, w.codes, {stored, taps, cuuint64_t(w.n)},
+        {stored, stored * taps},
+        {cuuint32_t(ConvWgmmaTile::kBlockK), 1, cuuint32_t(C::kBlockN / C::kCluster)},
+        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &weights);
   if (!status.ok()) return status;
-  return launch_clusters(conv_int8_wgmma<C>, dim3(unsigned(plan.grid)), C::kCluster, C::kTile.threads(),
-                         C::kTile.shared_bytes(plan.stages), stream, pixels, weights, p);
+  return launch_clusters(conv_int8_wgmma<C>, dim3(unsigned(plan.grid)), C::kCluster,
+                         C::kTile.threads(), C::kTile.shared_bytes(plan.stages), stream, pixels,
+                         weights, p);
 }
 
 template <bool kUnsigned>
@@ -421,7 +447,8 @@ Status launch_type(ConvParams const& params, ConvPlan const& plan, Stream stream
 }  // namespace
 
 Status launch_conv_int8_wgmma(ConvParams const& params, ConvPlan const& plan, Stream stream) {
-  return params.problem.x_unsigned ? launch_type<true>(params, plan, stream) : launch_type<false>(params, plan, stream);
+  return params.problem.x_unsigned ? launch_type<true>(params, plan, stream)
+                                   : launch_type<false>(params, plan, stream);
 }
 
 }  // namespace cutlass_ops

@@ -1,28 +1,34 @@
-// A few rows of x times int4, int8 or code-book weights (decoding): W4A16, W8A16, W4A8 and W8A8 for up to 8 rows of x, sm_90
-// and later.
+// A few rows of x times int4, int8 or code-book weights (decoding): W4A16, W8A16, W4A8 and W8A8 for
+// up to 8 rows of x, sm_90 and later.
 //
 // The time is that of reading the weights once, so everything else is arranged around their stream:
 //
-//   cluster   whole row panels of 64 output features; its blocks share K in equal slices, so that a block's x is small and stays in shared memory
-//   warp      an equal run of its block's pieces (64 features x 128 columns at 4 bits, 64 at 8), which follow one another in memory. Every
-//             lane copies its own 16-byte vectors to a ring of stages of its warp's (cp.async) and reads them back: no barrier. The first stages
-//             are issued before pdl_wait(), and the next launch's blocks start once this one has issued all its loads
+//   cluster   whole row panels of 64 output features; its blocks share K in equal slices, so that a
+//             block's x is small and stays in shared memory
+//   warp      an equal run of its block's pieces (64 features x 128 columns at 4 bits, 64 at 8),
+//             which follow one another in memory. Every lane copies its own 16-byte vectors to a
+//             ring of stages of its warp's (cp.async) and reads them back: no barrier. The first
+//             stages are issued before pdl_wait(), and the next launch's blocks start once this one
+//             has issued all its loads
 //   multiply  mma.sync m16n8k16, weights as operand A, x by ldmatrix as operand B
 //   promote   sum = fma(step's sum, weight scale, sum), as in mma_gemm_a16.cu
-//   end       sums of warps that share a row panel are added in shared memory, and those of a cluster's blocks in the block that ends with those features,
-//             always in the order of K: no scratch memory, no atomics. Blocks send them by st.async, whose bytes a barrier of the receiver counts: a
-//             fence at the scope of a cluster waits for every access in flight, a tenth of a small product's time
+//   end       sums of warps that share a row panel are added in shared memory, and those of a
+//             cluster's blocks in the block that ends with those features, always in the order of
+//             K: no scratch memory, no atomics. Blocks send them by st.async, whose bytes a barrier
+//             of the receiver counts: a fence at the scope of a cluster waits for every access in
+//             flight, a tenth of a small product's time
 //
-// Where zero points or offsets take the sums of x over a step, which a block adds up once, codes become fp16 by bit operations
-// alone: subnormal numbers (decode.cuh) with a bias that the sums' start takes away. Elsewhere the sums would cost more than
-// the arithmetic of exact numbers saves.
+// Where zero points or offsets take the sums of x over a step, which a block adds up once, codes
+// become fp16 by bit operations alone: subnormal numbers (decode.cuh) with a bias that the sums'
+// start takes away. Elsewhere the sums would cost more than the arithmetic of exact numbers saves.
 //
-// The values of a code book are looked up in shared memory (decode.cuh), the next word's while one is multiplied. More warps
-// hide that, so a block leaves no room for one of the next launch, but where its part is small.
+// The values of a code book are looked up in shared memory (decode.cuh), the next word's while one
+// is multiplied. More warps hide that, so a block leaves no room for one of the next launch, but
+// where its part is small.
 //
-// int8 activations use the same loop. Blocks quantise x themselves in shared memory, with the quantiser's arithmetic
-// (quantize.cuh), and keep the codes minus their zero point as fp16, which holds them exactly; products and their sums over a
-// step are integers below 2^24, exact in fp32.
+// int8 activations use the same loop. Blocks quantise x themselves in shared memory, with the
+// quantiser's arithmetic (quantize.cuh), and keep the codes minus their zero point as fp16, which
+// holds them exactly; products and their sums over a step are integers below 2^24, exact in fp32.
 #include "kernels/decode_gemm_config.cuh"
 #include "kernels/decode_gemm_x.cuh"
 
@@ -31,7 +37,8 @@ namespace {
 
 // 4 or 8 neighbouring values of a group vector, as floats.
 template <int kCount>
-__device__ __forceinline__ void load_vector(uint8_t const* vector, DataType type, int index, float (&out)[kCount]) {
+__device__ __forceinline__ void load_vector(uint8_t const* vector, DataType type, int index,
+                                            float (&out)[kCount]) {
   if (type == DataType::kFloat32) {
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
@@ -54,7 +61,8 @@ __device__ __forceinline__ void load_vector(uint8_t const* vector, DataType type
       float2 pair = __half22float2(reinterpret_cast<__half2 const&>(words[i]));
       out[2 * i] = pair.x, out[2 * i + 1] = pair.y;
     } else {
-      out[2 * i] = __uint_as_float(words[i] << 16), out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+      out[2 * i] = __uint_as_float(words[i] << 16),
+              out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
     }
   }
 }
@@ -62,37 +70,43 @@ __device__ __forceinline__ void load_vector(uint8_t const* vector, DataType type
 template <class C>
 using Sums = float[C::kMBlocks][C::kSumBlocks][4];
 
-// Up to 4 rows of x times two row blocks' look-ups at a time, which are operands as they are: the values of rows g and g + 8
-// for one column stand for two columns of operand B, which for its first four columns are (x, 0), to pick row g of each token,
-// and for the others (0, x), to pick row g + 8.
+// Up to 4 rows of x times two row blocks' look-ups at a time, which are operands as they are:
+// the values of rows g and g + 8 for one column stand for two columns of operand B, which for
+// its first four columns are (x, 0), to pick row g of each token, and for the others (0, x),
+// to pick row g + 8.
 template <class C, class LookUp>
-__device__ __forceinline__ void multiply_pairs(uint32_t (&pairs)[4][4], LookUp look_up, int first_turn, int turns,
-                                               uint32_t const* x, bool first, float (&products)[C::kSumBlocks][4]) {
-  uint32_t const even = threadIdx.x % 32 < 16 ? 0x4410u : 0x1044u, odd = threadIdx.x % 32 < 16 ? 0x4432u : 0x3244u;
-  uint32_t const b[4] = {__byte_perm(x[0], 0, even), __byte_perm(x[1], 0, even), __byte_perm(x[0], 0, odd),
-                         __byte_perm(x[1], 0, odd)};
+__device__ __forceinline__ void multiply_pairs(uint32_t (&pairs)[4][4], LookUp look_up,
+                                               int first_turn, int turns, uint32_t const* x,
+                                               bool first, float (&products)[C::kSumBlocks][4]) {
+  uint32_t const even = threadIdx.x % 32 < 16 ? 0x4410u : 0x1044u,
+                 odd = threadIdx.x % 32 < 16 ? 0x4432u : 0x3244u;
+  uint32_t const b[4] = {__byte_perm(x[0], 0, even), __byte_perm(x[1], 0, even),
+                         __byte_perm(x[0], 0, odd), __byte_perm(x[1], 0, odd)};
 #pragma unroll
   for (int two = 0; two < 2; ++two) {
     int const turn = first_turn + 2 * two;
     if (turn + 2 < turns) look_up(turn + 2), look_up(turn + 3);
     uint32_t (&low)[4] = pairs[turn % 4], (&high)[4] = pairs[turn % 4 + 1];
-    uint32_t const a[2][4] = {{low[0], high[0], low[1], high[1]}, {low[2], high[2], low[3], high[3]}};
+    uint32_t const a[2][4] = {{low[0], high[0], low[1], high[1]},
+                              {low[2], high[2], low[3], high[3]}};
     multiply_add<C::kOperand>(products[two], a[0], b[0], b[1], first, 0.0f);
     multiply_add<C::kOperand>(products[two], a[1], b[2], b[3], false, 0.0f);
   }
 }
 
-// The oldest piece of the ring; `column` is its first, counted from the slice's. Its stage is refilled at once.
+// The oldest piece of the ring; `column` is its first, counted from the slice's. Its stage is
+// refilled at once.
 template <class C>
-__device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params const& p, int column, Sums<C>& sums,
-                                               WeightLoader<C>& loader) {
+__device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params const& p, int column,
+                                               Sums<C>& sums, WeightLoader<C>& loader) {
   using Decode = typename C::Decode;
   using E = CodeBias<Decode>;
   constexpr int kUnitColumns = C::kPieceColumns / 2;
   constexpr int kUnitPieces = kUnitColumns / 16;  // of 16 columns
   int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   uint8_t const* stage = loader.ring + loader.stage * p.memory.stage;
-  uint32_t const table = C::kHasCodebook ? cute::cast_smem_ptr_to_uint(shared + p.memory.table) + lane * 4 : 0;
+  uint32_t const table =
+      C::kHasCodebook ? cute::cast_smem_ptr_to_uint(shared + p.memory.table) + lane * 4 : 0;
   uint32_t x[C::kMBlocks];
 #pragma unroll
   for (int tb = 0; tb < C::kMBlocks; ++tb) x[tb] = x_row_of_thread<C>(shared, p, tb) + column * 2;
@@ -105,7 +119,8 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
     uint4 codes[kRowBlocks];
 #pragma unroll
     for (int rb = 0; rb < kRowBlocks; ++rb)
-      codes[rb] = *reinterpret_cast<uint4 const*>(stage + (rb * 2 + unit) * kUnitBytes + lane * kLaneBytes);
+      codes[rb] =
+          *reinterpret_cast<uint4 const*>(stage + (rb * 2 + unit) * kUnitBytes + lane * kLaneBytes);
     loader.copy_codes(p, unit);
     constexpr int kTurns = kUnitPieces * kRowBlocks, kAtOnce = C::kPairs ? 2 : 1;
     uint32_t pairs[2 * kAtOnce][4];  // looked up: of this word, or two, and of the next
@@ -114,7 +129,8 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
       int const i = turn / kRowBlocks;
       uint32_t word = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
       asm volatile("" : "+r"(word));  // not before its turn, as below
-      decode::Int4Codebook::look_up<C::kBlockM == 8 && C::kMinCtasPerSm == 2 ? 3 : 4>(word, table, pairs[turn % (2 * kAtOnce)]);
+      decode::Int4Codebook::look_up<C::kBlockM == 8 && C::kMinCtasPerSm == 2 ? 3 : 4>(
+          word, table, pairs[turn % (2 * kAtOnce)]);
     };
     if constexpr (C::kHasCodebook) {
 #pragma unroll
@@ -124,7 +140,8 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
     for (int piece = 0; piece < kUnitPieces; ++piece) {
       int const at = unit * kUnitPieces + piece;  // of the piece's 16 columns
       int const step = at * 16 / C::kStepColumns;
-      bool const first = at * 16 % C::kStepColumns == 0, last = (at + 1) * 16 % C::kStepColumns == 0;
+      bool const first = at * 16 % C::kStepColumns == 0,
+                 last = (at + 1) * 16 % C::kStepColumns == 0;
       int const index = (column / C::kStepColumns + step) * C::kBlockM + 2 * t;
       float const* step_sums = reinterpret_cast<float const*>(shared + p.memory.sums) + index;
       if (first && E::kCodeBias > 0) {
@@ -142,7 +159,8 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
         }
       }
       if constexpr (C::kPairs)
-        multiply_pairs<C>(pairs, look_up, piece * kRowBlocks, kTurns, &b[0][at % 2 * 2], first, products[0]);
+        multiply_pairs<C>(pairs, look_up, piece * kRowBlocks, kTurns, &b[0][at % 2 * 2], first,
+                          products[0]);
 #pragma unroll
       for (int rb = 0; !C::kPairs && rb < kRowBlocks; ++rb) {
         uint32_t a[4];
@@ -152,7 +170,8 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
           Decode::combine(pairs[turn % 2], a);
         } else {
           uint32_t words[4] = {codes[rb].x, codes[rb].y, codes[rb].z, codes[rb].w};
-          asm volatile("" : "+r"(words[piece * Decode::kWords]));  // not decoded before its turn: registers
+          // not decoded before its turn: registers
+          asm volatile("" : "+r"(words[piece * Decode::kWords]));
           Decode::fragment(words + piece * Decode::kWords, a);
         }
 #pragma unroll
@@ -162,7 +181,8 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
             float (&c)[4] = start[tb];
             multiply_add<C::kOperand>(d, a, b[tb][0], b[tb][1], c[0], c[1], c[2], c[3]);
           } else {
-            multiply_add<C::kOperand>(d, a, b[tb][at % 2 * 2], b[tb][at % 2 * 2 + 1], d[0], d[1], d[2], d[3]);
+            multiply_add<C::kOperand>(d, a, b[tb][at % 2 * 2], b[tb][at % 2 * 2 + 1], d[0], d[1],
+                                      d[2], d[3]);
           }
         }
       }
@@ -171,7 +191,8 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
       if (C::kCompensates && p.weight.zeros) {
         uint32_t zeros[kRowBlocks / 2];
 #pragma unroll
-        for (int i = 0; i < kRowBlocks / 2; ++i) zeros[i] = reinterpret_cast<uint32_t const*>(stage + p.memory.zeros + row)[i];
+        for (int i = 0; i < kRowBlocks / 2; ++i)
+          zeros[i] = reinterpret_cast<uint32_t const*>(stage + p.memory.zeros + row)[i];
 #pragma unroll
         for (int tb = 0; tb < C::kMBlocks; ++tb) {
           float2 sum = *reinterpret_cast<float2 const*>(step_sums + tb * 8);
@@ -179,23 +200,27 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
           for (int rb = 0; rb < C::kSumBlocks; ++rb)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              float zero = float(int8_t(zeros[rb / 2] >> (rb % 2 * 16 + e / 2 * 8))) * (e / 2 ? E::kUpper : 1.0f);
+              float zero = float(int8_t(zeros[rb / 2] >> (rb % 2 * 16 + e / 2 * 8))) *
+                           (e / 2 ? E::kUpper : 1.0f);
               products[tb][rb][e] = fmaf(-zero, e % 2 ? sum.y : sum.x, products[tb][rb][e]);
             }
         }
       }
       float scales[2 * kRowBlocks];
-      load_vector(stage + C::kScales, C::kPlain ? C::kElementType : p.weight.scale_type, row, scales);
+      load_vector(stage + C::kScales, C::kPlain ? C::kElementType : p.weight.scale_type, row,
+                  scales);
       float const* step_scales = reinterpret_cast<float const*>(shared + p.memory.scales) + index;
 #pragma unroll
       for (int tb = 0; tb < C::kMBlocks; ++tb) {
-        float2 token_scale = C::kInt8 ? *reinterpret_cast<float2 const*>(step_scales + tb * 8) : make_float2(1.0f, 1.0f);
+        float2 token_scale = C::kInt8 ? *reinterpret_cast<float2 const*>(step_scales + tb * 8)
+                                      : make_float2(1.0f, 1.0f);
 #pragma unroll
         for (int rb = 0; rb < C::kSumBlocks; ++rb)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             float scale = scales[2 * rb + e / 2];
-            if (C::kPairs) scale = t / 2 ? scales[2 * (2 * rb + e / 2) + 1] : scales[2 * (2 * rb + e / 2)];
+            if (C::kPairs)
+              scale = t / 2 ? scales[2 * (2 * rb + e / 2) + 1] : scales[2 * (2 * rb + e / 2)];
             if (C::kInt8) scale *= e % 2 ? token_scale.y : token_scale.x;
             sums[tb][rb][e] = fmaf(products[tb][rb][e], scale, sums[tb][rb][e]);
           }
@@ -214,15 +239,17 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
           for (int rb = 0; rb < C::kSumBlocks; ++rb)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-              sums[tb][rb][e] =
-                  fmaf(offsets[2 * rb + e / 2] * (e / 2 ? E::kUpper : 1.0f), e % 2 ? sum.y : sum.x, sums[tb][rb][e]);
+              sums[tb][rb][e] = fmaf(offsets[2 * rb + e / 2] * (e / 2 ? E::kUpper : 1.0f),
+                                     e % 2 ? sum.y : sum.x, sums[tb][rb][e]);
         }
       }
     }
   }
   __syncwarp();  // all lanes have read the vectors
   // What the next copies need is not computed before the products are: registers.
-  asm volatile("" : "+r"(loader.at.piece), "+r"(loader.at.row_panel), "+r"(loader.stage), "+r"(loader.left));
+  asm volatile(""
+               : "+r"(loader.at.piece), "+r"(loader.at.row_panel), "+r"(loader.stage),
+                 "+r"(loader.left));
   loader.copy_rest(p);
 }
 
@@ -242,7 +269,9 @@ __device__ __forceinline__ void store_sums(float* to, Params const& p, Sums<C>& 
       for (int i = 0; i < 2 * C::kSumBlocks; ++i) {
         float& sum = sums[tb][i / 2][i % 2 * 2 + e];
         float const unit = E::kUnit * (i % 2 ? E::kUpper : 1.0f);
-        if (there) to[(tb * 8 + e) * kSlotFloats + i * (kRowsPerPanel / 2 / C::kSumBlocks)] = sum * (1.0f / unit);
+        if (there)
+          to[(tb * 8 + e) * kSlotFloats + i * (kRowsPerPanel / 2 / C::kSumBlocks)] =
+              sum * (1.0f / unit);
         sum = 0.0f;
       }
     }
@@ -272,16 +301,18 @@ __device__ __forceinline__ void finish(float (&v)[4], int x_row, int n, Params c
   if (n >= p.epilogue.n) return;
   if (p.plain_epilogue) {
     uint32_t low = pack_pair<typename C::Element>(nan_unless_finite(v[0]), nan_unless_finite(v[1]));
-    uint32_t high = pack_pair<typename C::Element>(nan_unless_finite(v[2]), nan_unless_finite(v[3]));
-    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.epilogue.out) + int64_t(x_row) * p.epilogue.n + n) =
-        make_uint2(low, high);
+    uint32_t high =
+        pack_pair<typename C::Element>(nan_unless_finite(v[2]), nan_unless_finite(v[3]));
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.epilogue.out) +
+                              int64_t(x_row) * p.epilogue.n + n) = make_uint2(low, high);
   } else {
     store_outputs(v, x_row, n, p.epilogue);
   }
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) decode_gemm(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
+    decode_gemm(__grid_constant__ Params const p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ RangePartition<C> partition;
@@ -300,35 +331,42 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) decode_gemm(__g
     loader.copy_rest(p);
   }
   if constexpr (C::kHasCodebook)
-    decode::Int4Codebook::fill<typename C::Element>(shared + p.memory.table, p.weight.book, threadIdx.x, C::kThreads);
-  // Everything else that does not depend on x. Of each row panel the warps that share it: the first, and how many; and whether
-  // the last goes on.
+    decode::Int4Codebook::fill<typename C::Element>(shared + p.memory.table, p.weight.book,
+                                                    threadIdx.x, C::kThreads);
+  // Everything else that does not depend on x. Of each row panel the warps that share it: the
+  // first, and how many; and whether the last goes on.
   uint32_t* parts = reinterpret_cast<uint32_t*>(shared + p.memory.parts);
 #pragma unroll 1
   for (int row_panel = threadIdx.x; row_panel < part.row_panels; row_panel += C::kThreads) {
-    int past = (row_panel + 1) * pieces.of_row_panel, first = pieces.warp_of(past - pieces.of_row_panel),
-        last = pieces.warp_of(past - 1);
-    parts[row_panel] = uint32_t(first) | uint32_t(last - first) << 8 | uint32_t(pieces.begin(last + 1) > past) << 16;
+    int past = (row_panel + 1) * pieces.of_row_panel,
+        first = pieces.warp_of(past - pieces.of_row_panel), last = pieces.warp_of(past - 1);
+    parts[row_panel] = uint32_t(first) | uint32_t(last - first) << 8 |
+                       uint32_t(pieces.begin(last + 1) > past) << 16;
   }
   int const first = part.first_tile * kKPerTile, columns = part.tiles * kKPerTile;
   RowCopies<C> copies(shared, p, first, columns, barriers);
   TileWalk walk(part.tiles, m, C::kWarps);
-  if (C::kInt8 && threadIdx.x < 2 * C::kBlockM) partition.own[threadIdx.x / C::kBlockM][threadIdx.x % C::kBlockM] = 0;
+  if (C::kInt8 && threadIdx.x < 2 * C::kBlockM)
+    partition.own[threadIdx.x / C::kBlockM][threadIdx.x % C::kBlockM] = 0;
   if (threadIdx.x == 0) {
     TransactionBarrier::init(&barriers.x, 1);
     TransactionBarrier::init(&barriers.ranges, 1);
     TransactionBarrier::init(&barriers.sums, 1);
     cutlass::arch::fence_barrier_init();
-    if (p.vector_x) TransactionBarrier::arrive_and_expect_tx(&barriers.x, uint32_t(m * copies.bytes));
-    TransactionBarrier::arrive_and_expect_tx(&barriers.ranges, uint32_t(m * (p.symmetric ? 4 : 8)) << p.log_cluster);
-    TransactionBarrier::arrive_and_expect_tx(&barriers.sums, uint32_t(part.row_panels * m * kRowsPerPanel * 4));
+    if (p.vector_x)
+      TransactionBarrier::arrive_and_expect_tx(&barriers.x, uint32_t(m * copies.bytes));
+    TransactionBarrier::arrive_and_expect_tx(&barriers.ranges, uint32_t(m * (p.symmetric ? 4 : 8))
+                                                                   << p.log_cluster);
+    TransactionBarrier::arrive_and_expect_tx(&barriers.sums,
+                                             uint32_t(part.row_panels * m * kRowsPerPanel * 4));
   }
   if (p.vector_x) {
     int past = p.weight.k - first, width = columns - past;  // columns beyond K
 #pragma unroll 1
     for (int i = threadIdx.x; i < m * width; i += C::kThreads) {
       Quotient place(i, width);
-      reinterpret_cast<uint16_t*>(shared + p.memory.x + place.quotient * p.memory.x_row)[past + place.remainder] = 0;
+      reinterpret_cast<uint16_t*>(shared + p.memory.x +
+                                  place.quotient * p.memory.x_row)[past + place.remainder] = 0;
     }
   }
   copies.prepare();
@@ -375,8 +413,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) decode_gemm(__g
     sum_steps<C>(shared, p, columns);
   }
   __syncthreads();
-  // Not before this launch has issued all its loads: x, which all blocks wait for, would queue behind the next launch's
-  // weights.
+  // Not before this launch has issued all its loads: x, which all blocks wait for, would queue
+  // behind the next launch's weights.
   if (loader.left <= 0) pdl_launch_dependents();
 
   float *own_sums = reinterpret_cast<float*>(shared + warp * ring_bytes),
@@ -406,9 +444,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) decode_gemm(__g
 
   // A row panel's sums in the order of its warps, by four features of a token a thread.
   int const features = kRowsPerPanel >> p.log_cluster, log_quads = 4 - p.log_cluster;
-  float* const received = reinterpret_cast<float*>(shared + p.memory.x);  // [rank][row panel][token][features]
+  // [rank][row panel][token][features]
+  float* const received = reinterpret_cast<float*>(shared + p.memory.x);
 #pragma unroll 2
-  for (Rows rows(thread_again() / 16, p.sum_step, m); rows.row_panel < part.row_panels; rows.next(m)) {
+  for (Rows rows(thread_again() / 16, p.sum_step, m); rows.row_panel < part.row_panels;
+       rows.next(m)) {
     uint32_t warps = parts[rows.row_panel];
     int quad = thread_again() % 16, place = rows.x_row * kSlotFloats + quad * 4;
     int first = int(warps & 0xff), last = first + int(warps >> 8 & 0xff);
@@ -427,26 +467,32 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) decode_gemm(__g
                        : shared + last * ring_bytes + place * 4;
     add(v, *reinterpret_cast<float4 const*>(from));
     if (p.cluster == 1) {
-      finish<C>(v, rows.x_row, (part.first_row_panel + rows.row_panel) * kRowsPerPanel + quad * 4, p);
+      finish<C>(v, rows.x_row, (part.first_row_panel + rows.row_panel) * kRowsPerPanel + quad * 4,
+                p);
     } else {
-      float* to = received + ((rank * part.row_panels + rows.row_panel) * m + rows.x_row) * features +
+      float* to = received +
+                  ((rank * part.row_panels + rows.row_panel) * m + rows.x_row) * features +
                   (quad & ((1 << log_quads) - 1)) * 4;
       store_remote(to, make_float4(v[0], v[1], v[2], v[3]), &barriers.sums, quad >> log_quads);
     }
   }
   if (p.cluster == 1) return;
 
-  // Every block ends with an equal share of each row panel's features, which it adds up in the order of K.
+  // Every block ends with an equal share of each row panel's features, which it adds up
+  // in the order of K.
   TransactionBarrier::wait(&barriers.sums, 0);
   int const all = part.row_panels * m * features;
 #pragma unroll 2
-  for (Rows rows(thread_again() >> log_quads, p.end_step, m); rows.row_panel < part.row_panels; rows.next(m)) {
+  for (Rows rows(thread_again() >> log_quads, p.end_step, m); rows.row_panel < part.row_panels;
+       rows.next(m)) {
     int quad = thread_again() & ((1 << log_quads) - 1);
     float const* from = received + (rows.row_panel * m + rows.x_row) * features + quad * 4;
     float v[4] = {};
 #pragma unroll 2
     for (int r = 0; r < p.cluster; ++r, from += all) add(v, *reinterpret_cast<float4 const*>(from));
-    finish<C>(v, rows.x_row, (part.first_row_panel + rows.row_panel) * kRowsPerPanel + rank * features + quad * 4, p);
+    finish<C>(v, rows.x_row,
+              (part.first_row_panel + rows.row_panel) * kRowsPerPanel + rank * features + quad * 4,
+              p);
   }
 #endif
 }
@@ -456,10 +502,11 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
   PackedWeight const& w = problem.weight;
   DecodeShape const& shape = plan.decode;
   EpilogueParams epilogue(problem);
-  bool plain = !problem.bias && !problem.residual && problem.activation == Activation::kNone && !problem.saturate &&
-               epilogue.vector_store && problem.out_type == C::kElementType;
-  bool vector_x = !problem.quantized.codes && reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 &&
-                  w.k % 8 == 0 && !w.perm && problem.x_type != DataType::kFloat32;
+  bool plain = !problem.bias && !problem.residual && problem.activation == Activation::kNone &&
+               !problem.saturate && epilogue.vector_store && problem.out_type == C::kElementType;
+  bool vector_x = !problem.quantized.codes && reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 &&
+                  problem.x_stride % 8 == 0 && w.k % 8 == 0 && !w.perm &&
+                  problem.x_type != DataType::kFloat32;
   Source source = !C::kInt8                               ? Source::kFloats
                   : problem.quantized.codes               ? Source::kCodes
                   : problem.act_quant == ActQuant::kToken ? Source::kBlockM
@@ -498,23 +545,29 @@ Status launch_warps(GemmProblem const& problem, Plan const& plan, Stream stream)
   PackedWeight const& w = problem.weight;
   switch (w.group_size) {
     case 32:
-      return launch_config<Config<Element, kBits, kBlockM, 32, kInt8, kWarps, kAny>>(problem, plan, stream);
+      return launch_config<Config<Element, kBits, kBlockM, 32, kInt8, kWarps, kAny>>(problem, plan,
+                                                                                     stream);
     case 64:
-      return launch_config<Config<Element, kBits, kBlockM, 64, kInt8, kWarps, kAny>>(problem, plan, stream);
+      return launch_config<Config<Element, kBits, kBlockM, 64, kInt8, kWarps, kAny>>(problem, plan,
+                                                                                     stream);
     default:
       if constexpr (!kHasCodebook) {
         using Plain = Config<Element, kBits, kBlockM, 0, kInt8, kWarps, Weights::kPlain>;
-        if (!w.zeros && !w.offsets && w.scale_type == Plain::kElementType) return launch_config<Plain>(problem, plan, stream);
+        if (!w.zeros && !w.offsets && w.scale_type == Plain::kElementType)
+          return launch_config<Plain>(problem, plan, stream);
       }
-      return launch_config<Config<Element, kBits, kBlockM, 0, kInt8, kWarps, kAny>>(problem, plan, stream);
+      return launch_config<Config<Element, kBits, kBlockM, 0, kInt8, kWarps, kAny>>(problem, plan,
+                                                                                    stream);
   }
 }
 
 template <class Element, int kBits, int kBlockM, bool kInt8, bool kHasCodebook>
 Status launch_element(GemmProblem const& problem, Plan const& plan, Stream stream) {
   constexpr int kMost = decode_warps(kHasCodebook);
-  return plan.decode.warps == kMost ? launch_warps<Element, kBits, kBlockM, kInt8, kHasCodebook, kMost>(problem, plan, stream)
-                                    : launch_warps<Element, kBits, kBlockM, kInt8, kHasCodebook, 8>(problem, plan, stream);
+  return plan.decode.warps == kMost
+             ? launch_warps<Element, kBits, kBlockM, kInt8, kHasCodebook, kMost>(problem, plan,
+                                                                                 stream)
+             : launch_warps<Element, kBits, kBlockM, kInt8, kHasCodebook, 8>(problem, plan, stream);
 }
 
 template <int kBits, int kBlockM, bool kInt8, bool kHasCodebook = false>
@@ -524,7 +577,8 @@ Status launch_input(GemmProblem const& problem, Plan const& plan, Stream stream)
   } else {
     return problem.x_type == DataType::kFloat16
                ? launch_element<__half, kBits, kBlockM, false, kHasCodebook>(problem, plan, stream)
-               : launch_element<__nv_bfloat16, kBits, kBlockM, false, kHasCodebook>(problem, plan, stream);
+               : launch_element<__nv_bfloat16, kBits, kBlockM, false, kHasCodebook>(problem, plan,
+                                                                                    stream);
   }
 }
 
@@ -537,9 +591,11 @@ Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float*, 
                              : launch_input<4, 8, false, true>(problem, plan, stream);
   }
   if (multiplies_int8(problem)) {
-    return w.bits == 4 ? launch_input<4, 8, true>(problem, plan, stream) : launch_input<8, 8, true>(problem, plan, stream);
+    return w.bits == 4 ? launch_input<4, 8, true>(problem, plan, stream)
+                       : launch_input<8, 8, true>(problem, plan, stream);
   }
-  return w.bits == 8 ? launch_input<8, 8, false>(problem, plan, stream) : launch_input<4, 8, false>(problem, plan, stream);
+  return w.bits == 8 ? launch_input<8, 8, false>(problem, plan, stream)
+                     : launch_input<4, 8, false>(problem, plan, stream);
 }
 
 }  // namespace cutlass_ops

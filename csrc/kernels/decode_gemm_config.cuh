@@ -15,7 +15,8 @@
 #include "dispatch/problem.h"
 #include "kernels/kernels.h"
 
-#pragma nv_diag_suppress 177  // for other GPUs the kernels have no bodies, which read the members of Config
+// for other GPUs the kernels have no bodies, which read the members of Config
+#pragma nv_diag_suppress 177
 
 namespace cutlass_ops {
 namespace {
@@ -28,13 +29,16 @@ enum class Weights {
   kHasCodebook  // codes are looked up; neither zero points nor offsets
 };
 
-// kBlockM: 8, or 4 of a code book. kShortGroup: 32 or 64 columns, where the weight has such groups, which are the steps then;
-// or 0: a step is a piece. kInt8: activations are integers with scales. kWeights: the test for zero points and offsets at every
-// step takes a sixth of its time (instructions under a predicate that is false are issued, too).
-template <class Element_, int kBits_, int kBlockM_, int kShortGroup_, bool kInt8_, int kWarps_, Weights kWeights>
+// kBlockM: 8, or 4 of a code book. kShortGroup: 32 or 64 columns, where the weight has such groups,
+// which are the steps then; or 0: a step is a piece. kInt8: activations are integers with scales.
+// kWeights: the test for zero points and offsets at every step takes a sixth of its time
+// (instructions under a predicate that is false are issued, too).
+template <class Element_, int kBits_, int kBlockM_, int kShortGroup_, bool kInt8_, int kWarps_,
+          Weights kWeights>
 struct Config {
   using Element = Element_;
-  static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
+  static constexpr Operand kOperand =
+      std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
   static constexpr int kBits = kBits_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr bool kPairs = kBlockM == 4;  // look-ups are operands as they are
@@ -46,21 +50,24 @@ struct Config {
   static constexpr bool kHasCodebook = kWeights == Weights::kHasCodebook;
   static constexpr bool kPlain = kWeights == Weights::kPlain;
   static constexpr bool kCompensates = kWeights == Weights::kAny;  // for zero points and offsets
-  static constexpr DataType kElementType = std::is_same_v<Element, __half> ? DataType::kFloat16 : DataType::kBFloat16;
+  static constexpr DataType kElementType =
+      std::is_same_v<Element, __half> ? DataType::kFloat16 : DataType::kBFloat16;
   static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
   static constexpr int kStages = decode_stages(kHasCodebook);
   static constexpr int kMoreStages = kInt8 ? decode_more_stages(kBits) : 0;
   // Two blocks a SM, of this launch and the next, where 128 registers a thread are enough.
   static constexpr int kMinCtasPerSm = kWarps == 8 && !(kShortGroups && kInt8) ? 2 : 1;
 
-  // Exact numbers where nothing else takes the sums of x. With zero points and offsets, which do, subnormal numbers: the fewest
-  // instructions. Not 8 bits with 16-bit x: sums are then of products as large as their bias of 128, and lose what small
-  // weights, or values of x of one sign, leave of them (an error of 1e-4 instead of 1e-7 was seen). Integers lose nothing.
-  using Decode =
-      std::conditional_t<kHasCodebook, decode::Int4Codebook,
-                         std::conditional_t<!kPlain && std::is_same_v<Element, __half> && (kBits == 4 || kInt8),
-                                            std::conditional_t<kBits == 4, decode::Int4Subnormal, decode::Int8Subnormal>,
-                                            decode::ToFloat<kBits, Element>>>;
+  // Exact numbers where nothing else takes the sums of x. With zero points and offsets, which do,
+  // subnormal numbers: the fewest instructions. Not 8 bits with 16-bit x: sums are then of products
+  // as large as their bias of 128, and lose what small weights, or values of x of one sign, leave
+  // of them (an error of 1e-4 instead of 1e-7 was seen). Integers lose nothing.
+  using Decode = std::conditional_t<
+      kHasCodebook, decode::Int4Codebook,
+      std::conditional_t<
+          !kPlain && std::is_same_v<Element, __half> && (kBits == 4 || kInt8),
+          std::conditional_t<kBits == 4, decode::Int4Subnormal, decode::Int8Subnormal>,
+          decode::ToFloat<kBits, Element>>>;
 
   static_assert(kHasCodebook || !kPairs);
   static_assert(kCodebookLutBytes == decode::Int4Codebook::kTableBytes);
@@ -72,7 +79,8 @@ struct Config {
   static constexpr int kScales = 2 * kRowBlocks * kUnitBytes;  // of a stage: behind the codes
 };
 
-// What blocks tell each other and their copies: x is there; the other blocks' ranges of x are; their sums are.
+// What blocks tell each other and their copies: x is there; the other blocks' ranges of x
+// are; their sums are.
 struct Barriers {
   uint64_t x, ranges, sums;
 };
@@ -84,11 +92,13 @@ struct CodeBias {
 };
 template <class Decode>
 struct CodeBias<Decode, std::enable_if_t<(Decode::kCodeBias > 0)>> {
-  static constexpr float kCodeBias = Decode::kCodeBias, kUnit = Decode::kUnit, kUpper = Decode::kUpper;
+  static constexpr float kCodeBias = Decode::kCodeBias, kUnit = Decode::kUnit,
+                         kUpper = Decode::kUpper;
 };
 enum class Source { kFloats, kBlocks, kBlockM, kCodes };
 
-// a / b and its remainder, for a below 2^31 and quotients below 2^22. The compiler's division takes several times as long.
+// a / b and its remainder, for a below 2^31 and quotients below 2^22. The compiler's division takes
+// several times as long.
 struct Quotient {
   int quotient, remainder;
   __device__ __forceinline__ Quotient(int a, int b) {
@@ -110,16 +120,19 @@ struct Params {
   VectorRows weight_rows;
   int k_tiles, n_pad, stages, cluster, clusters, log_cluster;
   EvenPartition row_panels, tiles;   // of the clusters, and of a cluster's blocks
-  EvenPartition sum_step, end_step;  // from a thread's [row panel][token] to its next: row panels and rows of x
+  EvenPartition sum_step, end_step;  // from a thread's [row panel][token] to its next: row
+                                     // panels and rows of x
   int log_scale_bytes, log_offset_bytes;
   DecodeMemory memory;
   bool plain_epilogue;       // sums become outputs of type Element, and no more
-  bool vector_x, step_sums;  // rows of x are 16-bit floats to be copied whole; the sums of x over a step are needed
+  bool vector_x, step_sums;  // rows of x are 16-bit floats to be copied whole; the sums of x over
+                             // a step are needed
 };
 
 __device__ __forceinline__ void copy_weights(void* shared, void const* source) {
   uint32_t to = cute::cast_smem_ptr_to_uint(shared);
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(source) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(source)
+               : "memory");
 }
 
 // A block's part of the product: row panels of output features x tiles of K.
@@ -133,15 +146,22 @@ struct Part {
         tiles(p.tiles.count(rank)) {}
 };
 
-// A block's pieces, row panel after row panel, in equal runs for its warps: those that share a row panel are neighbours.
+// A block's pieces, row panel after row panel, in equal runs for its warps: those that share a row
+// panel are neighbours.
 template <class C>
 struct Pieces {
   int count, of_row_panel;
   __device__ __forceinline__ explicit Pieces(Part const& part)
-      : count(part.row_panels * part.tiles * C::kTilePieces), of_row_panel(part.tiles * C::kTilePieces) {}
-  __device__ __forceinline__ int begin(int warp) const { return int(uint32_t(count) * uint32_t(warp) / C::kWarps); }
-  // Not of an empty block, of which there are some where the row panels are fewer than the clusters.
-  __device__ __forceinline__ int warp_of(int piece) const { return Quotient((piece + 1) * C::kWarps - 1, count).quotient; }
+      : count(part.row_panels * part.tiles * C::kTilePieces),
+        of_row_panel(part.tiles * C::kTilePieces) {}
+  __device__ __forceinline__ int begin(int warp) const {
+    return int(uint32_t(count) * uint32_t(warp) / C::kWarps);
+  }
+  // Not of an empty block, of which there are some where the row panels are fewer
+  // than the clusters.
+  __device__ __forceinline__ int warp_of(int piece) const {
+    return Quotient((piece + 1) * C::kWarps - 1, count).quotient;
+  }
 };
 
 // A warp's position among its pieces.
@@ -159,7 +179,8 @@ struct WeightLoader {
   int left, row_panel_pieces, first_tile, first_row_panel;
   int stage = 0;  // to fill next, and the oldest that is full
 
-  __device__ __forceinline__ WeightLoader(Params const& p, Part const& part, Pieces<C> const& pieces, int begin, int end,
+  __device__ __forceinline__ WeightLoader(Params const& p, Part const& part,
+                                          Pieces<C> const& pieces, int begin, int end,
                                           uint8_t* ring_)
       : ring(ring_),
         left(end - begin),
@@ -174,19 +195,23 @@ struct WeightLoader {
   // The codes of the piece at `at`.
   __device__ __forceinline__ void find(Params const& p) {
     codes = p.weight.codes +
-            (int64_t(first_row_panel + at.row_panel) * p.k_tiles + first_tile + at.piece / C::kTilePieces) *
+            (int64_t(first_row_panel + at.row_panel) * p.k_tiles + first_tile +
+             at.piece / C::kTilePieces) *
                 k_tile_bytes(C::kBits) +
             at.piece % C::kTilePieces * (2 * kUnitBytes) + threadIdx.x % 32 * kLaneBytes;
   }
 
-  // The rows of a group vector that belong to a piece, by 16 bytes a lane. A vector has less than 2^32 bytes (decode_shape).
-  __device__ __forceinline__ void vector(Params const& p, uint8_t* to, void const* from, int row, int rows,
-                                         int log_bytes) const {
-    int log_pieces = 2 + log_bytes, row_panel_begin = (first_row_panel + at.row_panel) * kRowsPerPanel;
+  // The rows of a group vector that belong to a piece, by 16 bytes a lane. A vector has less than
+  // 2^32 bytes (decode_shape).
+  __device__ __forceinline__ void vector(Params const& p, uint8_t* to, void const* from, int row,
+                                         int rows, int log_bytes) const {
+    int log_pieces = 2 + log_bytes,
+        row_panel_begin = (first_row_panel + at.row_panel) * kRowsPerPanel;
     auto copy = [&](int i) {
       uint32_t index = uint32_t((row + (i >> log_pieces)) * p.n_pad + row_panel_begin);
       copy_async_16(to + i * 16,
-                    static_cast<uint8_t const*>(from) + ((index << log_bytes) + uint32_t(i & ((1 << log_pieces) - 1)) * 16));
+                    static_cast<uint8_t const*>(from) +
+                        ((index << log_bytes) + uint32_t(i & ((1 << log_pieces) - 1)) * 16));
     };
     int i = threadIdx.x % 32;
     if constexpr (C::kShortGroups) {
@@ -194,11 +219,13 @@ struct WeightLoader {
       if (i + 32 < rows << log_pieces) copy(i + 32);
     } else if (i < 4 << log_bytes) {
       copy_async_16(to + i * 16, static_cast<uint8_t const*>(from) +
-                                     ((uint32_t(row * p.n_pad + row_panel_begin) << log_bytes) + uint32_t(i) * 16));
+                                     ((uint32_t(row * p.n_pad + row_panel_begin) << log_bytes) +
+                                      uint32_t(i) * 16));
     }
   }
 
-  // Issue the loads of the next piece, if any: half of its codes at a time (two calls), then the rest.
+  // Issue the loads of the next piece, if any: half of its codes at a time (two
+  // calls), then the rest.
   __device__ __forceinline__ void copy_codes(Params const& p, int half) const {
     if (left <= 0) return;
     uint8_t* to = ring + stage * p.memory.stage + half * kUnitBytes + threadIdx.x % 32 * kLaneBytes;
@@ -218,7 +245,8 @@ struct WeightLoader {
       }
       vector(p, to + C::kScales, w.scales, row, rows, C::kPlain ? 1 : p.log_scale_bytes);
       if (C::kCompensates && w.zeros) vector(p, to + p.memory.zeros, w.zeros, row, rows, 0);
-      if (C::kCompensates && w.offsets) vector(p, to + p.memory.offsets, w.offsets, row, rows, p.log_offset_bytes);
+      if (C::kCompensates && w.offsets)
+        vector(p, to + p.memory.offsets, w.offsets, row, rows, p.log_offset_bytes);
       if (C::kTilePieces == 1) {
         codes += k_tile_bytes(C::kBits);
       } else {

@@ -1,4 +1,5 @@
-// How decode_gemm brings x into shared memory: as rows of 16-bit floats, or quantised to int8 there.
+// How decode_gemm brings x into shared memory: as rows of 16-bit floats, or quantised to int8
+// there.
 #pragma once
 
 #include "kernels/decode_gemm_config.cuh"
@@ -7,23 +8,29 @@ namespace cutlass_ops {
 namespace {
 
 // Global to shared memory by the bulk copy engine; with 32-bit shared-memory addresses.
-__device__ __forceinline__ void copy_bulk(uint32_t to, void const* from, int bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-               "r"(bytes), "r"(barrier)
-               : "memory");
+__device__ __forceinline__ void copy_bulk(uint32_t to, void const* from, int bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 
-// The bulk copies of a warp: every so many rows of x, from a first one that differs between blocks, which want the same lines
-// at the same time. Copies by threads would be waited for together with the weights before them. What they need is in registers
-// before the kernel waits: each instruction after that stands between x and the first product.
+// The bulk copies of a warp: every so many rows of x, from a first one that differs between blocks,
+// which want the same lines at the same time. Copies by threads would be waited for together with
+// the weights before them. What they need is in registers before the kernel waits: each instruction
+// after that stands between x and the first product.
 template <class C>
 struct RowCopies {
   uint16_t const* from;
   uint32_t to, barrier;
   int x_row, bytes;
 
-  __device__ __forceinline__ RowCopies(uint8_t* shared, Params const& p, int first, int columns, Barriers& barriers)
-      : x_row(int(threadIdx.x / 32 + blockIdx.x) % C::kWarps), bytes(min(p.x.k - first, columns) * 2) {
+  __device__ __forceinline__ RowCopies(uint8_t* shared, Params const& p, int first, int columns,
+                                       Barriers& barriers)
+      : x_row(int(threadIdx.x / 32 + blockIdx.x) % C::kWarps),
+        bytes(min(p.x.k - first, columns) * 2) {
     from = static_cast<uint16_t const*>(p.x.x) + x_row * p.x.x_stride + first;
     to = cute::cast_smem_ptr_to_uint(shared + p.memory.x) + x_row * p.memory.x_row;
     barrier = cute::cast_smem_ptr_to_uint(&barriers.x);
@@ -32,27 +39,31 @@ struct RowCopies {
   // The assembler computes such things after the wait if it can: not what comes out of a shuffle.
   __device__ __forceinline__ void prepare() {
     int const lane = threadIdx.x % 32;
-    from = reinterpret_cast<uint16_t const*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(from), lane));
+    from = reinterpret_cast<uint16_t const*>(
+        __shfl_sync(~0u, reinterpret_cast<unsigned long long>(from), lane));
     to = __shfl_sync(~0u, to, lane), barrier = __shfl_sync(~0u, barrier, lane);
     x_row = __shfl_sync(~0u, x_row, lane), bytes = __shfl_sync(~0u, bytes, lane);
   }
   __device__ __forceinline__ void issue(Params const& p) {
 #pragma unroll 1
-    for (; x_row < p.epilogue.m; x_row += C::kWarps, from += C::kWarps * p.x.x_stride, to += C::kWarps * p.memory.x_row)
+    for (; x_row < p.epilogue.m;
+         x_row += C::kWarps, from += C::kWarps * p.x.x_stride, to += C::kWarps * p.memory.x_row)
       copy_bulk(to, from, bytes, barrier);
   }
 };
 
 // The same by threads, of any x. Columns beyond K are zeros.
 template <class C>
-__device__ __forceinline__ void stage_floats(uint8_t* shared, Params const& p, int first, int columns) {
+__device__ __forceinline__ void stage_floats(uint8_t* shared, Params const& p, int first,
+                                             int columns) {
   uint16_t const* x = static_cast<uint16_t const*>(p.x.x);
   for (int x_row = 0; x_row < p.epilogue.m; ++x_row, x += p.x.x_stride) {
 #pragma unroll 4
     for (int k = threadIdx.x; k < columns; k += C::kThreads) {
       bool inside = first + k < p.x.k;
       int column = inside && p.x.perm ? __ldg(p.x.perm + first + k) : first + k;
-      *reinterpret_cast<uint16_t*>(shared + p.memory.x + x_row * p.memory.x_row + k * 2) = inside ? x[column] : uint16_t(0);
+      *reinterpret_cast<uint16_t*>(shared + p.memory.x + x_row * p.memory.x_row + k * 2) =
+          inside ? x[column] : uint16_t(0);
     }
   }
 }
@@ -77,7 +88,8 @@ constexpr int kFour = kKPerTile / 32;  // columns of a tile, a lane's
 
 // A lane's columns of a tile as floats: staged ones, or fp32, which is read where it is.
 template <bool kFloat32>
-__device__ __forceinline__ void load_floats(uint8_t const* staged, Params const& p, int x_row, int column, float (&v)[kFour]) {
+__device__ __forceinline__ void load_floats(uint8_t const* staged, Params const& p, int x_row,
+                                            int column, float (&v)[kFour]) {
   if constexpr (kFloat32) {
     float const* x = static_cast<float const*>(p.x.x) + x_row * p.x.x_stride;
 #pragma unroll
@@ -94,11 +106,14 @@ __device__ __forceinline__ void load_floats(uint8_t const* staged, Params const&
 
 // A lane's integers of a tile and their scale.
 template <class C>
-__device__ __forceinline__ void store_integers(uint8_t* shared, uint8_t* staged, Params const& p, int x_row, int column,
-                                               float const (&v)[kFour], float scale) {
-  *reinterpret_cast<uint2*>(staged) = make_uint2(pack_pair<__half>(v[0], v[1]), pack_pair<__half>(v[2], v[3]));
+__device__ __forceinline__ void store_integers(uint8_t* shared, uint8_t* staged, Params const& p,
+                                               int x_row, int column, float const (&v)[kFour],
+                                               float scale) {
+  *reinterpret_cast<uint2*>(staged) =
+      make_uint2(pack_pair<__half>(v[0], v[1]), pack_pair<__half>(v[2], v[3]));
   if (column % C::kStepColumns == 0)
-    reinterpret_cast<float*>(shared + p.memory.scales)[column / C::kStepColumns * C::kBlockM + x_row] = scale;
+    reinterpret_cast<float*>(
+        shared + p.memory.scales)[column / C::kStepColumns * C::kBlockM + x_row] = scale;
 }
 
 // Largest absolute values by integer comparison: NaN is larger than all.
@@ -114,19 +129,22 @@ struct RangePartition {
 template <bool kSymmetric>
 __device__ __forceinline__ uint2 warp_range(float const (&v)[kFour]) {
   Range<kSymmetric> range = range_of<kSymmetric>(v);
-  return make_uint2(kSymmetric ? 0 : __reduce_max_sync(~0u, ordered(range.low)), __reduce_max_sync(~0u, ordered(range.high)));
+  return make_uint2(kSymmetric ? 0 : __reduce_max_sync(~0u, ordered(range.low)),
+                    __reduce_max_sync(~0u, ordered(range.high)));
 }
 
 // The range of each token's row: that of all slices; every block gets every block's.
 template <class C, bool kSymmetric, bool kFloat32>
-__device__ __forceinline__ void find_ranges(uint8_t* shared, Params const& p, int first, TileWalk at,
-                                            RangePartition<C>& partition, Barriers& barriers) {
+__device__ __forceinline__ void find_ranges(uint8_t* shared, Params const& p, int first,
+                                            TileWalk at, RangePartition<C>& partition,
+                                            Barriers& barriers) {
   int const m = p.epilogue.m;
 #pragma unroll 1
   for (int i = 0; i < at.count; ++i, at.next()) {
     int const column = at.tile * kKPerTile + threadIdx.x % 32 * kFour;
     float v[kFour];
-    load_floats<kFloat32>(shared + p.memory.x + at.x_row * p.memory.x_row + column * 2, p, at.x_row, first + column, v);
+    load_floats<kFloat32>(shared + p.memory.x + at.x_row * p.memory.x_row + column * 2, p, at.x_row,
+                          first + column, v);
     uint2 range = warp_range<kSymmetric>(v);
     if (threadIdx.x % 32 == 0) {
       atomicMax(&partition.own[1][at.x_row], range.y);
@@ -139,16 +157,17 @@ __device__ __forceinline__ void find_ranges(uint8_t* shared, Params const& p, in
 #pragma unroll 1
   for (int i = threadIdx.x; i < count << p.log_cluster; i += C::kThreads) {
     int bound = (i >> p.log_cluster) < m, x_row = (i >> p.log_cluster) - (bound ? 0 : m);
-    store_remote(&partition.all[rank][bound][x_row], partition.own[bound][x_row], &barriers.ranges, i & (p.cluster - 1));
+    store_remote(&partition.all[rank][bound][x_row], partition.own[bound][x_row], &barriers.ranges,
+                 i & (p.cluster - 1));
   }
   TransactionBarrier::wait(&barriers.ranges, 0);
 }
 
-// Integers and their scales, in the place of the floats they are made of. Two tiles at a time: an instruction waits for the one
-// before.
+// Integers and their scales, in the place of the floats they are made of. Two tiles at a time: an
+// instruction waits for the one before.
 template <class C, bool kSymmetric, bool kBlocks, bool kFloat32>
-__device__ __forceinline__ void stage_integers(uint8_t* shared, Params const& p, int first, TileWalk at,
-                                               RangePartition<C>& partition) {
+__device__ __forceinline__ void stage_integers(uint8_t* shared, Params const& p, int first,
+                                               TileWalk at, RangePartition<C>& partition) {
   constexpr int kAtOnce = kFloat32 ? 1 : 2, kBlock = C::kShortGroups ? C::kStepColumns : kKPerTile;
   int const lane_column = threadIdx.x % 32 * kFour;
 #pragma unroll 1
@@ -172,7 +191,8 @@ __device__ __forceinline__ void stage_integers(uint8_t* shared, Params const& p,
         bits[j] = make_uint2(0, 0);
 #pragma unroll 1
         for (int rank = 0; rank < p.cluster; ++rank) {
-          uint32_t const(&theirs)[2][C::kBlockM] = p.cluster > 1 ? partition.all[rank] : partition.own;
+          uint32_t const(&theirs)[2][C::kBlockM] =
+              p.cluster > 1 ? partition.all[rank] : partition.own;
           bits[j].y = max(bits[j].y, theirs[1][x_row[j]]);
           if (!kSymmetric) bits[j].x = max(bits[j].x, theirs[0][x_row[j]]);
         }
@@ -196,11 +216,13 @@ __device__ __forceinline__ void stage_integers(uint8_t* shared, Params const& p,
   }
 }
 
-// The same of symmetric blocks by fewer instructions, where there are many: eight lanes to a tile, and two tiles at a time.
+// The same of symmetric blocks by fewer instructions, where there are many: eight lanes to a tile,
+// and two tiles at a time.
 constexpr int kManyTiles = 64;
 template <class C>
 __device__ __forceinline__ void stage_many(uint8_t* shared, Params const& p, int tiles, int count) {
-  constexpr int kLanes = kKPerTile / kLaneColumns, kWarpTiles = 32 / kLanes, kAtOnce = 2, kStep = C::kWarps * kWarpTiles;
+  constexpr int kLanes = kKPerTile / kLaneColumns, kWarpTiles = 32 / kLanes, kAtOnce = 2,
+                kStep = C::kWarps * kWarpTiles;
   int const lane = threadIdx.x % 32, lane_column = lane % kLanes * kLaneColumns;
 #pragma unroll 1
   for (int begin = threadIdx.x / 32 * kWarpTiles; begin < count; begin += kAtOnce * kStep) {
@@ -216,7 +238,8 @@ __device__ __forceinline__ void stage_many(uint8_t* shared, Params const& p, int
       Quotient place(there[j] ? tile : 0, tiles);
       int const x_row = place.quotient, column = place.remainder * kKPerTile + lane_column;
       staged[j] = shared + p.memory.x + x_row * p.memory.x_row + column * 2;
-      scale[j] = reinterpret_cast<float*>(shared + p.memory.scales) + column / C::kStepColumns * C::kBlockM + x_row;
+      scale[j] = reinterpret_cast<float*>(shared + p.memory.scales) +
+                 column / C::kStepColumns * C::kBlockM + x_row;
       uint4 const low = there[j] ? reinterpret_cast<uint4 const*>(staged[j])[0] : uint4{};
       uint4 const high = there[j] ? reinterpret_cast<uint4 const*>(staged[j])[1] : uint4{};
       uint32_t const words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -226,13 +249,16 @@ __device__ __forceinline__ void stage_many(uint8_t* shared, Params const& p, int
 #pragma unroll
     for (int distance = kLanes / 2; distance > 0; distance /= 2)
 #pragma unroll
-      for (Range<true>& of : range) of.add(Range<true>{0.0f, __shfl_xor_sync(~0u, of.high, distance)});
+      for (Range<true>& of : range)
+        of.add(Range<true>{0.0f, __shfl_xor_sync(~0u, of.high, distance)});
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       Quantizer<true> quantizer(range[j]);
       uint32_t words[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) words[i] = pack_pair<__half>(quantizer.value(v[j][2 * i]), quantizer.value(v[j][2 * i + 1]));
+      for (int i = 0; i < 8; ++i)
+        words[i] =
+            pack_pair<__half>(quantizer.value(v[j][2 * i]), quantizer.value(v[j][2 * i + 1]));
       if (!there[j]) continue;
       reinterpret_cast<uint4*>(staged[j])[0] = make_uint4(words[0], words[1], words[2], words[3]);
       reinterpret_cast<uint4*>(staged[j])[1] = make_uint4(words[4], words[5], words[6], words[7]);
@@ -242,8 +268,10 @@ __device__ __forceinline__ void stage_many(uint8_t* shared, Params const& p, int
 }
 
 template <class C, bool kSymmetric, bool kFloat32>
-__device__ __forceinline__ void stage_floats_as_integers(uint8_t* shared, Params const& p, int first, TileWalk const& walk,
-                                                         RangePartition<C>& partition, Barriers& barriers) {
+__device__ __forceinline__ void stage_floats_as_integers(uint8_t* shared, Params const& p,
+                                                         int first, TileWalk const& walk,
+                                                         RangePartition<C>& partition,
+                                                         Barriers& barriers) {
   if (p.source == Source::kBlocks) {
     if constexpr (C::kBits == 4 && kSymmetric && !kFloat32 && !C::kShortGroups) {
       int const count = p.epilogue.m * walk.tiles;
@@ -258,34 +286,43 @@ __device__ __forceinline__ void stage_floats_as_integers(uint8_t* shared, Params
 
 // The same by codes that were made before.
 template <class C>
-__device__ __forceinline__ void stage_codes(uint8_t* shared, Params const& p, int first, TileWalk at) {
+__device__ __forceinline__ void stage_codes(uint8_t* shared, Params const& p, int first,
+                                            TileWalk at) {
   QuantizedActivations const& q = p.quantized;
 #pragma unroll 1
   for (int i = 0; i < at.count; ++i, at.next()) {
     int const column = at.tile * kKPerTile + threadIdx.x % 32 * kFour;
-    // Of 16 columns, eight bytes hold 0, 8, 1, 9, 2, 10, 3, 11, and eight the others (activation_position).
-    uint2 codes = *reinterpret_cast<uint2 const*>(q.codes + int64_t(at.x_row) * p.k_tiles * kKPerTile + first +
-                                                  column / 16 * 16 + column % 8 * 2);
-    int64_t index = (q.block == -1 ? 0 : int64_t(unsigned(first + column) / unsigned(q.block)) * q.stride) + at.x_row;
+    // Of 16 columns, eight bytes hold 0, 8, 1, 9, 2, 10, 3, 11, and eight the others
+    // (activation_position).
+    uint2 codes =
+        *reinterpret_cast<uint2 const*>(q.codes + int64_t(at.x_row) * p.k_tiles * kKPerTile +
+                                        first + column / 16 * 16 + column % 8 * 2);
+    int64_t index =
+        (q.block == -1 ? 0 : int64_t(unsigned(first + column) / unsigned(q.block)) * q.stride) +
+        at.x_row;
     int zero = q.zeros ? q.zeros[index] : 0, odd = column % 16 / 8;
     float v[kFour];
 #pragma unroll
-    for (int j = 0; j < kFour; ++j) v[j] = float(int(int8_t((j < 2 ? codes.x : codes.y) >> (j % 2 * 16 + odd * 8))) - zero);
-    store_integers<C>(shared, shared + p.memory.x + at.x_row * p.memory.x_row + column * 2, p, at.x_row, column, v,
-                      q.scales[index]);
+    for (int j = 0; j < kFour; ++j)
+      v[j] = float(int(int8_t((j < 2 ? codes.x : codes.y) >> (j % 2 * 16 + odd * 8))) - zero);
+    store_integers<C>(shared, shared + p.memory.x + at.x_row * p.memory.x_row + column * 2, p,
+                      at.x_row, column, v, q.scales[index]);
   }
 }
 
-// The sums of x over each step, in units of what the decoder makes: a step of a token by four lanes.
+// The sums of x over each step, in units of what the decoder makes: a step of a token by four
+// lanes.
 template <class C>
 __device__ __forceinline__ void sum_steps(uint8_t* shared, Params const& p, int columns) {
   using E = CodeBias<typename C::Decode>;
   constexpr int kPieces = C::kStepColumns / 32;  // of 16 bytes, a lane
   int const steps = columns / C::kStepColumns, count = p.epilogue.m * steps;
 #pragma unroll 2
-  for (int item = threadIdx.x / 4; item < (count + 7) / 8 * 8; item += C::kThreads / 4) {  // whole warps
+  // whole warps
+  for (int item = threadIdx.x / 4; item < (count + 7) / 8 * 8; item += C::kThreads / 4) {
     Quotient place(min(item, count - 1), steps);
-    uint8_t const* row = shared + p.memory.x + place.quotient * p.memory.x_row + place.remainder * (C::kStepColumns * 2);
+    uint8_t const* row = shared + p.memory.x + place.quotient * p.memory.x_row +
+                         place.remainder * (C::kStepColumns * 2);
     float sums[4] = {};
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
@@ -301,13 +338,16 @@ __device__ __forceinline__ void sum_steps(uint8_t* shared, Params const& p, int 
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     if (threadIdx.x % 4 == 0 && item < count)
-      reinterpret_cast<float*>(shared + p.memory.sums)[place.remainder * C::kBlockM + place.quotient] = sum * E::kUnit;
+      reinterpret_cast<float*>(
+          shared + p.memory.sums)[place.remainder * C::kBlockM + place.quotient] = sum * E::kUnit;
   }
 }
 
-// Operand B of eight rows of x and 32 columns. Rows of x that are not there repeat the last: their sums are not stored.
+// Operand B of eight rows of x and 32 columns. Rows of x that are not there repeat the last: their
+// sums are not stored.
 template <class C>
-__device__ __forceinline__ uint32_t x_row_of_thread(uint8_t const* shared, Params const& p, int m_block) {
+__device__ __forceinline__ uint32_t x_row_of_thread(uint8_t const* shared, Params const& p,
+                                                    int m_block) {
   int lane = threadIdx.x % 32, x_row = min(m_block * 8 + lane % C::kBlockColumns, p.epilogue.m - 1);
   return cute::cast_smem_ptr_to_uint(shared + p.memory.x + x_row * p.memory.x_row + lane / 8 * 16);
 }

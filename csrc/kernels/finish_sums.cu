@@ -1,4 +1,5 @@
-// The epilogue of sums that another library made and rounded to 16 bits. Eight neighbouring outputs a thread.
+// The epilogue of sums that another library made and rounded to 16 bits. Eight neighbouring
+// outputs a thread.
 #include "device/epilogue.cuh"
 #include "device/launch.cuh"
 #include "dispatch/problem.h"
@@ -37,9 +38,11 @@ __global__ void __launch_bounds__(kThreads)
 
 Status launch_finish_sums(GemmProblem const& problem, void const* sums, Stream stream) {
   int const vectors = int(ceil_div(problem.weight.n, kOutputs));
-  auto const kernel = problem.x_type == DataType::kBFloat16 ? finish_rows<__nv_bfloat16> : finish_rows<__half>;
-  return launch(kernel, dim3(unsigned(ceil_div(int64_t(problem.m) * vectors, int64_t(kThreads)))), kThreads, 0, stream,
-                EpilogueParams(problem), static_cast<uint16_t const*>(sums), vectors);
+  auto const kernel =
+      problem.x_type == DataType::kBFloat16 ? finish_rows<__nv_bfloat16> : finish_rows<__half>;
+  return launch(kernel, dim3(unsigned(ceil_div(int64_t(problem.m) * vectors, int64_t(kThreads)))),
+                kThreads, 0, stream, EpilogueParams(problem), static_cast<uint16_t const*>(sums),
+                vectors);
 }
 
 }  // namespace cutlass_ops

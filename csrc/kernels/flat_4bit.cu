@@ -1,16 +1,20 @@
-// Floats <-> 4-bit codes of a code book in flat blocks, as bitsandbytes stores them: both only move memory, 2.6 bytes an
-// element for fp16.
+// Floats <-> 4-bit codes of a code book in flat blocks, as bitsandbytes stores them: both only move
+// memory, 2.6 bytes an element for fp16.
 //
-//   dequantise   a thread takes 4 bytes of codes to one 16-byte store; values from a table in shared memory, one copy a lane
-//   quantise     a thread takes 8 elements to one 4-byte store; lanes that share a block share their largest value by shuffles, and where a
-//                block is longer than the 256 elements of a warp's turn, the warp keeps all of it in registers
+//   dequantise   a thread takes 4 bytes of codes to one 16-byte store; values from a table in
+//                shared memory, one copy a lane
+//   quantise     a thread takes 8 elements to one 4-byte store; lanes that share a block share
+//                their largest value by shuffles, and where a block is longer than the 256 elements
+//                of a warp's turn, the warp keeps all of it in registers
 //
-// A code is the number of limits ("cuts") below v = x / absmax. Instead of 15 comparisons: v picks one of 65 ranges of width
-// 1/32, in which lies at most one cut, and a table has that cut and the codes on either side of it. The range comes from the
-// bits of a float: fma(v, 32, 49152 + 32) is in [32768, 65536), where the unit in the last place is 2^-8, so its bits from 8 on
-// hold floor(32 * v + 32), and stand where the address of a 256-byte row (32 lanes x 8 bytes) wants them. Near a range's ends
-// the rounding of that sum (at most 2^-14 of v) may choose the neighbour, so the cuts that count as inside are those within a
-// little more than the range. Books with two cuts in a range are searched cut by cut.
+// A code is the number of limits ("cuts") below v = x / absmax. Instead of 15 comparisons: v picks
+// one of 65 ranges of width 1/32, in which lies at most one cut, and a table has that cut and the
+// codes on either side of it. The range comes from the bits of a float: fma(v, 32, 49152 + 32) is
+// in [32768, 65536), where the unit in the last place is 2^-8, so its bits from 8 on hold
+// floor(32 * v + 32), and stand where the address of a 256-byte row (32 lanes x 8 bytes) wants
+// them. Near a range's ends the rounding of that sum (at most 2^-14 of v) may choose the neighbour,
+// so the cuts that count as inside are those within a little more than the range. Books with two
+// cuts in a range are searched cut by cut.
 #include <cute/arch/util.hpp>
 
 #include "device/decode.cuh"
@@ -32,10 +36,12 @@ struct DequantizeTurn {
   static constexpr int kRounds = 4;
 };
 
-__device__ __forceinline__ float block_absmax(FlatProblem const& p, float const* nested_values, int64_t block) {
+__device__ __forceinline__ float block_absmax(FlatProblem const& p, float const* nested_values,
+                                              int64_t block) {
   if (!p.nested_codes) return __ldg(p.absmax + block);
-  return __fadd_rn(__fmul_rn(nested_values[__ldg(p.nested_codes + block)], __ldg(p.nested_absmax + block / 256)),
-                   __ldg(p.nested_offset));
+  return __fadd_rn(
+      __fmul_rn(nested_values[__ldg(p.nested_codes + block)], __ldg(p.nested_absmax + block / 256)),
+      __ldg(p.nested_offset));
 }
 
 // kElements codes, the first in the highest nibble of byte 0.
@@ -55,13 +61,16 @@ __device__ __forceinline__ uint32_t load_codes(uint8_t const* packed, int64_t el
 template <class T>
 __device__ __forceinline__ void store_values(T* to, float const (&v)[8]) {
   __stcs(reinterpret_cast<uint4*>(to),
-         make_uint4(pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]), pack_pair<T>(v[4], v[5]), pack_pair<T>(v[6], v[7])));
+         make_uint4(pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]), pack_pair<T>(v[4], v[5]),
+                    pack_pair<T>(v[6], v[7])));
 }
 __device__ __forceinline__ void store_values(float* to, float const (&v)[4]) {
   __stcs(reinterpret_cast<float4*>(to), make_float4(v[0], v[1], v[2], v[3]));
 }
 __device__ __forceinline__ void store_one(__half* to, float v) { *to = __float2half_rn(v); }
-__device__ __forceinline__ void store_one(__nv_bfloat16* to, float v) { *to = __float2bfloat16_rn(v); }
+__device__ __forceinline__ void store_one(__nv_bfloat16* to, float v) {
+  *to = __float2bfloat16_rn(v);
+}
 __device__ __forceinline__ void store_one(float* to, float v) { *to = v; }
 
 template <class T>
@@ -91,7 +100,8 @@ __global__ void __launch_bounds__(kThreads, 8)
       codes[r] = load_codes<kElements>(p.packed, element);
     } else {
       codes[r] = 0;
-      for (int i = 0; 2 * i < int(p.count - element); ++i) codes[r] |= uint32_t(p.packed[element / 2 + i]) << 8 * i;
+      for (int i = 0; 2 * i < int(p.count - element); ++i)
+        codes[r] |= uint32_t(p.packed[element / 2 + i]) << 8 * i;
     }
     absmax[r] = block_absmax(p, nested_values, element >> log_block);
   }
@@ -130,7 +140,8 @@ constexpr int kMinCtasPerSm = 4;
 
 struct Range {
   float tail_split;
-  uint32_t codes;  // bytes: of v not above the cut, and above it; the same with the sign of magnitudes
+  uint32_t codes;  // bytes: of v not above the cut, and above it; the same with the
+                   // sign of magnitudes
 };
 
 // The ranges, from the cuts. False if two cuts are in one of this thread's.
@@ -142,12 +153,16 @@ __device__ __forceinline__ bool make_table(FlatProblem const& p, uint8_t* table)
   for (int i = 0; i < kCuts; ++i) cuts[i] = __ldg(p.cuts + i);
   uint64_t first_codes = 0, last_codes = 0;
 #pragma unroll
-  for (int i = 0; i <= kCuts; ++i) (i < 8 ? first_codes : last_codes) |= uint64_t(__ldg(p.codes + i)) << i % 8 * 8;
-  auto code = [&](int i) { return uint32_t((i < 8 ? first_codes : last_codes) >> i % 8 * 8) & 0xffu; };
+  for (int i = 0; i <= kCuts; ++i)
+    (i < 8 ? first_codes : last_codes) |= uint64_t(__ldg(p.codes + i)) << i % 8 * 8;
+  auto code = [&](int i) {
+    return uint32_t((i < 8 ? first_codes : last_codes) >> i % 8 * 8) & 0xffu;
+  };
   bool good = true;
   for (int i = threadIdx.x; i < kRanges * 2; i += kThreads) {  // two threads a range, 16 lanes each
     int index = i / 2, below = 0, inside = 0;
-    float low = float(index - 32) / 32 - 1e-4f, high = float(index - 31) / 32 + 1e-4f, tail_split = INFINITY;
+    float low = float(index - 32) / 32 - 1e-4f, high = float(index - 31) / 32 + 1e-4f,
+          tail_split = INFINITY;
 #pragma unroll
     for (int c = kCuts - 1; c >= 0; --c) {
       bool is_below = cuts[c] < low, is_inside = !is_below && cuts[c] <= high;
@@ -158,7 +173,8 @@ __device__ __forceinline__ bool make_table(FlatProblem const& p, uint8_t* table)
     if (index > 65) below = inside = 0;  // NaN is above no cut
     uint32_t choice = code(below) | code(below + (inside > 0)) << 8;
     choice |= (choice | 0x0808u) << 16;
-    uint4 twice = make_uint4(__float_as_uint(tail_split), choice, __float_as_uint(tail_split), choice);
+    uint4 twice =
+        make_uint4(__float_as_uint(tail_split), choice, __float_as_uint(tail_split), choice);
     uint4* row = reinterpret_cast<uint4*>(table + i * 128);
 #pragma unroll
     for (int j = 0; j < 8; ++j) row[(j + threadIdx.x) % 8] = twice;
@@ -191,7 +207,8 @@ struct Eight {
   __device__ __forceinline__ void load(T const* from) {
 #pragma unroll
     for (int i = 0; i < kWords / 4; ++i) {
-      uint4 v = reinterpret_cast<uint4 const*>(from)[i];  // evict-first loads (__ldcs) take 5 % longer
+      // evict-first loads (__ldcs) take 5 % longer
+      uint4 v = reinterpret_cast<uint4 const*>(from)[i];
       words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
     }
   }
@@ -200,12 +217,13 @@ struct Eight {
     return sizeof(T) == 4 ? number<T>(words[i], 0) : number<T>(words[i / 2], i % 2);
   }
 
-  // The bits of the largest magnitudes, compared as integers: NaN is larger than all. Of 16-bit types two, of each half of the
-  // words.
+  // The bits of the largest magnitudes, compared as integers: NaN is larger than all. Of 16-bit
+  // types two, of each half of the words.
   __device__ __forceinline__ uint32_t largest() const {
     uint32_t most = 0;
 #pragma unroll
-    for (uint32_t word : words) most = larger<T>(most, word & (sizeof(T) == 4 ? 0x7fffffffu : 0x7fff7fffu));
+    for (uint32_t word : words)
+      most = larger<T>(most, word & (sizeof(T) == 4 ? 0x7fffffffu : 0x7fff7fffu));
     return most;
   }
 };
@@ -222,12 +240,13 @@ __device__ __noinline__ uint32_t search(float const* cuts, uint8_t const* codes,
 template <class T>
 __device__ __forceinline__ float reciprocal_of(float absmax) {
   if constexpr (std::is_same_v<T, __half>) {
-    // One Newton step from the approximation rounds right where neither is near the ends of fp32's range: seen equal to
-    // __frcp_rn for all fp16 numbers but zero.
+    // One Newton step from the approximation rounds right where neither is near the ends of fp32's
+    // range: seen equal to __frcp_rn for all fp16 numbers but zero.
     float a, approximate;
     asm("max.NaN.f32 %0, %1, 0f33800000;" : "=f"(a) : "f"(absmax));  // 2^-24, fp16's least
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(approximate) : "f"(a));
-    return fmaf(approximate, fminf(fmaf(-a, approximate, 1.0f), 1.0f), approximate);  // inf: 0 + 0 * min(NaN, 1)
+    // inf: 0 + 0 * min(NaN, 1)
+    return fmaf(approximate, fminf(fmaf(-a, approximate, 1.0f), 1.0f), approximate);
   } else {
     return isnan(absmax) ? absmax : __frcp_rn(fmaxf(absmax, 1e-38f));
   }
@@ -238,7 +257,8 @@ template <class T, int kChunks, int kBlocks, bool kMagnitudes>
 struct Turn {
   static constexpr int64_t kSpan = 256 * kChunks * kBlocks;
   using Eights = Eight<T>[kBlocks][kChunks];
-  static constexpr bool kPairs = sizeof(T) == 2 && kBlocks % 2 == 0;  // two blocks' largest values in one word
+  // two blocks' largest values in one word
+  static constexpr bool kPairs = sizeof(T) == 2 && kBlocks % 2 == 0;
   static constexpr int kMaxima = kPairs ? kBlocks / 2 : kBlocks;
   static_assert(kBlocks == 1 || kChunks == 1);
 
@@ -261,7 +281,8 @@ struct Turn {
       } else {
 #pragma unroll
         for (int word = 0; word < Eight<T>::kWords; ++word)
-          eight.words[word] = begin + i * 256 < p.count ? reinterpret_cast<uint32_t const*>(tail)[word] : 0;
+          eight.words[word] =
+              begin + i * 256 < p.count ? reinterpret_cast<uint32_t const*>(tail)[word] : 0;
       }
     }
   }
@@ -276,10 +297,12 @@ struct Turn {
     for (int i = 0; i < kMaxima; ++i) {
       if constexpr (kPairs) {
         uint32_t const first = eights[2 * i][0].largest(), second = eights[2 * i + 1][0].largest();
-        largest[i] = __vmaxu2(__byte_perm(first, second, 0x5410u), __byte_perm(first, second, 0x7632u));
+        largest[i] =
+            __vmaxu2(__byte_perm(first, second, 0x5410u), __byte_perm(first, second, 0x7632u));
       } else {
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) largest[i] = larger<T>(largest[i], eights[i][c].largest());
+        for (int c = 0; c < kChunks; ++c)
+          largest[i] = larger<T>(largest[i], eights[i][c].largest());
         if (sizeof(T) == 2) largest[i] = __vmaxu2(largest[i], __byte_perm(largest[i], 0u, 0x1032u));
       }
     }
@@ -290,7 +313,8 @@ struct Turn {
       for (uint32_t& most : largest) most = larger<T>(most, __shfl_xor_sync(~0u, most, distance));
     }
     auto absmax_of = [&](uint32_t word, int b) { return number<T>(word, kPairs ? b % 2 : 0); };
-    // Of the lanes that share blocks each stores another's largest value, so that there is one store.
+    // Of the lanes that share blocks each stores another's largest value, so that
+    // there is one store.
     if (int const place = lane & (lanes - 1); place < kBlocks) {
       uint32_t mine = largest[0];
 #pragma unroll
@@ -307,12 +331,14 @@ struct Turn {
       for (int c = 0; c < kChunks; ++c) {
         Eight<T> const& eight = eights[b][c];
         int64_t element = begin + (b * kChunks + c) * 256;
-        uint32_t packed = kFast || !searched ? look_up(eight, reciprocal) : search_all(eight, reciprocal);
+        uint32_t packed =
+            kFast || !searched ? look_up(eight, reciprocal) : search_all(eight, reciprocal);
         if (kFast || element + 8 <= p.count) {
           __stcs(reinterpret_cast<uint32_t*>(p.packed + element / 2), packed);
         } else if (element < p.count) {
 #pragma unroll 1
-          for (int j = 0; element + 2 * j < p.count; ++j) p.packed[element / 2 + j] = uint8_t(packed >> 8 * j);
+          for (int j = 0; element + 2 * j < p.count; ++j)
+            p.packed[element / 2 + j] = uint8_t(packed >> 8 * j);
         }
       }
     }
@@ -322,8 +348,10 @@ struct Turn {
     uint32_t nibbles[2] = {};  // bytes: codes of the even and of the odd elements
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      float scaled = __fmul_rn(eight.value(i), reciprocal), key = kMagnitudes ? fabsf(scaled) : scaled;
-      uint32_t at = decode::and_or(__float_as_uint(fmaf(key, 32.0f, row_bias)), 0x7f00u, lane_bytes);
+      float scaled = __fmul_rn(eight.value(i), reciprocal),
+            key = kMagnitudes ? fabsf(scaled) : scaled;
+      uint32_t at =
+          decode::and_or(__float_as_uint(fmaf(key, 32.0f, row_bias)), 0x7f00u, lane_bytes);
       uint2 range;
       asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(range.x), "=r"(range.y) : "r"(at));
       // The byte of range.y that becomes byte i / 2: 0 or 1, and 2 or 3 for negative numbers.
@@ -339,13 +367,14 @@ struct Turn {
     uint32_t packed = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      packed |= search(p.cuts, p.codes, __fmul_rn(eight.value(i), reciprocal)) << (i / 2 * 8 + (i % 2 == 0 ? 4 : 0));
+      packed |= search(p.cuts, p.codes, __fmul_rn(eight.value(i), reciprocal))
+                << (i / 2 * 8 + (i % 2 == 0 ? 4 : 0));
     return packed;
   }
 };
 
-// Independent blocks that a warp has at a time, and whether it loads its next turn's elements before it works on this one's: as
-// registers allow.
+// Independent blocks that a warp has at a time, and whether it loads its next turn's elements
+// before it works on this one's: as registers allow.
 template <class T>
 constexpr int blocks_at_once(int chunks) {
   return sizeof(T) == 2 && chunks == 1 ? 2 : 1;
@@ -355,8 +384,8 @@ constexpr bool looks_ahead(int chunks) {
   return blocks_at_once<T>(chunks) * chunks * Eight<T>::kWords <= 8;
 }
 
-// kChunks: chunks of 256 elements in a block (1 where blocks have 256 or fewer). A warp has kBlocks independent blocks at a
-// time.
+// kChunks: chunks of 256 elements in a block (1 where blocks have 256 or fewer). A warp has kBlocks
+// independent blocks at a time.
 template <class T, int kChunks, bool kMagnitudes>
 __global__ void __launch_bounds__(kThreads, kChunks == 16  ? 1
                                             : kChunks == 8 ? 2
@@ -377,11 +406,14 @@ __global__ void __launch_bounds__(kThreads, kChunks == 16  ? 1
   bool searched = !__syncthreads_and(good);
   using Turn = Turn<T, kChunks, kBlocks, kMagnitudes>;
   constexpr int64_t kSpan = Turn::kSpan;
-  int const step = int(gridDim.x) * int(kThreads / 32 * kSpan);  // the grid has at most four blocks a SM
+  // the grid has at most four blocks a SM
+  int const step = int(gridDim.x) * int(kThreads / 32 * kSpan);
   int64_t begin = (int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32) * kSpan;
-  // Rows are counted from the beginning of shared memory, in which the table follows a few hundred bytes.
+  // Rows are counted from the beginning of shared memory, in which the table follows a
+  // few hundred bytes.
   uint32_t const table_begin = cute::cast_smem_ptr_to_uint(table);
-  Turn const turn{p, x, threadIdx.x % 32 * 8, 49184.0f + float(table_begin / 256), tail, lanes, log_block};
+  Turn const turn{p,     x,        threadIdx.x % 32 * 8, 49184.0f + float(table_begin / 256), tail,
+                  lanes, log_block};
   bool const fast = kMagnitudes || !searched;
   typename Turn::Eights now;
   if constexpr (kAhead) {
@@ -389,7 +421,8 @@ __global__ void __launch_bounds__(kThreads, kChunks == 16  ? 1
     if (fast && begin + kSpan <= p.count) turn.template load<true>(next, begin);
     for (; fast && begin + kSpan <= p.count; begin += step) {
 #pragma unroll
-      for (int i = 0; i < kBlocks * kChunks; ++i) now[i / kChunks][i % kChunks] = next[i / kChunks][i % kChunks];
+      for (int i = 0; i < kBlocks * kChunks; ++i)
+        now[i / kChunks][i % kChunks] = next[i / kChunks][i % kChunks];
       if (begin + step + kSpan <= p.count) turn.template load<true>(next, begin + step);
       turn.template run<true>(now, begin, false);
     }
@@ -419,18 +452,21 @@ Status launch_dequantize_type(FlatProblem const& p, int multiprocessors, Stream 
   int64_t turns = ceil_div(p.count, Turn::kElements), most = int64_t(multiprocessors) * 8;
   int rounds = turns > most * kThreads ? Turn::kRounds : 1;
   int64_t blocks = ceil_div(turns, int64_t(kThreads) * rounds);
-  return launch(dequantize_flat<T>, dim3(unsigned(blocks)), kThreads, 0, stream, p, log2_of(p.blocksize), rounds);
+  return launch(dequantize_flat<T>, dim3(unsigned(blocks)), kThreads, 0, stream, p,
+                log2_of(p.blocksize), rounds);
 }
 
 template <class T, int kChunks>
 Status launch_quantize_chunks(FlatProblem const& p, int multiprocessors, Stream stream) {
   constexpr int kBlocks = blocks_at_once<T>(kChunks);
-  int64_t blocks = ceil_div(p.count, int64_t(kThreads) * 8 * kChunks * kBlocks), most = int64_t(multiprocessors) * 4;
+  int64_t blocks = ceil_div(p.count, int64_t(kThreads) * 8 * kChunks * kBlocks),
+          most = int64_t(multiprocessors) * 4;
   dim3 grid(unsigned(blocks < most ? blocks : most));
   int lanes = p.blocksize < 256 ? p.blocksize / 8 : 32;
-  return p.magnitudes
-             ? launch(quantize_flat<T, kChunks, true>, grid, kThreads, kTableBytes, stream, p, lanes, log2_of(p.blocksize))
-             : launch(quantize_flat<T, kChunks, false>, grid, kThreads, kTableBytes, stream, p, lanes, log2_of(p.blocksize));
+  return p.magnitudes ? launch(quantize_flat<T, kChunks, true>, grid, kThreads, kTableBytes, stream,
+                               p, lanes, log2_of(p.blocksize))
+                      : launch(quantize_flat<T, kChunks, false>, grid, kThreads, kTableBytes,
+                               stream, p, lanes, log2_of(p.blocksize));
 }
 
 template <class T>

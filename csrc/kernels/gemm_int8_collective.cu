@@ -1,6 +1,7 @@
-// Static int8 products on Hopper (sm_90a alone) by CUTLASS's collectives: GemmUniversal, persistent, with a main loop of the
-// CollectiveBuilder (TMA, wgmma with both operands in shared memory) and an epilogue whose visitor tree is one node that
-// requantises. The result leaves by TMA, so its rows are multiples of 16 bytes.
+// Static int8 products on Hopper (sm_90a alone) by CUTLASS's collectives: GemmUniversal,
+// persistent, with a main loop of the CollectiveBuilder (TMA, wgmma with both operands in shared
+// memory) and an epilogue whose visitor tree is one node that requantises. The result leaves by
+// TMA, so its rows are multiples of 16 bytes.
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 #include <cutlass/gemm/collective/collective_builder.hpp>
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
@@ -23,7 +24,8 @@ struct Vectors {
   int bias;
 };
 
-// A node of an epilogue visitor tree (the members are CUTLASS's interface): the bytes of the result of the accumulators.
+// A node of an epilogue visitor tree (the members are CUTLASS's interface): the bytes of the result
+// of the accumulators.
 template <int kBlockN>
 struct Requantize {
   struct SharedStorage {
@@ -58,8 +60,8 @@ struct Requantize {
     return fusion::EmptyProducerLoadCallbacks{};
   }
 
-  // Of a thread and a tile. `channels`: the coordinates of the thread's accumulators, from its first; that is of channel
-  // `first` of the tile.
+  // Of a thread and a tile. `channels`: the coordinates of the thread's accumulators, from its
+  // first; that is of channel `first` of the tile.
   template <class Coordinates>
   struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
     ConvParams const& p;
@@ -67,9 +69,16 @@ struct Requantize {
     Coordinates coordinates;
     int first_n, first, thread, threads;
 
-    CUTLASS_DEVICE Callbacks(ConvParams const& params, Vectors* shared, Coordinates const& of_thread, int tile_n, int channel,
-                             int index, int count)
-        : p(params), vectors(shared), coordinates(of_thread), first_n(tile_n), first(channel), thread(index), threads(count) {}
+    CUTLASS_DEVICE Callbacks(ConvParams const& params, Vectors* shared,
+                             Coordinates const& of_thread, int tile_n, int channel, int index,
+                             int count)
+        : p(params),
+          vectors(shared),
+          coordinates(of_thread),
+          first_n(tile_n),
+          first(channel),
+          thread(index),
+          threads(count) {}
 
     CUTLASS_DEVICE void begin() {
       for (int i = thread; i < kBlockN; i += threads) {
@@ -81,7 +90,8 @@ struct Requantize {
     CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
 
     template <int kCount>
-    CUTLASS_DEVICE cutlass::Array<int8_t, kCount> visit(cutlass::Array<int, kCount> const& sums, int fragment, int m, int n) {
+    CUTLASS_DEVICE cutlass::Array<int8_t, kCount> visit(cutlass::Array<int, kCount> const& sums,
+                                                        int fragment, int m, int n) {
       cutlass::Array<int8_t, kCount> y;
       auto const of_fragment = coordinates(cute::_, cute::_, cute::_, m, n);
       CUTLASS_PRAGMA_UNROLL
@@ -96,7 +106,8 @@ struct Requantize {
   template <bool, class... Args>
   CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::ConsumerStoreArgs<Args...> const& args) {
     int const first_n = int(cute::get<1>(args.tile_coord_mnkl)) * kBlockN;
-    int const first = int(cute::get<1>(args.problem_shape_mnkl)) - int(cute::get<1>(args.residue_tCcD)) - first_n;
+    int const first =
+        int(cute::get<1>(args.problem_shape_mnkl)) - int(cute::get<1>(args.residue_tCcD)) - first_n;
     return Callbacks<decltype(args.tCcD)>(*p, vectors, args.tCcD, first_n, first, args.thread_idx,
                                           int(cute::size(args.tiled_copy)));
   }
@@ -109,21 +120,28 @@ template <class X_, int kIndex>
 struct Config {
   using X = X_;
   static constexpr GemmCollectiveTile kTile = kGemmCollectiveTiles[kIndex];
-  using Tile = cute::Shape<cute::Int<kTile.block_m>, cute::Int<kTile.block_n>, cute::Int<kTile.block_k>>;
+  using Tile =
+      cute::Shape<cute::Int<kTile.block_m>, cute::Int<kTile.block_n>, cute::Int<kTile.block_k>>;
   using Cluster = cute::Shape<cute::Int<kTile.cluster_size>, cute::_1, cute::_1>;
-  using Schedule = std::conditional_t<kTile.cooperative, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-                                      cutlass::gemm::KernelTmaWarpSpecializedPingpong>;
-  using EpilogueSchedule = std::conditional_t<kTile.cooperative, cutlass::epilogue::TmaWarpSpecializedCooperative,
-                                              cutlass::epilogue::TmaWarpSpecialized>;
+  using Schedule =
+      std::conditional_t<kTile.cooperative, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+                         cutlass::gemm::KernelTmaWarpSpecializedPingpong>;
+  using EpilogueSchedule =
+      std::conditional_t<kTile.cooperative, cutlass::epilogue::TmaWarpSpecializedCooperative,
+                         cutlass::epilogue::TmaWarpSpecialized>;
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, cutlass::epilogue::collective::EpilogueTileAuto, int,
-      int, void, cutlass::layout::RowMajor, kConvVector, int8_t, cutlass::layout::RowMajor, kConvVector, EpilogueSchedule,
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
+      cutlass::epilogue::collective::EpilogueTileAuto, int, int, void, cutlass::layout::RowMajor,
+      kConvVector, int8_t, cutlass::layout::RowMajor, kConvVector, EpilogueSchedule,
       Requantize<kTile.block_n>>::CollectiveOp;
   using MainLoop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, X, cutlass::layout::RowMajor, kConvVector, int8_t,
-      cutlass::layout::ColumnMajor, kConvVector, int, Tile, Cluster,
-      cutlass::gemm::collective::StageCountAutoCarveout<int(sizeof(typename Epilogue::SharedStorage))>, Schedule>::CollectiveOp;
-  using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int>, MainLoop, Epilogue>;
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, X, cutlass::layout::RowMajor,
+      kConvVector, int8_t, cutlass::layout::ColumnMajor, kConvVector, int, Tile, Cluster,
+      cutlass::gemm::collective::StageCountAutoCarveout<int(
+          sizeof(typename Epilogue::SharedStorage))>,
+      Schedule>::CollectiveOp;
+  using Kernel =
+      cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int>, MainLoop, Epilogue>;
 };
 
 template <class Kernel>
@@ -155,26 +173,30 @@ Status launch_config(ConvParams const& params, ConvPlan const& plan, Stream stre
   arguments.epilogue.dD = typename Kernel::StrideD{w.n, cute::_1{}, 0};
   arguments.hw_info.sm_count = plan.grid;
   if (!Kernel::can_implement(arguments)) {
-    return {Status::kInvalid, "n is " + std::to_string(w.n) + " and x has " + std::to_string(problem.channels) + " channels; " +
-                                  plan.kernel + " takes multiples of " + std::to_string(kConvVector)};
+    return {Status::kInvalid, "n is " + std::to_string(w.n) + " and x has " +
+                                  std::to_string(problem.channels) + " channels; " + plan.kernel +
+                                  " takes multiples of " + std::to_string(kConvVector)};
   }
   auto const p = Kernel::to_underlying_arguments(arguments, nullptr);
-  return launch_clusters(gemm_int8_collective<Kernel>, Kernel::get_grid_shape(p), C::kTile.cluster_size,
-                         dim3(unsigned(Kernel::MaxThreadsPerBlock)), int(Kernel::SharedStorageSize), stream, p);
+  return launch_clusters(gemm_int8_collective<Kernel>, Kernel::get_grid_shape(p),
+                         C::kTile.cluster_size, dim3(unsigned(Kernel::MaxThreadsPerBlock)),
+                         int(Kernel::SharedStorageSize), stream, p);
 }
 
 template <class X, int kIndex = 0>
 Status launch_tile(ConvParams const& params, ConvPlan const& plan, Stream stream) {
   constexpr GemmCollectiveTile kTile = kGemmCollectiveTiles[kIndex];
   if constexpr (kIndex + 1 < int(std::size(kGemmCollectiveTiles)))
-    if (plan.block_m != kTile.block_m || plan.block_n != kTile.block_n) return launch_tile<X, kIndex + 1>(params, plan, stream);
+    if (plan.block_m != kTile.block_m || plan.block_n != kTile.block_n)
+      return launch_tile<X, kIndex + 1>(params, plan, stream);
   return launch_config<Config<X, kIndex>>(params, plan, stream);
 }
 
 }  // namespace
 
 Status launch_gemm_int8_collective(ConvParams const& params, ConvPlan const& plan, Stream stream) {
-  return params.problem.x_unsigned ? launch_tile<uint8_t>(params, plan, stream) : launch_tile<int8_t>(params, plan, stream);
+  return params.problem.x_unsigned ? launch_tile<uint8_t>(params, plan, stream)
+                                   : launch_tile<int8_t>(params, plan, stream);
 }
 
 }  // namespace cutlass_ops

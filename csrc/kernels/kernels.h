@@ -1,4 +1,5 @@
-// What the kernel files offer to dispatch/ and ops.cpp: their tiles, and one launch function a kernel, pure host signatures.
+// What the kernel files offer to dispatch/ and ops.cpp: their tiles, and one launch function a
+// kernel, pure host signatures.
 #pragma once
 
 #include "dispatch/grouped.h"
@@ -21,86 +22,117 @@ constexpr int kPortableSharedBytes = 99 * 1024, kHopperSharedBytes = 227 * 1024;
 // mma_gemm_a16.cu: fp16 or bf16 activations, tensor cores through mma.sync (sm_80 and later).
 constexpr Tile mma_gemm_a16_tile(int bits, int block_m) {
   int stages = block_m == 16 && bits == 8 ? 4 : 3;
-  return {128, block_m, stages, block_m == 16 && bits == 4 ? 4 : block_m == 32 ? 3 : 2, kPortableSharedBytes};
+  return {128, block_m, stages,
+          block_m == 16 && bits == 4 ? 4
+          : block_m == 32            ? 3
+                                     : 2,
+          kPortableSharedBytes};
 }
-Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
+Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                           Stream stream);
 
 // book_gemm_a16.cu: fp16 or bf16 activations, weights of a code book, a few rows of x.
-constexpr Tile book_gemm_a16_tile(int block_m) { return {512, block_m, 2, 2, kPortableSharedBytes}; }
-Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
+constexpr Tile book_gemm_a16_tile(int block_m) {
+  return {512, block_m, 2, 2, kPortableSharedBytes};
+}
+Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                            Stream stream);
 
 // mma_gemm_a8.cu: int8 activations, sm_80 and later.
 constexpr Tile mma_gemm_a8_tile(int bits, int block_m) {
   int stages = (block_m == 16 && bits == 8) || (block_m == 32 && bits == 4) ? 4 : 3;
-  return {128, block_m, stages, block_m == 16 && bits == 4 ? 4 : block_m == 32 ? 3 : 2, kPortableSharedBytes};
+  return {128, block_m, stages,
+          block_m == 16 && bits == 4 ? 4
+          : block_m == 32            ? 3
+                                     : 2,
+          kPortableSharedBytes};
 }
-Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
+Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                          Stream stream);
 
-// wgmma_gemm_a8.cu: int8 activations on Hopper (sm_90a alone), clusters of two CTAs. `warpgroups`: of a CTA, that multiply.
-// Four have half the registers of two, for no more than 64 rows of x. 144 rows are for activations without zero points, 256 for
-// int32 sums over all of K, which need no others besides.
+// wgmma_gemm_a8.cu: int8 activations on Hopper (sm_90a alone), clusters of two CTAs.
+// `warpgroups`: of a CTA, that multiply. Four have half the registers of two, for no more than 64
+// rows of x. 144 rows are for activations without zero points, 256 for int32 sums over all of K,
+// which need no others besides.
 constexpr Tile wgmma_gemm_a8_tile(int bits, int block_m, int warpgroups = 2) {
   int stages = block_m >= 128 ? 4 : block_m >= 64 ? 6 : bits == 8 ? 9 : warpgroups == 4 ? 8 : 10;
   return {128 * warpgroups, block_m, stages, 1, kHopperSharedBytes, 2};
 }
-Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
+Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                            Stream stream);
 // Of experts: tiles of one of kGroupedInt8Heights, of two warpgroups.
 Status launch_grouped_gemm_a8(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
-// wgmma_gemm_a16.cu: fp16 or bf16 activations, groups of 128 or more without offsets, in clusters of two CTAs. Four warpgroups
-// are for 64 rows, int4, and scales of x's type.
+// wgmma_gemm_a16.cu: fp16 or bf16 activations, groups of 128 or more without offsets, in clusters
+// of two CTAs. Four warpgroups are for 64 rows, int4, and scales of x's type.
 constexpr Tile wgmma_gemm_a16_tile(int bits, int block_m, int warpgroups = 2) {
-  int stages = block_m == 32 ? 6 : block_m == 64 ? 5 : block_m == 96 || (block_m < 160 && bits == 4) ? 4 : 3;
+  int stages = block_m == 32                                   ? 6
+               : block_m == 64                                 ? 5
+               : block_m == 96 || (block_m < 160 && bits == 4) ? 4
+                                                               : 3;
   return {128 * warpgroups, block_m, stages, 1, kHopperSharedBytes, 2};
 }
-Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
+Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                             Stream stream);
 // Of experts: tiles of one of kGroupedHeights, of two warpgroups.
 Status launch_grouped_gemm_a16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
-// wgmma_fold16.cuh: 16-bit activations x weights of every format, rounded once to their type; clusters of two CTAs. `stages`:
-// those of weights.
+// wgmma_fold16.cuh: 16-bit activations x weights of every format, rounded once to their type;
+// clusters of two CTAs. `stages`: those of weights.
 constexpr Tile wgmma_fold16_tile(int block_m, int bits = 4) {
   int const warpgroups = block_m <= 64 ? 4 : block_m <= 128 ? 3 : 2;
-  return {128 * warpgroups, block_m, block_m == 256 ? 2 : bits == 8 ? 3 : 4, 1, kHopperSharedBytes, 2};
+  return {128 * warpgroups,   block_m, block_m == 256 ? 2 : bits == 8 ? 3 : 4, 1,
+          kHopperSharedBytes, 2};
 }
 template <class Format>
-Status launch_wgmma_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
+Status launch_wgmma_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                           Stream stream);
 
 // Of experts: tiles of one of kGroupedHeights.
 template <class Format>
 Status launch_grouped_fold16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
-// decode_gemm.cu: up to 8 rows of x, clusters that split K. 8 rows leave room for the next launch's CTAs. (Stages are the
-// plan's.)
-constexpr Tile decode_gemm_tile(int block_m) { return {64, block_m, 2, block_m == 8 ? 2 : 1, kPortableSharedBytes}; }
-Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
+// decode_gemm.cu: up to 8 rows of x, clusters that split K. 8 rows leave room for the next launch's
+// CTAs. (Stages are the plan's.)
+constexpr Tile decode_gemm_tile(int block_m) {
+  return {64, block_m, 2, block_m == 8 ? 2 : 1, kPortableSharedBytes};
+}
+Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                          Stream stream);
 
-// wgmma_decode.cu: up to 16 rows of x on Hopper (sm_90a alone), clusters that split K; two CTAs per SM or, of 8-bit weights,
-// one with as much memory.
+// wgmma_decode.cu: up to 16 rows of x on Hopper (sm_90a alone), clusters that split K; two CTAs per
+// SM or, of 8-bit weights, one with as much memory.
 constexpr Tile wgmma_decode_tile(int ctas_per_sm) {
   return {kRowsPerPanel, WgmmaDecodeShape::kBlockM, 2, ctas_per_sm, kHopperSharedBytes};
 }
-Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
-// wgmma_decode_grouped.cu: of experts, a tile of 16 rows after another, where decodes_exactly() says so.
+Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                           Stream stream);
+// wgmma_decode_grouped.cu: of experts, a tile of 16 rows after another, where
+// decodes_exactly() says so.
 Status launch_grouped_decode(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
-// wgmma_decode_fold16.cuh: as wgmma_decode.cu, weights of every format rounded once to the type of x; two CTAs per SM.
+// wgmma_decode_fold16.cuh: as wgmma_decode.cu, weights of every format rounded once to the type of
+// x; two CTAs per SM.
 template <class Format>
-Status launch_wgmma_decode_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
+Status launch_wgmma_decode_fold16(GemmProblem const& problem, Plan const& plan,
+                                  float* splitk_workspace, Stream stream);
 template <class Format>
 Status launch_grouped_decode_fold16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // ---- before and after it
 
 // splitk_reduce.cu: add the slices of K in their order and apply the epilogue.
-Status launch_splitk_reduce(GemmProblem const& problem, int slices, float const* splitk_workspace, Stream stream);
+Status launch_splitk_reduce(GemmProblem const& problem, int slices, float const* splitk_workspace,
+                            Stream stream);
 
 // quantize_activations.cu
 struct QuantizerStart {
   bool early = false;  // the next kernel may start before those before this one have ended
-  bool spread = true;  // few CTAs take shared memory that they do not use, so that not many share an SM
+  bool spread = true;  // few CTAs take shared memory that they do not use, so that not
+                       // many share an SM
 };
-Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream, QuantizerStart start = {});
+Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream,
+                                   QuantizerStart start = {});
 
 // The range of all x to problem.range, for the quantiser after it.
 Status launch_find_range(QuantizeProblem const& problem, bool symmetric, Stream stream);
@@ -111,7 +143,8 @@ Status launch_quantized_values(QuantizedValues const& problem, Stream stream);
 // compensate_zeros.cu: problem.quantized.zero_values and zero_scales
 Status launch_compensate_zeros(GemmProblem const& problem, Stream stream);
 
-// upcast_activations.cu: problem.quantized.upcast, of quantised activations or, where these are none, of x
+// upcast_activations.cu: problem.quantized.upcast, of quantised activations or, where
+// these are none, of x
 Status launch_upcast_activations(GemmProblem const& problem, Stream stream);
 
 // ---- other operators
@@ -122,18 +155,22 @@ Status launch_conv_depthwise(GemmProblem const& problem, float const* taps, Stre
 // finish_sums.cu: as finish_sums()
 Status launch_finish_sums(GemmProblem const& problem, void const* sums, Stream stream);
 
-// route.cu: the slots of positions (with `slots.tiles` null the routing alone), tiles being of `height` rows; rows of x to
-// their slots, `rows` at most; and the weighted sums of rows [slots][n] to y. Both take positions for slots where `slots` is empty.
-Status launch_route(RouteProblem const& problem, Routing const& routing, RowSlots const& slots, int height, Stream stream);
-Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots, GatherProblem const& problem, int rows,
-                          Stream stream);
-Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, void const* rows, DataType row_type, int n,
-                          void const* weights, DataType weight_type, void* out, DataType out_type, Stream stream);
+// route.cu: the slots of positions (with `slots.tiles` null the routing alone), tiles being of
+// `height` rows; rows of x to their slots, `rows` at most; and the weighted sums of rows [slots][n]
+// to y. Both take positions for slots where `slots` is empty.
+Status launch_route(RouteProblem const& problem, Routing const& routing, RowSlots const& slots,
+                    int height, Stream stream);
+Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots,
+                          GatherProblem const& problem, int rows, Stream stream);
+Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, void const* rows,
+                          DataType row_type, int n, void const* weights, DataType weight_type,
+                          void* out, DataType out_type, Stream stream);
 
-// weight_colsum.cu: sums of codes or, with `of_zeros`, the zero points of an asymmetric weight. `follows`: the previous kernel
-// belongs to the same call and launches its dependents when all earlier kernels have ended; then this one runs concurrently
-// with it.
-Status launch_weight_colsum(PackedWeight const& weight, bool of_zeros, bool follows, void* colsums, Stream stream);
+// weight_colsum.cu: sums of codes or, with `of_zeros`, the zero points of an asymmetric weight.
+// `follows`: the previous kernel belongs to the same call and launches its dependents when all
+// earlier kernels have ended; then this one runs concurrently with it.
+Status launch_weight_colsum(PackedWeight const& weight, bool of_zeros, bool follows, void* colsums,
+                            Stream stream);
 
 // flat_4bit.cu
 Status launch_quantize_flat(FlatProblem const& problem, Stream stream);
@@ -141,7 +178,8 @@ Status launch_dequantize_flat(FlatProblem const& problem, Stream stream);
 
 // awq.cu
 Status launch_dequantize_awq(AwqWeight const& weight, void* out, Stream stream);
-Status launch_awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m, void* out, Stream stream);
+Status launch_awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m, void* out,
+                       Stream stream);
 
 // pack.cu
 Status launch_pack(PackProblem const& problem, Stream stream);

@@ -1,16 +1,20 @@
-// fp16 or bf16 activations x int4 or int8 weights on mma.sync m16n8k16: the portable kernel for W4A16 and W8A16, sm_80 and
-// later.
+// fp16 or bf16 activations x int4 or int8 weights on mma.sync m16n8k16: the portable kernel for
+// W4A16 and W8A16, sm_80 and later.
 //
-// A block computes 128 output features x kBlockM. Weights, activations, scales and zero points of 128 columns of K go through a
-// ring of stages in shared memory (cp.async). Per step of 128 columns, or 32 where groups are shorter:
+// A block computes 128 output features x kBlockM. Weights, activations, scales and zero points of
+// 128 columns of K go through a ring of stages in shared memory (cp.async). Per step of 128
+// columns, or 32 where groups are shorter:
 //
-//   load     weights: one 16-byte load a lane and unit (layout.h);  activations: ldmatrix from rows swizzled by token % 8
-//   decode   int4 or int8 -> code minus zero point, an integer that fp16 and bf16 hold exactly; or a code book's value, looked up
+//   load     weights: one 16-byte load a lane and unit (layout.h); activations: ldmatrix from rows
+//            swizzled by token % 8
+//   decode   int4 or int8 -> code minus zero point, an integer that fp16 and bf16 hold exactly; or
+//            a code book's value, looked up
 //   multiply fp32 sums of exact products
-//   promote  sum = fma(step's sum, weight scale, sum): the scale never rounds a weight, and costs one FFMA an output and step
+//   promote  sum = fma(step's sum, weight scale, sum): the scale never rounds a weight, and costs
+//            one FFMA an output and step
 //
-// A real offset o adds o * sum x, which comes from the tensor cores too, by an operand B of ones to the rows of x as operand A:
-// the registers of two operands B, in another order, are one.
+// A real offset o adds o * sum x, which comes from the tensor cores too, by an operand B of ones to
+// the rows of x as operand A: the registers of two operands B, in another order, are one.
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
@@ -26,29 +30,36 @@
 namespace cutlass_ops {
 namespace {
 
-// kGeneral: steps of 32 columns, offsets. Without it: steps of 128 columns, with or without zero points. kStages_: 0 for the
-// table's.
+// kGeneral: steps of 32 columns, offsets. Without it: steps of 128 columns, with or without zero
+// points. kStages_: 0 for the table's.
 template <class Element_, class Format, int kBlockM, bool kGeneral_, int kStages_ = 0>
 struct Config : BlockTile<kBlockM> {
   using Tile = BlockTile<kBlockM>;
   using Element = Element_;
   static constexpr bool kHasCodebook = Format::kTableBytes > 0;
   using Decode = typename Format::template Decoder<Element>;
-  static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
+  static constexpr Operand kOperand =
+      std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
   static constexpr int kBits = Format::kBits;
   static constexpr int kUnits = kBits / 2;  // of a row block and tile of K (layout.h)
   static constexpr bool kGeneral = kGeneral_;
   static constexpr int kPieces = kKPerTile / 16;
-  static constexpr int kStepPieces = kGeneral ? 2 : kPieces;                                       // of 16 columns
-  static constexpr bool kAhead = kBlockM == 64 && !kGeneral;                                       // multiply_tile_ahead
-  static constexpr bool kTwoStages = kBlockM == 64 && (kHasCodebook || (kGeneral && kBits == 8));  // by shared memory
-  static constexpr int kStages = kStages_ ? kStages_ : kTwoStages ? 2 : mma_gemm_a16_tile(kBits, kBlockM).stages;
+  // of 16 columns
+  static constexpr int kStepPieces = kGeneral ? 2 : kPieces;
+  // multiply_tile_ahead
+  static constexpr bool kAhead = kBlockM == 64 && !kGeneral;
+  // by shared memory
+  static constexpr bool kTwoStages = kBlockM == 64 && (kHasCodebook || (kGeneral && kBits == 8));
+  static constexpr int kStages = kStages_     ? kStages_
+                                 : kTwoStages ? 2
+                                              : mma_gemm_a16_tile(kBits, kBlockM).stages;
   // The next tile is wanted soon, or the multiplication takes all registers.
   static constexpr bool kCopiesFirst = kStages == 2 || (kGeneral && kBlockM == 32);
-  // For sm_90 ptxas puts three idle loads before each run of copies that follows an ldmatrix: the more at once, the fewer of
-  // them. Measured.
+  // For sm_90 ptxas puts three idle loads before each run of copies that follows an ldmatrix: the
+  // more at once, the fewer of them. Measured.
   static constexpr int kCopiesAtOnce = kAhead || (kBits == 8 && kBlockM == 16 && !kGeneral) ? 3 : 1;
-  static constexpr int kMinBlocks = kGeneral && kBlockM == 16 ? 2 : mma_gemm_a16_tile(kBits, kBlockM).min_ctas_per_sm;
+  static constexpr int kMinBlocks =
+      kGeneral && kBlockM == 16 ? 2 : mma_gemm_a16_tile(kBits, kBlockM).min_ctas_per_sm;
   static constexpr int kRowBytes = kKPerTile * 2;   // of a token
   static constexpr int kGroups = kGeneral ? 4 : 1;  // in a tile of K, at most
 
@@ -57,12 +68,16 @@ struct Config : BlockTile<kBlockM> {
   static constexpr int kScales = kActivations + kBlockM * kRowBytes;
   static constexpr int kZeros = kScales + kGroups * Tile::kRows * 4;
   static constexpr int kOffsets = kZeros + (kHasCodebook ? 0 : kGroups * Tile::kRows);
-  static constexpr int kStageBytes = kOffsets + (kGeneral && !kHasCodebook ? kGroups * Tile::kRows * 4 : 0);
-  static constexpr int kTable = kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
+  static constexpr int kStageBytes =
+      kOffsets + (kGeneral && !kHasCodebook ? kGroups * Tile::kRows * 4 : 0);
+  static constexpr int kTable =
+      kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
   static constexpr int kSharedBytes = kTable + Format::kTableBytes;
   static_assert(kStageBytes % 128 == 0, "ldmatrix rows and their swizzle start on 128 bytes");
-  static_assert(kSharedBytes <= mma_gemm_a16_tile(kBits, kBlockM).shared_bytes, "its tile promises less shared memory");
-  static_assert(kGroups * Tile::kRows / 4 <= Tile::kThreads, "a thread copies one 16-byte piece of a vector's fp32 rows");
+  static_assert(kSharedBytes <= mma_gemm_a16_tile(kBits, kBlockM).shared_bytes,
+                "its tile promises less shared memory");
+  static_assert(kGroups * Tile::kRows / 4 <= Tile::kThreads,
+                "a thread copies one 16-byte piece of a vector's fp32 rows");
 };
 
 struct Params : TileParams {
@@ -87,23 +102,29 @@ struct Copies {
   __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, int n0, int m0_, int k_tile)
       : p(p_),
         shared(shared_),
-        weights(shared_address(shared) + C::kWeights, p.weight.codes, n0, p.n_pad, p.k_tiles, k_tile),
-        activations(shared_address(shared) + C::kActivations, p.x, p.x_stride * 2, m0_, p.epilogue.m, k_tile),
+        weights(shared_address(shared) + C::kWeights, p.weight.codes, n0, p.n_pad, p.k_tiles,
+                k_tile),
+        activations(shared_address(shared) + C::kActivations, p.x, p.x_stride * 2, m0_,
+                    p.epilogue.m, k_tile),
         m0(m0_) {
     PackedWeight const& w = p.weight;
     int i = threadIdx.x;
     uint32_t at = shared_address(shared);
-    vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad, at + C::kScales);
+    vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad,
+                            at + C::kScales);
     if constexpr (kVectors == 3) {
       vectors[1] = VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, at + C::kZeros);
-      vectors[2] = VectorCopy(i, w.offsets, p.weight_rows, p.log_offset_bytes, C::kRows, n0, p.n_pad, at + C::kOffsets);
+      vectors[2] = VectorCopy(i, w.offsets, p.weight_rows, p.log_offset_bytes, C::kRows, n0,
+                              p.n_pad, at + C::kOffsets);
     } else if constexpr (!C::kHasCodebook) {
-      vectors[0].take(VectorCopy(i - C::kRows / 4, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, at + C::kZeros));
+      vectors[0].take(VectorCopy(i - C::kRows / 4, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad,
+                                 at + C::kZeros));
     }
   }
 
   // `stage`: bytes from the first.
-  __device__ __forceinline__ void operator()(int stage, int k_tile, int i, bool wanted, bool x_rows_wanted) const {
+  __device__ __forceinline__ void operator()(int stage, int k_tile, int i, bool wanted,
+                                             bool x_rows_wanted) const {
     if (i < weights.kPieces) {
       weights(stage, i, wanted);
     } else if (i -= weights.kPieces; i < activations.kPieces) {
@@ -114,19 +135,21 @@ struct Copies {
     }
   }
 
-  // Rows of x that cannot be copied 16 bytes at a time, and the tile in which K ends: columns beyond it are zeros. And an
-  // image's pixels.
+  // Rows of x that cannot be copied 16 bytes at a time, and the tile in which K ends: columns
+  // beyond it are zeros. And an image's pixels.
   __device__ __forceinline__ bool special(int stage, int k_tile) const {
     if (p.whole_copies) return false;
     if (p.image.columns) {
-      activations.copy_pixels(stage, p.image, k_tile, p.x, p.x_stride * 2, p.image.channels * 2, m0);
+      activations.copy_pixels(stage, p.image, k_tile, p.x, p.x_stride * 2, p.image.channels * 2,
+                              m0);
       return true;
     }
     int first = k_tile * kKPerTile;
     if (p.vector_loads && first + kKPerTile <= p.weight.k) return false;
     if (p.vector_loads) {
 #pragma unroll
-      for (int i = 0; i < activations.kPieces; ++i) activations(stage, i, true, first + activations.piece(i) * 8 < p.weight.k);
+      for (int i = 0; i < activations.kPieces; ++i)
+        activations(stage, i, true, first + activations.piece(i) * 8 < p.weight.k);
       return true;
     }
 #pragma unroll 1
@@ -154,15 +177,19 @@ struct StepRows {
   decode::RowConstants zeros[C::kRowBlocks];
 
   // `group`: row of the stage's vectors.
-  __device__ __forceinline__ StepRows(uint8_t const* stage, Params const& p, ThreadCoord<C> const& at, int group) : offsets() {
+  __device__ __forceinline__ StepRows(uint8_t const* stage, Params const& p,
+                                      ThreadCoord<C> const& at, int group)
+      : offsets() {
     int index = group * C::kRows + at.group_index, codes[4];
     if constexpr (!C::kHasCodebook) {
       load_zeros(stage + C::kZeros, p.weight.zeros, index, codes);
 #pragma unroll
-      for (int rb = 0; rb < C::kRowBlocks; ++rb) zeros[rb] = C::Decode::zero_constants(codes[2 * rb], codes[2 * rb + 1]);
+      for (int rb = 0; rb < C::kRowBlocks; ++rb)
+        zeros[rb] = C::Decode::zero_constants(codes[2 * rb], codes[2 * rb + 1]);
     }
     load_float4(stage + C::kScales, p.weight.scale_type, index, scales);
-    if (C::kGeneral && p.weight.offsets) load_float4(stage + C::kOffsets, p.weight.offset_type, index, offsets);
+    if (C::kGeneral && p.weight.offsets)
+      load_float4(stage + C::kOffsets, p.weight.offset_type, index, offsets);
   }
 };
 
@@ -175,8 +202,8 @@ struct PairSums {
 
 // Fold them into the total.
 template <class C, bool kOffsets>
-__device__ __forceinline__ void promote(ThreadCoord<C> const& at, int pair, StepRows<C> const& rows, PairSums<C> const& step,
-                                        typename C::Sums& sums) {
+__device__ __forceinline__ void promote(ThreadCoord<C> const& at, int pair, StepRows<C> const& rows,
+                                        PairSums<C> const& step, typename C::Sums& sums) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     float x[2] = {};
@@ -197,12 +224,13 @@ __device__ __forceinline__ void promote(ThreadCoord<C> const& at, int pair, Step
 
 // One step: its k-slices (16 columns) begin with the tile's k-slice `first`.
 template <class C, bool kOffsets, class Beside>
-__device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* table, Params const& p, ThreadCoord<C> const& at,
-                                         int first, typename C::Sums& sums, Beside beside) {
+__device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* table,
+                                         Params const& p, ThreadCoord<C> const& at, int first,
+                                         typename C::Sums& sums, Beside beside) {
   using Decode = typename C::Decode;
   constexpr int kPieces = C::kStepPieces, kPairs = C::kMBlocks / 2;
-  // Long steps multiply all rows of x by one k-slice after another. In short ones promotion weighs more: 16 rows of x are
-  // multiplied by all k-slices while the 16 before are promoted.
+  // Long steps multiply all rows of x by one k-slice after another. In short ones promotion weighs
+  // more: 16 rows of x are multiplied by all k-slices while the 16 before are promoted.
   constexpr int kBatch = C::kGeneral ? 1 : kPairs, kSets = kBatch < kPairs ? 2 * kBatch : kPairs;
   constexpr int kRecordPieces = 4 / Decode::kWords;  // in a lane's 16 bytes
   StepRows<C> rows(stage, p, at, C::kGeneral ? first * p.weight_rows.count / C::kPieces : 0);
@@ -214,11 +242,13 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
 #pragma unroll
     for (int rb = 0; rb < C::kRowBlocks; ++rb) {
       int piece = first + i;
-      uint8_t const* unit = stage + C::kWeights + at.weights + (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes;
+      uint8_t const* unit =
+          stage + C::kWeights + at.weights + (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes;
       if (i % kRecordPieces == 0) records[rb] = *reinterpret_cast<uint4 const*>(unit);
       uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
       if constexpr (C::kHasCodebook) {
-        Decode::fragment(words + piece % kRecordPieces * Decode::kWords, table, threadIdx.x % 32, a[i][rb]);
+        Decode::fragment(words + piece % kRecordPieces * Decode::kWords, table, threadIdx.x % 32,
+                         a[i][rb]);
       } else {
         Decode::fragment(words + piece % kRecordPieces * Decode::kWords, rows.zeros[rb], a[i][rb]);
       }
@@ -226,7 +256,8 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
   };
   auto promote_batch = [&](int begin) {
 #pragma unroll
-    for (int pair = begin; pair < begin + kBatch; ++pair) promote<C, kOffsets>(at, pair, rows, step[pair % kSets], sums);
+    for (int pair = begin; pair < begin + kBatch; ++pair)
+      promote<C, kOffsets>(at, pair, rows, step[pair % kSets], sums);
   };
 
 #pragma unroll
@@ -243,7 +274,8 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
         for (int j = 0; j < 2; ++j)
 #pragma unroll
           for (int rb = 0; rb < C::kRowBlocks; ++rb)
-            multiply_add<C::kOperand>(d.main[j][rb], a[i][rb], b[2 * j], b[2 * j + 1], i == 0, 0.0f);
+            multiply_add<C::kOperand>(d.main[j][rb], a[i][rb], b[2 * j], b[2 * j + 1], i == 0,
+                                      0.0f);
         if constexpr (kOffsets) {
           constexpr uint32_t kOnes = C::kOperand == Operand::kHalf ? 0x3c003c00u : 0x3f803f80u;
           uint32_t const both[4] = {b[0], b[2], b[1], b[3]};
@@ -259,8 +291,9 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
 
 // One tile of K out of shared memory.
 template <class C, class Beside>
-__device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* table, Params const& p, ThreadCoord<C> const& at,
-                                        typename C::Sums& sums, Beside beside) {
+__device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* table, Params const& p,
+                                        ThreadCoord<C> const& at, typename C::Sums& sums,
+                                        Beside beside) {
 #pragma unroll
   for (int first = 0; first < C::kPieces; first += C::kStepPieces) {
     if (C::kGeneral && !C::kHasCodebook && p.weight.offsets) {
@@ -271,7 +304,8 @@ __device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* tab
   }
 }
 
-// Four neighbouring values of a group vector in shared memory, as they stand: 8 bytes, or 16 of fp32.
+// Four neighbouring values of a group vector in shared memory, as they stand: 8
+// bytes, or 16 of fp32.
 struct RawFour {
   uint32_t words[4];
 };
@@ -290,15 +324,17 @@ __device__ __forceinline__ RawFour load_raw_four(uint8_t const* vector, bool wid
   return raw;
 }
 
-// The main loop of multiply_tile for steps of a whole tile with all rows of x at once, where registers allow software
-// pipelining: while the MMAs of one k-slice run, the operands of the next one are loaded and decoded, also across tiles.
+// The main loop of multiply_tile for steps of a whole tile with all rows of x at once, where
+// registers allow software pipelining: while the MMAs of one k-slice run, the operands of the next
+// one are loaded and decoded, also across tiles.
 template <class C>
 __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* shared) {
   using Decode = typename C::Decode;
   constexpr int kPieces = C::kPieces, kPairs = C::kMBlocks / 2, kLast = kPieces - 1;
   constexpr int kRecordPieces = 4 / Decode::kWords;  // in a lane's 16 bytes
   constexpr int kAll = Copies<C>::kAll;
-  static_assert((kAll - 1) / C::kCopiesAtOnce + 1 < kLast, "all copies of a stage are issued before they are committed");
+  static_assert((kAll - 1) / C::kCopiesAtOnce + 1 < kLast,
+                "all copies of a stage are issued before they are committed");
   TileIndex tile(blockIdx.x, p.row_tiles, p.m_tiles);
   int n0 = tile.n * C::kRows, m0 = tile.m * C::kBlockM;
   KRange range(p.k_tiles, blockIdx.y, p.splits);
@@ -313,21 +349,23 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
   auto load_records = [&](uint8_t const* stage, int piece) {
 #pragma unroll
     for (int rb = 0; rb < C::kRowBlocks; ++rb)
-      records[rb] = *reinterpret_cast<uint4 const*>(stage + C::kWeights + at.weights +
-                                                    (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes);
+      records[rb] = *reinterpret_cast<uint4 const*>(
+          stage + C::kWeights + at.weights + (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes);
   };
   auto load_row_zeros = [&](uint8_t const* stage) {
     int codes[4];
     load_zeros(stage + C::kZeros, p.weight.zeros, at.group_index, codes);
 #pragma unroll
-    for (int rb = 0; rb < C::kRowBlocks; ++rb) zeros[rb] = Decode::zero_constants(codes[2 * rb], codes[2 * rb + 1]);
+    for (int rb = 0; rb < C::kRowBlocks; ++rb)
+      zeros[rb] = Decode::zero_constants(codes[2 * rb], codes[2 * rb + 1]);
   };
   auto decode_piece = [&](int piece, int rb) {
     uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
     Decode::fragment(words + piece % kRecordPieces * Decode::kWords, zeros[rb], a[piece % 2][rb]);
   };
 
-  bool const wide = p.weight.scale_type == DataType::kFloat32, half = p.weight.scale_type == DataType::kFloat16;
+  bool const wide = p.weight.scale_type == DataType::kFloat32,
+             half = p.weight.scale_type == DataType::kFloat16;
 
   int now = 0, next = (C::kStages - 1) * C::kStageBytes;  // the stages to compute from and to fill
   wait_copies<C::kStages - 2>();
@@ -335,14 +373,17 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
   load_records(shared, 0);
   load_row_zeros(shared);
 #pragma unroll
-  for (int pair = 0; pair < kPairs; ++pair) load_x_rows<C>(shared + C::kActivations, at, pair, 0, b[pair]);
+  for (int pair = 0; pair < kPairs; ++pair)
+    load_x_rows<C>(shared + C::kActivations, at, pair, 0, b[pair]);
 #pragma unroll
   for (int rb = 0; rb < C::kRowBlocks; ++rb) decode_piece(0, rb);
 
 #pragma unroll 1
   for (int i = 0; i < range.count; ++i) {
-    int ahead = i + C::kStages - 1, after = now == (C::kStages - 1) * C::kStageBytes ? 0 : now + C::kStageBytes;
-    bool wanted = ahead < range.count, x_rows_wanted = wanted && !copies.special(next, range.first + ahead);
+    int ahead = i + C::kStages - 1,
+        after = now == (C::kStages - 1) * C::kStageBytes ? 0 : now + C::kStageBytes;
+    bool wanted = ahead < range.count,
+         x_rows_wanted = wanted && !copies.special(next, range.first + ahead);
     RawFour raw_scales;
     float scales[4];
     typename C::Sums step;
@@ -358,12 +399,13 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
         // The branch costs least next to the barrier.
         if (half) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) scales[e] = unpack_half<__half>(raw_scales.words[e / 2], e % 2);
+          for (int e = 0; e < 4; ++e)
+            scales[e] = unpack_half<__half>(raw_scales.words[e / 2], e % 2);
         } else {
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            scales[e] =
-                wide ? __uint_as_float(raw_scales.words[e]) : unpack_half<__nv_bfloat16>(raw_scales.words[e / 2], e % 2);
+            scales[e] = wide ? __uint_as_float(raw_scales.words[e])
+                             : unpack_half<__nv_bfloat16>(raw_scales.words[e / 2], e % 2);
         }
       }
       if (following % kRecordPieces == 0) load_records(stage, following);
@@ -374,21 +416,23 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
         for (int rb = 0; rb < C::kRowBlocks; ++rb)
 #pragma unroll
           for (int j = 0; j < 2; ++j)
-            multiply_add<C::kOperand>(step[rb][pair * 2 + j], a[piece % 2][rb], b[pair][2 * j], b[pair][2 * j + 1], piece == 0,
-                                      0.0f);
+            multiply_add<C::kOperand>(step[rb][pair * 2 + j], a[piece % 2][rb], b[pair][2 * j],
+                                      b[pair][2 * j + 1], piece == 0, 0.0f);
         load_x_rows<C>(stage + C::kActivations, at, pair, following, b[pair]);
         if (pair >= kPairs - C::kRowBlocks) decode_piece(following, pair - kPairs + C::kRowBlocks);
       }
 #pragma unroll
       for (int j = 0; j < kAll; ++j)
-        if (j / C::kCopiesAtOnce + 1 == piece) copies(next, range.first + ahead, j, wanted, x_rows_wanted);
+        if (j / C::kCopiesAtOnce + 1 == piece)
+          copies(next, range.first + ahead, j, wanted, x_rows_wanted);
     }
 #pragma unroll
     for (int tb = 0; tb < C::kMBlocks; ++tb)
 #pragma unroll
       for (int rb = 0; rb < C::kRowBlocks; ++rb)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sums[rb][tb][e] = fmaf(step[rb][tb][e], scales[2 * rb + e / 2], sums[rb][tb][e]);
+        for (int e = 0; e < 4; ++e)
+          sums[rb][tb][e] = fmaf(step[rb][tb][e], scales[2 * rb + e / 2], sums[rb][tb][e]);
     copies.weights.next(), copies.activations.next();
     next = now;
     now = after;
@@ -398,68 +442,87 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) mma_gemm_a16(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
+    mma_gemm_a16(__grid_constant__ Params const p) {
   extern __shared__ __align__(128) uint8_t shared[];
   if constexpr (C::kAhead) {
     multiply_tile_ahead<C>(p, shared);
   } else {
     auto prepare = [&] {
       if constexpr (C::kHasCodebook)
-        decode::Int4Codebook::fill<typename C::Element>(shared + C::kTable, p.weight.book, threadIdx.x, C::kThreads);
+        decode::Int4Codebook::fill<typename C::Element>(shared + C::kTable, p.weight.book,
+                                                        threadIdx.x, C::kThreads);
     };
-    multiply_tile<C, Copies<C>>(p, shared, prepare,
-                                [&](uint8_t const* stage, ThreadCoord<C> const& at, typename C::Sums& sums, auto beside) {
-                                  compute<C>(stage, shared + C::kTable, p, at, sums, beside);
-                                });
+    multiply_tile<C, Copies<C>>(
+        p, shared, prepare,
+        [&](uint8_t const* stage, ThreadCoord<C> const& at, typename C::Sums& sums, auto beside) {
+          compute<C>(stage, shared + C::kTable, p, at, sums, beside);
+        });
   }
 }
 
 template <class C>
-Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                     Stream stream) {
   PackedWeight const& w = problem.weight;
-  bool vector_loads = reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 && w.k % 8 == 0 && !w.perm;
-  Params p{TileParams(problem, plan, splitk_workspace, C::kRows, C::kBlockM), static_cast<uint16_t const*>(problem.x),
-           problem.x_stride, vector_loads, vector_loads && w.k % kKPerTile == 0 && !is_image(problem)};
-  static_assert(C::kSharedBytes == mma_gemm_a16_shared_bytes(C::kBits, C::kBlockM, C::kGeneral, C::kHasCodebook, C::kStages),
+  bool vector_loads = reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 &&
+                      problem.x_stride % 8 == 0 && w.k % 8 == 0 && !w.perm;
+  Params p{TileParams(problem, plan, splitk_workspace, C::kRows, C::kBlockM),
+           static_cast<uint16_t const*>(problem.x), problem.x_stride, vector_loads,
+           vector_loads && w.k % kKPerTile == 0 && !is_image(problem)};
+  static_assert(C::kSharedBytes == mma_gemm_a16_shared_bytes(C::kBits, C::kBlockM, C::kGeneral,
+                                                             C::kHasCodebook, C::kStages),
                 "the plan has other shared memory");
   return launch_plan(mma_gemm_a16<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
 template <class Element, int kBits, int kBlockM>
-Status launch_groups(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_groups(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                     Stream stream) {
   PackedWeight const& w = problem.weight;
   using Integers = std::conditional_t<kBits == 4, formats::Int4, formats::Int8>;
   using Others = std::conditional_t<kBits == 4, formats::Codebook, formats::E4m3>;
-  if (w.book || w.e4m3) return launch_config<Config<Element, Others, kBlockM, true>>(problem, plan, splitk_workspace, stream);
+  if (w.book || w.e4m3)
+    return launch_config<Config<Element, Others, kBlockM, true>>(problem, plan, splitk_workspace,
+                                                                 stream);
   if (w.offsets || w.group_size == 32 || w.group_size == 64) {
-    return launch_config<Config<Element, Integers, kBlockM, true>>(problem, plan, splitk_workspace, stream);
+    return launch_config<Config<Element, Integers, kBlockM, true>>(problem, plan, splitk_workspace,
+                                                                   stream);
   }
   using Whole = Config<Element, Integers, kBlockM, false>;
   if constexpr (Whole::kAhead && kBits == 8) {
     if (plan.stages == 2)
-      return launch_config<Config<Element, Integers, kBlockM, false, 2>>(problem, plan, splitk_workspace, stream);
+      return launch_config<Config<Element, Integers, kBlockM, false, 2>>(problem, plan,
+                                                                         splitk_workspace, stream);
   }
   return launch_config<Whole>(problem, plan, splitk_workspace, stream);
 }
 
 template <class Element, int kBits>
-Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  return plan.block_m == 16   ? launch_groups<Element, kBits, 16>(problem, plan, splitk_workspace, stream)
-         : plan.block_m == 32 ? launch_groups<Element, kBits, 32>(problem, plan, splitk_workspace, stream)
-                              : launch_groups<Element, kBits, 64>(problem, plan, splitk_workspace, stream);
+Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                   Stream stream) {
+  return plan.block_m == 16
+             ? launch_groups<Element, kBits, 16>(problem, plan, splitk_workspace, stream)
+         : plan.block_m == 32
+             ? launch_groups<Element, kBits, 32>(problem, plan, splitk_workspace, stream)
+             : launch_groups<Element, kBits, 64>(problem, plan, splitk_workspace, stream);
 }
 
 template <class Element>
-Status launch_element(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  return problem.weight.bits == 4 ? launch_tile<Element, 4>(problem, plan, splitk_workspace, stream)
-                                  : launch_tile<Element, 8>(problem, plan, splitk_workspace, stream);
+Status launch_element(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                      Stream stream) {
+  return problem.weight.bits == 4
+             ? launch_tile<Element, 4>(problem, plan, splitk_workspace, stream)
+             : launch_tile<Element, 8>(problem, plan, splitk_workspace, stream);
 }
 
 }  // namespace
 
-Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  return problem.x_type == DataType::kFloat16 ? launch_element<__half>(problem, plan, splitk_workspace, stream)
-                                              : launch_element<__nv_bfloat16>(problem, plan, splitk_workspace, stream);
+Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                           Stream stream) {
+  return problem.x_type == DataType::kFloat16
+             ? launch_element<__half>(problem, plan, splitk_workspace, stream)
+             : launch_element<__nv_bfloat16>(problem, plan, splitk_workspace, stream);
 }
 
 }  // namespace cutlass_ops

@@ -1,26 +1,32 @@
-// int8 activations x int4 or int8 weights on mma.sync m16n8k32: the portable kernel for W8A8 and W4A8, sm_80 and later.
+// int8 activations x int4 or int8 weights on mma.sync m16n8k32: the portable kernel for W8A8 and
+// W4A8, sm_80 and later.
 //
-// A block computes 128 output features x kBlockM. Weights, activations, scales and zero points of 128 columns of K go through a
-// ring of stages in shared memory (cp.async). Per step of 128 columns, or 64 or 32 where groups are that short:
+// A block computes 128 output features x kBlockM. Weights, activations, scales and zero points of
+// 128 columns of K go through a ring of stages in shared memory (cp.async). Per step of 128
+// columns, or 64 or 32 where groups are that short:
 //
-//   load     weights: one 16-byte load a lane and unit (layout.h);  activations: ldmatrix from rows swizzled by token % 8
+//   load     weights: one 16-byte load a lane and unit (layout.h); activations: ldmatrix from rows
+//            swizzled by token % 8
 //   decode   int4 -> int8 in registers, minus the zero point
 //   multiply exact int32 sums, which never leave registers
 //   promote  sum = fma(float(I), activation scale * weight scale, sum)
 //
-// Integers become floats by a magic number: the sums of a step start at the bits of 1.5 * 2^23, whose unit in the last place is
-// 1, so that for |I| < 2^22 the sum's bits are those of the float 1.5 * 2^23 + I, and one exact subtraction leaves I. It costs
-// nothing, as the first instruction of a step adds those constant registers instead of zeros. |I| is at most 255 * 128 * 128,
-// but for 8-bit zero points.
+// Integers become floats by a magic number: the sums of a step start at the bits of 1.5 * 2^23,
+// whose unit in the last place is 1, so that for |I| < 2^22 the sum's bits are those of the float
+// 1.5 * 2^23 + I, and one exact subtraction leaves I. It costs nothing, as the first instruction of
+// a step adds those constant registers instead of zeros. |I| is at most 255 * 128 * 128, but for
+// 8-bit zero points.
 //
-// Asymmetric terms. With centred codes c, their zero point zc, activation codes q and their zero point za, the sum over a step
-// is
-//   I = sum (q - za)(c - zc) = sum q (c - zc) - za * sum (c - zc)         4 bit: c - zc is what the decoder makes
+// Asymmetric terms. With centred codes c, their zero point zc, activation codes q and their zero
+// point za, the sum over a step is
+//   I = sum (q - za)(c - zc) = sum q (c - zc) - za * sum (c - zc) 4 bit: c - zc is what
+//   the decoder makes
 //     = sum q c - za * sum c - zc * Q,   Q = sum q - width * za           8 bit: c - zc would not fit
-// and a real offset o adds o * scale_a * Q. sum c comes from the tensor cores too, by an operand B of ones, in the registers
-// that hold the outputs of those rows; sum q by an operand B of ones to the rows of x as operand A: the registers of two
-// operands B, in another order, are one. Columns beyond K hold activations equal to za, so they add (za - za)(c - zc) = 0,
-// whatever the weights' padding is.
+// and a real offset o adds o * scale_a * Q. sum c comes from the tensor cores too, by an operand
+// B of ones, in the registers that hold the outputs of those rows; sum q by an operand B of ones
+// to the rows of x as operand A: the registers of two operands B, in another order, are one.
+// Columns beyond K hold activations equal to za, so they add (za - za)(c - zc) = 0, whatever the
+// weights' padding is.
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
@@ -49,15 +55,20 @@ struct Config : BlockTile<kBlockM> {
   static constexpr bool kGeneral = kForm == Form::kGeneral64 || kForm == Form::kGeneral32;
   static constexpr int kPieces = kKPerTile / 32;
   // K-slices (32 columns) of a step.
-  static constexpr int kStepPieces = kForm == Form::kGeneral32 ? 1 : kForm == Form::kGeneral64 ? 2 : kPieces;
+  static constexpr int kStepPieces = kForm == Form::kGeneral32   ? 1
+                                     : kForm == Form::kGeneral64 ? 2
+                                                                 : kPieces;
   // The zero points of 8-bit weights may lead beyond the magic number's range.
   static constexpr bool kMagic = !kGeneral || kBits == 4;
   static constexpr int kStages = mma_gemm_a8_tile(kBits, kBlockM).stages;
-  static constexpr int kMinBlocks = kForm == Form::kSymmetric ? mma_gemm_a8_tile(kBits, kBlockM).min_ctas_per_sm : 2;
+  static constexpr int kMinBlocks =
+      kForm == Form::kSymmetric ? mma_gemm_a8_tile(kBits, kBlockM).min_ctas_per_sm : 2;
   static constexpr int kCopiesAtOnce = 1;
-  static constexpr bool kImages = kBlockM <= 32;  // whether x may be an image: 64 rows take all registers
-  static constexpr bool kCopiesFirst = kForm == Form::kZeroPoints && kBlockM == 64;  // the multiplication takes all registers
-  static constexpr int kSteps = kGeneral ? 4 : 1;                                    // steps in a tile of K, at most
+  static constexpr bool kImages = kBlockM <= 32;  // whether x may be an image: 64 rows
+                                                  // take all registers
+  // the multiplication takes all registers
+  static constexpr bool kCopiesFirst = kForm == Form::kZeroPoints && kBlockM == 64;
+  static constexpr int kSteps = kGeneral ? 4 : 1;  // steps in a tile of K, at most
   static constexpr bool kMinusZero = kForm != Form::kSymmetric && kBits == 4;
 
   static constexpr int kWeights = 0;
@@ -65,13 +76,19 @@ struct Config : BlockTile<kBlockM> {
   static constexpr int kActivationScales = kActivations + kBlockM * kKPerTile;
   static constexpr int kScales = kActivationScales + kSteps * kBlockM * 4;
   static constexpr int kZeros = kScales + kSteps * Tile::kRows * 4;
-  static constexpr int kActivationZeros = kZeros + (kForm != Form::kSymmetric ? kSteps * Tile::kRows : 0);
-  static constexpr int kOffsets = kActivationZeros + (kForm != Form::kSymmetric ? kSteps * kBlockM : 0);
+  static constexpr int kActivationZeros =
+      kZeros + (kForm != Form::kSymmetric ? kSteps * Tile::kRows : 0);
+  static constexpr int kOffsets =
+      kActivationZeros + (kForm != Form::kSymmetric ? kSteps * kBlockM : 0);
   // ldmatrix rows and their swizzle want every stage to start on 128 bytes.
-  static constexpr int kStageBytes = (kOffsets + (kGeneral ? kSteps * Tile::kRows * 4 : 0) + 127) / 128 * 128;
-  static constexpr int kSharedBytes = kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
-  static_assert(kSharedBytes <= mma_gemm_a8_tile(kBits, kBlockM).shared_bytes, "its tile promises less shared memory");
-  static_assert(kSteps * Tile::kRows / 4 <= Tile::kThreads, "a thread copies one 16-byte piece of a vector's fp32 rows");
+  static constexpr int kStageBytes =
+      (kOffsets + (kGeneral ? kSteps * Tile::kRows * 4 : 0) + 127) / 128 * 128;
+  static constexpr int kSharedBytes =
+      kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
+  static_assert(kSharedBytes <= mma_gemm_a8_tile(kBits, kBlockM).shared_bytes,
+                "its tile promises less shared memory");
+  static_assert(kSteps * Tile::kRows / 4 <= Tile::kThreads,
+                "a thread copies one 16-byte piece of a vector's fp32 rows");
 };
 
 struct Params : TileParams {
@@ -94,17 +111,20 @@ struct Copies {
   __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, int n0, int m0_, int k_tile)
       : p(p_),
         shared(shared_),
-        weights(shared_address(shared) + C::kWeights, p.weight.codes, n0, p.n_pad, p.k_tiles, k_tile),
-        activations(shared_address(shared) + C::kActivations, p.x.codes, int64_t(p.k_tiles) * kKPerTile, m0_, p.epilogue.m,
-                    k_tile),
+        weights(shared_address(shared) + C::kWeights, p.weight.codes, n0, p.n_pad, p.k_tiles,
+                k_tile),
+        activations(shared_address(shared) + C::kActivations, p.x.codes,
+                    int64_t(p.k_tiles) * kKPerTile, m0_, p.epilogue.m, k_tile),
         m0(m0_) {
     PackedWeight const& w = p.weight;
     // Threads from the first on copy vectors of weights, from the last on those of rows of x.
     int i = threadIdx.x, last = C::kThreads - 1 - i;
     uint32_t at = shared_address(shared);
-    vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad, at + C::kScales);
+    vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad,
+                            at + C::kScales);
     if constexpr (C::kGeneral) {
-      vectors[1] = VectorCopy(i, w.offsets, p.weight_rows, p.log_offset_bytes, C::kRows, n0, p.n_pad, at + C::kOffsets);
+      vectors[1] = VectorCopy(i, w.offsets, p.weight_rows, p.log_offset_bytes, C::kRows, n0,
+                              p.n_pad, at + C::kOffsets);
     } else {
       i -= C::kRows / 4;
     }
@@ -114,13 +134,15 @@ struct Copies {
     if (C::kImages && p.image.columns) return;  // special() copies what belongs to x
     if constexpr (C::kForm != Form::kSymmetric) {
       constexpr int kScalePieces = C::kSteps * C::kBlockM / 4;
-      others.take(VectorCopy(last - kScalePieces, p.x.zeros, p.activation_rows, 0, C::kBlockM, m0, p.x.stride,
-                             at + C::kActivationZeros));
+      others.take(VectorCopy(last - kScalePieces, p.x.zeros, p.activation_rows, 0, C::kBlockM, m0,
+                             p.x.stride, at + C::kActivationZeros));
     }
-    others.take(VectorCopy(last, p.x.scales, p.activation_rows, 2, C::kBlockM, m0, p.x.stride, at + C::kActivationScales));
+    others.take(VectorCopy(last, p.x.scales, p.activation_rows, 2, C::kBlockM, m0, p.x.stride,
+                           at + C::kActivationScales));
   }
 
-  __device__ __forceinline__ void operator()(int stage, int k_tile, int i, bool wanted, bool x_rows_wanted) const {
+  __device__ __forceinline__ void operator()(int stage, int k_tile, int i, bool wanted,
+                                             bool x_rows_wanted) const {
     if (i < weights.kPieces) {
       weights(stage, i, wanted);
     } else if (i -= weights.kPieces; i < activations.kPieces) {
@@ -134,16 +156,19 @@ struct Copies {
   // An image's pixels, and their scales and zero points: zeros where there are none.
   __device__ __forceinline__ bool special(int stage, int k_tile) const {
     if (!C::kImages || p.image.columns == 0) return false;
-    activations.copy_pixels(stage, p.image, k_tile, p.x.codes, p.image.columns, p.image.columns, m0);
+    activations.copy_pixels(stage, p.image, k_tile, p.x.codes, p.image.columns, p.image.columns,
+                            m0);
     TapColumns const tap(p.image, k_tile);
     int const first = p.activation_rows.first(tap.channel / kKPerTile);
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.activation_rows.count * C::kBlockM; i += C::kThreads) {
       int const pixel = RowPixel(p.image, m0 + i % C::kBlockM).under(p.image, tap);
       int64_t const from = int64_t(first + i / C::kBlockM) * p.x.stride + max(pixel, 0);
-      reinterpret_cast<float*>(shared + stage + C::kActivationScales)[i] = pixel < 0 ? 0.0f : __ldg(p.x.scales + from);
+      reinterpret_cast<float*>(shared + stage + C::kActivationScales)[i] =
+          pixel < 0 ? 0.0f : __ldg(p.x.scales + from);
       if (C::kForm != Form::kSymmetric && p.x.zeros)
-        reinterpret_cast<int8_t*>(shared + stage + C::kActivationZeros)[i] = pixel < 0 ? int8_t(0) : __ldg(p.x.zeros + from);
+        reinterpret_cast<int8_t*>(shared + stage + C::kActivationZeros)[i] =
+            pixel < 0 ? int8_t(0) : __ldg(p.x.zeros + from);
     }
     return true;
   }
@@ -157,12 +182,14 @@ struct StepRows {
   uint32_t sums[C::kRowBlocks][4];  // of c (4 bit: c - zc); registers 1, 3 repeat 0, 2
 
   // `group`: row of the stage's vectors.
-  __device__ __forceinline__ StepRows(uint8_t const* stage, Params const& p, ThreadCoord<C> const& at, int group)
+  __device__ __forceinline__ StepRows(uint8_t const* stage, Params const& p,
+                                      ThreadCoord<C> const& at, int group)
       : offsets(), sums() {
     int index = group * C::kRows + at.group_index;
     load_float4(stage + C::kScales, p.weight.scale_type, index, scales);
     load_zeros(stage + C::kZeros, (C::kMinusZero || C::kGeneral) && p.weight.zeros, index, zeros);
-    if (C::kGeneral && p.weight.offsets) load_float4(stage + C::kOffsets, p.weight.offset_type, index, offsets);
+    if (C::kGeneral && p.weight.offsets)
+      load_float4(stage + C::kOffsets, p.weight.offset_type, index, offsets);
   }
 };
 
@@ -175,9 +202,12 @@ struct PairSums {
 
 // Fold them into the fp32 sums. `block`: row of the stage's token vectors.
 template <class C, bool kXRowSums>
-__device__ __forceinline__ void promote(uint8_t const* stage, Params const& p, ThreadCoord<C> const& at, int block, int pair,
-                                        StepRows<C> const& rows, PairSums<C> const& step, typename C::Sums& sums) {
-  constexpr float kDecodedScale = C::kBits == 4 && !C::kMinusZero ? 1.0f / decode::Int4Int8::kScale : 1.0f;
+__device__ __forceinline__ void promote(uint8_t const* stage, Params const& p,
+                                        ThreadCoord<C> const& at, int block, int pair,
+                                        StepRows<C> const& rows, PairSums<C> const& step,
+                                        typename C::Sums& sums) {
+  constexpr float kDecodedScale =
+      C::kBits == 4 && !C::kMinusZero ? 1.0f / decode::Int4Int8::kScale : 1.0f;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     int tb = pair * 2 + j, x_row = block * C::kBlockM + tb * 8 + 2 * at.t;
@@ -191,7 +221,8 @@ __device__ __forceinline__ void promote(uint8_t const* stage, Params const& p, T
     if constexpr (kXRowSums) {
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        q[e] = __shfl_sync(~0u, int(step.x_rows[2 * j]), 8 * at.t + 4 * e) - C::kStepPieces * 32 * za[e];
+        q[e] = __shfl_sync(~0u, int(step.x_rows[2 * j]), 8 * at.t + 4 * e) -
+               C::kStepPieces * 32 * za[e];
     }
 #pragma unroll
     for (int rb = 0; rb < C::kRowBlocks; ++rb)
@@ -210,11 +241,12 @@ __device__ __forceinline__ void promote(uint8_t const* stage, Params const& p, T
 
 // One step: its k-slices (32 columns) begin with the tile's k-slice `first`.
 template <class C, bool kXRowSums, class Beside>
-__device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, ThreadCoord<C> const& at, int first,
+__device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
+                                         ThreadCoord<C> const& at, int first,
                                          typename C::Sums& sums, Beside beside) {
   constexpr int kPieces = C::kStepPieces, kPairs = C::kMBlocks / 2;
-  // Long steps multiply all rows of x by one k-slice after another. In short ones promotion weighs more: 16 rows of x are
-  // multiplied by all k-slices while the 16 before are promoted.
+  // Long steps multiply all rows of x by one k-slice after another. In short ones promotion weighs
+  // more: 16 rows of x are multiplied by all k-slices while the 16 before are promoted.
   constexpr int kBatch = C::kGeneral ? 1 : kPairs, kSets = kBatch < kPairs ? 2 * kBatch : kPairs;
   constexpr int kRecordPieces = 8 / C::kBits;  // in a lane's 16 bytes
   constexpr uint32_t kOnes = 0x01010101u, kInitialSum = C::kMagic ? kMagicBits : 0;
@@ -229,13 +261,15 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, 
 #pragma unroll
     for (int rb = 0; rb < C::kRowBlocks; ++rb) {
       int piece = first + i;
-      uint8_t const* unit = stage + C::kWeights + at.weights + (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes;
+      uint8_t const* unit =
+          stage + C::kWeights + at.weights + (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes;
       if (i % kRecordPieces == 0) records[rb] = *reinterpret_cast<uint4 const*>(unit);
       uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
       if constexpr (C::kBits == 8) {
         decode::Int8Int8::fragment(words, a[i][rb]);
       } else if constexpr (C::kMinusZero) {
-        auto zero = decode::Int4MinusZeroInt8::zero_constants(rows.zeros[2 * rb], rows.zeros[2 * rb + 1]);
+        auto zero =
+            decode::Int4MinusZeroInt8::zero_constants(rows.zeros[2 * rb], rows.zeros[2 * rb + 1]);
         decode::Int4MinusZeroInt8::fragment(words + piece % 2 * 2, zero, a[i][rb]);
       } else {
         decode::Int4Int8::fragment(words + piece % 2 * 2, a[i][rb]);
@@ -265,7 +299,8 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, 
         for (int j = 0; j < 2; ++j)
 #pragma unroll
           for (int rb = 0; rb < C::kRowBlocks; ++rb)
-            multiply_add<Operand::kInt8>(d.main[j][rb], a[i][rb], b[2 * j], b[2 * j + 1], i == 0, kInitialSum);
+            multiply_add<Operand::kInt8>(d.main[j][rb], a[i][rb], b[2 * j], b[2 * j + 1], i == 0,
+                                         kInitialSum);
         if constexpr (kXRowSums) {
           uint32_t const both[4] = {b[0], b[2], b[1], b[3]};
           multiply_add<Operand::kInt8>(d.x_rows, both, kOnes, kOnes, i == 0, 0u);
@@ -280,7 +315,8 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, 
 
 // One tile of K out of shared memory.
 template <class C, class Beside>
-__device__ __forceinline__ void compute(uint8_t const* stage, Params const& p, ThreadCoord<C> const& at, typename C::Sums& sums,
+__device__ __forceinline__ void compute(uint8_t const* stage, Params const& p,
+                                        ThreadCoord<C> const& at, typename C::Sums& sums,
                                         Beside beside) {
   bool x_sums = C::kGeneral && (p.weight.offsets || (C::kBits == 8 && p.weight.zeros));
 #pragma unroll
@@ -294,7 +330,8 @@ __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p, T
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) mma_gemm_a8(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
+    mma_gemm_a8(__grid_constant__ Params const p) {
   extern __shared__ __align__(128) uint8_t shared[];
   multiply_tile<C, Copies<C>>(
       p, shared, [] {},
@@ -304,30 +341,38 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) mma_gemm_a8(__grid
 }
 
 template <class C>
-Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                     Stream stream) {
   Params p{TileParams(problem, plan, splitk_workspace, C::kRows, C::kBlockM), problem.quantized,
            VectorRows(problem.quantized.block)};
-  static_assert(
-      C::kSharedBytes == mma_gemm_a8_shared_bytes(C::kBits, C::kBlockM, C::kForm != Form::kSymmetric, C::kGeneral, C::kStages),
-      "the plan has other shared memory");
+  static_assert(C::kSharedBytes == mma_gemm_a8_shared_bytes(C::kBits, C::kBlockM,
+                                                            C::kForm != Form::kSymmetric,
+                                                            C::kGeneral, C::kStages),
+                "the plan has other shared memory");
   return launch_plan(mma_gemm_a8<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
 template <int kBits, int kBlockM>
-Status launch_form(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_form(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                   Stream stream) {
   PackedWeight const& w = problem.weight;
   if (w.group_size == 32)
-    return launch_config<Config<kBits, kBlockM, Form::kGeneral32>>(problem, plan, splitk_workspace, stream);
+    return launch_config<Config<kBits, kBlockM, Form::kGeneral32>>(problem, plan, splitk_workspace,
+                                                                   stream);
   if (w.offsets || w.group_size == 64 || (w.zeros && kBits == 8)) {
-    return launch_config<Config<kBits, kBlockM, Form::kGeneral64>>(problem, plan, splitk_workspace, stream);
+    return launch_config<Config<kBits, kBlockM, Form::kGeneral64>>(problem, plan, splitk_workspace,
+                                                                   stream);
   }
   return w.zeros || problem.quantized.zeros
-             ? launch_config<Config<kBits, kBlockM, Form::kZeroPoints>>(problem, plan, splitk_workspace, stream)
-             : launch_config<Config<kBits, kBlockM, Form::kSymmetric>>(problem, plan, splitk_workspace, stream);
+             ? launch_config<Config<kBits, kBlockM, Form::kZeroPoints>>(problem, plan,
+                                                                        splitk_workspace, stream)
+             : launch_config<Config<kBits, kBlockM, Form::kSymmetric>>(problem, plan,
+                                                                       splitk_workspace, stream);
 }
 
 template <int kBits>
-Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                   Stream stream) {
   return plan.block_m == 16   ? launch_form<kBits, 16>(problem, plan, splitk_workspace, stream)
          : plan.block_m == 32 ? launch_form<kBits, 32>(problem, plan, splitk_workspace, stream)
                               : launch_form<kBits, 64>(problem, plan, splitk_workspace, stream);
@@ -335,7 +380,8 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
 
 }  // namespace
 
-Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                          Stream stream) {
   return problem.weight.bits == 4 ? launch_tile<4>(problem, plan, splitk_workspace, stream)
                                   : launch_tile<8>(problem, plan, splitk_workspace, stream);
 }

@@ -1,8 +1,10 @@
-// Weight codes [N, K], one a byte, to the order of layout.h and back. Each lane owns the 16 bytes that the layout gives it, so
-// packed codes move in coalesced 512-byte units; canonical ones move 16 codes a lane, in whole sectors of 32 bytes or more.
+// Weight codes [N, K], one a byte, to the order of layout.h and back. Each lane owns the 16 bytes
+// that the layout gives it, so packed codes move in coalesced 512-byte units; canonical ones move
+// 16 codes a lane, in whole sectors of 32 bytes or more.
 //
-// A warp has 16 rows x 128 columns. For each unit, the four lanes of a group hold 16 codes of a row each (at 4 bits of two
-// rows, g and g+8, in one byte each). Word t of those is for lane t: a 4 x 4 transposition by shuffles.
+// A warp has 16 rows x 128 columns. For each unit, the four lanes of a group hold 16 codes of a row
+// each (at 4 bits of two rows, g and g+8, in one byte each). Word t of those is for lane t: a 4 x 4
+// transposition by shuffles.
 #include "cutlass_ops/layout.h"
 #include "device/launch.cuh"
 #include "kernels/kernels.h"
@@ -20,24 +22,26 @@ constexpr uint32_t kFlip = 0x01010101u << (kBits - 1);
 
 // Columns 0 .. 15 of a row to words t = 0 .. 3 of columns 2t, 2t+8, 2t+1, 2t+9, and back.
 __device__ __forceinline__ uint4 interleave(uint4 v) {
-  return make_uint4(__byte_perm(v.x, v.z, 0x5140), __byte_perm(v.x, v.z, 0x7362), __byte_perm(v.y, v.w, 0x5140),
-                    __byte_perm(v.y, v.w, 0x7362));
+  return make_uint4(__byte_perm(v.x, v.z, 0x5140), __byte_perm(v.x, v.z, 0x7362),
+                    __byte_perm(v.y, v.w, 0x5140), __byte_perm(v.y, v.w, 0x7362));
 }
 __device__ __forceinline__ uint4 deinterleave(uint4 v) {
-  return make_uint4(__byte_perm(v.x, v.y, 0x6420), __byte_perm(v.z, v.w, 0x6420), __byte_perm(v.x, v.y, 0x7531),
-                    __byte_perm(v.z, v.w, 0x7531));
+  return make_uint4(__byte_perm(v.x, v.y, 0x6420), __byte_perm(v.z, v.w, 0x6420),
+                    __byte_perm(v.x, v.y, 0x7531), __byte_perm(v.z, v.w, 0x7531));
 }
 
 // Word j of lane i of each four becomes word i of lane j.
 __device__ __forceinline__ uint4 transpose(uint4 v, int lane) {
   bool const odd = lane & 1, upper = lane & 2;
-  uint32_t first = __shfl_xor_sync(~0u, odd ? v.x : v.y, 1), second = __shfl_xor_sync(~0u, odd ? v.z : v.w, 1);
+  uint32_t first = __shfl_xor_sync(~0u, odd ? v.x : v.y, 1),
+           second = __shfl_xor_sync(~0u, odd ? v.z : v.w, 1);
   if (odd) {
     v.x = first, v.z = second;
   } else {
     v.y = first, v.w = second;
   }
-  first = __shfl_xor_sync(~0u, upper ? v.x : v.z, 2), second = __shfl_xor_sync(~0u, upper ? v.y : v.w, 2);
+  first = __shfl_xor_sync(~0u, upper ? v.x : v.z, 2),
+  second = __shfl_xor_sync(~0u, upper ? v.y : v.w, 2);
   if (upper) {
     v.x = first, v.y = second;
   } else {
@@ -50,14 +54,17 @@ __device__ __forceinline__ uint4 exclusive_or(uint4 v, uint32_t word) {
   return make_uint4(v.x ^ word, v.y ^ word, v.z ^ word, v.w ^ word);
 }
 
-__device__ __forceinline__ bool is_vector(PackProblem const& p, uint8_t const* address, int column) {
-  return p.k_stride == 1 && column + kColumns <= p.k && reinterpret_cast<uintptr_t>(address) % kColumns == 0;
+__device__ __forceinline__ bool is_vector(PackProblem const& p, uint8_t const* address,
+                                          int column) {
+  return p.k_stride == 1 && column + kColumns <= p.k &&
+         reinterpret_cast<uintptr_t>(address) % kColumns == 0;
 }
 
 // Sixteen codes; those of value zero where the matrix has none.
 template <int kBits>
 __device__ __forceinline__ uint4 load_codes(PackProblem const& p, int row, int column) {
-  if (row >= p.n || column >= p.k) return make_uint4(kFlip<kBits>, kFlip<kBits>, kFlip<kBits>, kFlip<kBits>);
+  if (row >= p.n || column >= p.k)
+    return make_uint4(kFlip<kBits>, kFlip<kBits>, kFlip<kBits>, kFlip<kBits>);
   uint8_t const* from = p.codes + row * p.n_stride + column * p.k_stride;
   if (is_vector(p, from, column)) return __ldcs(reinterpret_cast<uint4 const*>(from));
   uint32_t words[4] = {};
@@ -70,7 +77,8 @@ __device__ __forceinline__ uint4 load_codes(PackProblem const& p, int row, int c
 }
 
 template <int kBits>
-__device__ __forceinline__ void store_codes(PackProblem const& p, int row, int column, uint4 centred) {
+__device__ __forceinline__ void store_codes(PackProblem const& p, int row, int column,
+                                            uint4 centred) {
   if (row >= p.n || column >= p.k) return;
   uint4 const v = exclusive_or(centred, kFlip<kBits>);
   uint8_t* to = p.codes + row * p.n_stride + column * p.k_stride;
@@ -87,21 +95,23 @@ template <int kBits>
 struct Coordinates {
   static constexpr int kUnits = kBits / 2;                 // of 16 rows x 128 columns
   static constexpr int kUnitColumns = kKPerTile / kUnits;  // 64 | 32
-  int lane, row, column;                                   // of the lane in unit 0; at 4 bits it has row + 8, too
-  int64_t packed;                                          // the lane's byte in unit 0
+  int lane, row, column;  // of the lane in unit 0; at 4 bits it has row + 8, too
+  int64_t packed;         // the lane's byte in unit 0
 
   __device__ __forceinline__ Coordinates(PackProblem const& p, int64_t warp) {
     lane = threadIdx.x % 32;
     int const tiles = int(padded_k(p.k) / kKPerTile), block = int(warp % kBlocks), word = lane % 4;
     int64_t const chunk = warp / kBlocks;
-    row = int(chunk / tiles) * kRowsPerPanel + block * kRowsPerBlock + lane / 4 + (kBits == 8 ? word % 2 * 8 : 0);
+    row = int(chunk / tiles) * kRowsPerPanel + block * kRowsPerBlock + lane / 4 +
+          (kBits == 8 ? word % 2 * 8 : 0);
     column = int(chunk % tiles) * kKPerTile + (kBits == 8 ? word / 2 : word) * kColumns;
     packed = warp * (kUnits * kUnitBytes) + lane * kLaneBytes;
   }
 };
 
 template <int kBits>
-__global__ void __launch_bounds__(kThreads) pack_codes(__grid_constant__ PackProblem const p, int64_t warps) {
+__global__ void __launch_bounds__(kThreads)
+    pack_codes(__grid_constant__ PackProblem const p, int64_t warps) {
   pdl_wait();  // the next kernel may read a packed weight before it waits
   int64_t const warp = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / 32;
   if (warp >= warps) return;
@@ -111,7 +121,8 @@ __global__ void __launch_bounds__(kThreads) pack_codes(__grid_constant__ PackPro
 #pragma unroll
   for (int u = 0; u < C::kUnits; ++u) {  // all loads are issued before the first is used
     low[u] = load_codes<kBits>(p, at.row, at.column + u * C::kUnitColumns);
-    if constexpr (kBits == 4) high[u] = load_codes<kBits>(p, at.row + 8, at.column + u * C::kUnitColumns);
+    if constexpr (kBits == 4)
+      high[u] = load_codes<kBits>(p, at.row + 8, at.column + u * C::kUnitColumns);
   }
 #pragma unroll
   for (int u = 0; u < C::kUnits; ++u) {
@@ -120,12 +131,14 @@ __global__ void __launch_bounds__(kThreads) pack_codes(__grid_constant__ PackPro
       uint4 const h = exclusive_or(high[u], kFlip<kBits>);
       v = make_uint4(v.x | h.x << 4, v.y | h.y << 4, v.z | h.z << 4, v.w | h.w << 4);
     }
-    __stcs(reinterpret_cast<uint4*>(p.packed + at.packed + u * kUnitBytes), transpose(interleave(v), at.lane));
+    __stcs(reinterpret_cast<uint4*>(p.packed + at.packed + u * kUnitBytes),
+           transpose(interleave(v), at.lane));
   }
 }
 
 template <int kBits>
-__global__ void __launch_bounds__(kThreads) unpack_codes(__grid_constant__ PackProblem const p, int64_t warps) {
+__global__ void __launch_bounds__(kThreads)
+    unpack_codes(__grid_constant__ PackProblem const p, int64_t warps) {
   pdl_wait();  // the next kernel may read a packed weight before it waits
   int64_t const warp = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / 32;
   if (warp >= warps) return;
@@ -142,15 +155,19 @@ __global__ void __launch_bounds__(kThreads) unpack_codes(__grid_constant__ PackP
     int const column = at.column + u * C::kUnitColumns;
     if constexpr (kBits == 4) {
       uint32_t const mask = 0x0f0f0f0fu;
-      store_codes<kBits>(p, at.row, column, make_uint4(v.x & mask, v.y & mask, v.z & mask, v.w & mask));
-      store_codes<kBits>(p, at.row + 8, column, make_uint4(v.x >> 4 & mask, v.y >> 4 & mask, v.z >> 4 & mask, v.w >> 4 & mask));
+      store_codes<kBits>(p, at.row, column,
+                         make_uint4(v.x & mask, v.y & mask, v.z & mask, v.w & mask));
+      store_codes<kBits>(
+          p, at.row + 8, column,
+          make_uint4(v.x >> 4 & mask, v.y >> 4 & mask, v.z >> 4 & mask, v.w >> 4 & mask));
     } else {
       store_codes<kBits>(p, at.row, column, v);
     }
   }
 }
 
-Status launch_warps(void (*kernel)(PackProblem, int64_t), PackProblem const& problem, Stream stream) {
+Status launch_warps(void (*kernel)(PackProblem, int64_t), PackProblem const& problem,
+                    Stream stream) {
   int64_t const warps = padded_rows(problem.n) / kRowsPerBlock * (padded_k(problem.k) / kKPerTile);
   int64_t const blocks = (warps * 32 + kThreads - 1) / kThreads;
   return launch(kernel, dim3(unsigned(blocks)), kThreads, 0, stream, problem, warps);

@@ -1,28 +1,35 @@
-// Floats -> int8 codes in kernel order, with a scale (and a zero point) for each row and block of K, or each row. What is
-// quantised is x, or one of two functions of it that decoders compute in between, so that their results do not pass through
-// memory:
+// Floats -> int8 codes in kernel order, with a scale (and a zero point) for each row and block of
+// K, or each row. What is quantised is x, or one of two functions of it that decoders compute in
+// between, so that their results do not pass through memory:
 //
-//   rms norm     s = x + residual, which is also written;  r = 1 / sqrt(mean of s^2 over the row + eps);  y = (s * r) * weight
+//   rms norm     s = x + residual, which is also written; r = 1 / sqrt(mean of s^2 over the row +
+//                eps); y = (s * r) * weight
 //   silu x up    y = silu(x) * up,  silu(v) = v / (1 + exp(-v))
 //
-// The arithmetic is the reference's, operation by operation, so that codes and scales are the same bits on every device (but
-// for the exponential, which is the device's own): each operation is rounded to fp32, each parenthesis and y to x's type.
+// The arithmetic is the reference's, operation by operation, so that codes and scales are the same
+// bits on every device (but for the exponential, which is the device's own): each operation is
+// rounded to fp32, each parenthesis and y to x's type.
 //   symmetric    s = amax / 127          q = clamp(rint(y * (127 / amax)), -127, 127)
 //   asymmetric   s = (hi - lo) / 255     z = clamp(rint(-128 - lo * r), -128, 127)     q = clamp(rint(y * r) + z, -128, 127),   r = 255 / (hi - lo)
 //                lo = min(0, min y), hi = max(0, max y)
-// A block of zeros has scale 1. A block that holds a NaN or an infinity has scale NaN and codes 0: every output of its row is
-// NaN. Columns from K to the next multiple of 128 hold the zero point of their block.
+// A block of zeros has scale 1. A block that holds a NaN or an infinity has scale NaN and codes
+// 0: every output of its row is NaN. Columns from K to the next multiple of 128 hold the zero
+// point of their block.
 //
-// For a product of 16-bit floats the values of the codes are written instead (device/upcast.cuh); for one that compensates zero
-// points for many blocks at once, their zero values too (device/zero_values.cuh).
+// For a product of 16-bit floats the values of the codes are written instead (device/upcast.cuh);
+// for one that compensates zero points for many blocks at once, their zero values too
+// (device/zero_values.cuh).
 //
-// One lane owns 16 columns at a time: 16 bytes of the permuted codes, one store. Memory bandwidth is the limit, so loads are
-// issued long before their use.
-//   quantize_blocks   2, 4 or 8 lanes share a block of 32, 64 or 128 columns and find its range by shuffles. A thread has the same columns of two rows:
-//                     their scales lie side by side and leave in one store
-//   quantize_rows     a thread block takes a row, for one scale a row, or for the norm, or both; the row stays in registers while the next is loaded
+// One lane owns 16 columns at a time: 16 bytes of the permuted codes, one store. Memory bandwidth
+// is the limit, so loads are issued long before their use.
+//   quantize_blocks   2, 4 or 8 lanes share a block of 32, 64 or 128 columns and find its range by
+//                     shuffles. A thread has the same columns of two rows: their scales lie side by
+//                     side and leave in one store
+//   quantize_rows     a thread block takes a row, for one scale a row, or for the norm, or both;
+//                     the row stays in registers while the next is loaded
 //   quantize_row_parts the same for a few rows, which clusters of blocks share
-//   quantize_any_rows the same for rows of any length, alignment and order of columns, read again for each pass
+//   quantize_any_rows the same for rows of any length, alignment and order of columns, read
+//                     again for each pass
 #include <algorithm>
 #include <cstdint>
 #include <cuda/annotated_ptr>
@@ -42,13 +49,15 @@ namespace {
 constexpr int kBlockThreads = 128;  // of quantize_blocks, at most
 constexpr int kLeastThreads = 16;
 constexpr int kZeroRowThreads =
-    kTilesPerZeroRow * kKPerTile / kLaneColumns;  // where it writes zero values: lanes of a zero row
+    kTilesPerZeroRow * kKPerTile / kLaneColumns;  // where it writes zero values:
+                                                  // lanes of a zero row
 constexpr int kBlockRows = 2;                     // rows of a thread of quantize_blocks
 constexpr int kMaxGridY = 65535;
 constexpr int kAnyThreads = 256;  // of quantize_any_rows
 constexpr int kDecodeBlockM = 16;
-// An x that is larger leaves the cache first, for the codes to stay until they are multiplied: 1 % of a product of M = 4096,
-// 4096 x 4096. A smaller one may be found there, where whatever made it left it: 1 to 2 % of up to 1024 rows of x.
+// An x that is larger leaves the cache first, for the codes to stay until they are multiplied: 1 %
+// of a product of M = 4096, 4096 x 4096. A smaller one may be found there, where whatever made it
+// left it: 1 to 2 % of up to 1024 rows of x.
 constexpr int64_t kStreamedBytes = 12 << 20;
 
 enum class Function { kNone, kRmsNorm, kSiluMul };
@@ -63,29 +72,33 @@ struct Params {
 
 // ---- values of x's type
 
-// Columns from `column` on of a row of `data`, in x's type; gathered by perm, if that is given; zeros from K on. Only T = float
-// takes rows that do not start on 16 bytes, and numbers of columns that are no multiple of 16, and it leaves the cache its way.
+// Columns from `column` on of a row of `data`, in x's type; gathered by perm, if that is given;
+// zeros from K on. Only T = float takes rows that do not start on 16 bytes, and numbers of columns
+// that are no multiple of 16, and it leaves the cache its way.
 template <class T>
-__device__ __forceinline__ void load(Columns<T>& to, QuantizeProblem const& q, void const* data, int64_t stride, int row,
-                                     int column, int32_t const* perm, cuda::access_property cached = {}) {
+__device__ __forceinline__ void load(Columns<T>& to, QuantizeProblem const& q, void const* data,
+                                     int64_t stride, int row, int column, int32_t const* perm,
+                                     cuda::access_property cached = {}) {
   if constexpr (std::is_same_v<T, float>) {
     load_columns(FloatRows(data, q.x_type, stride, q.k, perm), row, column, to.values);
   } else {
-    uint4 const* source = reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(data) + row * stride + column);
+    uint4 const* source =
+        reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(data) + row * stride + column);
     source = cuda::associate_access_property(source, cached);
     uint4 halves[2] = {};
     if (column < q.k) halves[0] = source[0], halves[1] = source[1];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      to.words[4 * h] = halves[h].x, to.words[4 * h + 1] = halves[h].y, to.words[4 * h + 2] = halves[h].z,
-                   to.words[4 * h + 3] = halves[h].w;
+      to.words[4 * h] = halves[h].x, to.words[4 * h + 1] = halves[h].y,
+                   to.words[4 * h + 2] = halves[h].z, to.words[4 * h + 3] = halves[h].w;
     }
   }
 }
 
 // The inverse, without a permutation.
 template <class T>
-__device__ __forceinline__ void store(Columns<T> const& c, QuantizeProblem const& q, void* data, int64_t start, int column) {
+__device__ __forceinline__ void store(Columns<T> const& c, QuantizeProblem const& q, void* data,
+                                      int64_t start, int column) {
   if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
     for (int i = 0; i < kLaneColumns; ++i) {
@@ -102,19 +115,22 @@ __device__ __forceinline__ void store(Columns<T> const& c, QuantizeProblem const
 
 // The codes of 16 columns, or their values as 16-bit floats.
 template <bool kMayUpcast, class T, bool kSymmetric>
-__device__ __forceinline__ void store_codes(Params const& p, int row, int piece, Columns<T> const& c,
+__device__ __forceinline__ void store_codes(Params const& p, int row, int piece,
+                                            Columns<T> const& c,
                                             Quantizer<kSymmetric> const& quantizer) {
   int64_t const to = int64_t(row) * p.pieces + piece;
   uint4 const codes = codes_of(c, quantizer);
   // (Those of a block with NaN or infinity are 0, and so is its zero point; its scale is NaN.)
-  if (kMayUpcast && p.problem.out.upcast) return store_upcast(p.problem.out, to, codes, quantizer.zero, quantizer.scale);
+  if (kMayUpcast && p.problem.out.upcast)
+    return store_upcast(p.problem.out, to, codes, quantizer.zero, quantizer.scale);
   reinterpret_cast<uint4*>(p.problem.out.codes)[to] = codes;
 }
 
 // ---- what is quantised
 
-// v / (1 + exp(-v)), rounded as written. Beyond -88.7 the divisor is infinite; before, a quarter of both keeps its reciprocal
-// from being subnormal. Near zero it is 2, and a quarter of v might be subnormal.
+// v / (1 + exp(-v)), rounded as written. Beyond -88.7 the divisor is infinite; before, a
+// quarter of both keeps its reciprocal from being subnormal. Near zero it is 2, and a quarter
+// of v might be subnormal.
 __device__ __forceinline__ float silu(float v) {
   float divisor = __fadd_rn(1.0f, expf(-v));
   float y = quotient(__fmul_rn(v, 0.25f), __fmul_rn(divisor, 0.25f));
@@ -151,14 +167,17 @@ __device__ __forceinline__ float sum_of_squares(Columns<T> const& c) {
 }
 __device__ __forceinline__ float sum_of_lanes(float v) {
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) v = __fadd_rn(v, __shfl_xor_sync(~0u, v, distance));
+  for (int distance = 1; distance < 32; distance *= 2)
+    v = __fadd_rn(v, __shfl_xor_sync(~0u, v, distance));
   return v;
 }
 
-// 1 / sqrt(sum / K + eps), every operation rounded as IEEE has it, from the sums of the runs of 512 columns. As eps is at least
-// 1e-15, none but an infinite sum leaves the range in which a reciprocal square root that is nearly right and one compensation
-// by the remainder make the square root.
-__device__ __forceinline__ float norm_factor(float const* run_sums, int runs, QuantizeProblem const& q) {
+// 1 / sqrt(sum / K + eps), every operation rounded as IEEE has it, from the sums of the runs
+// of 512 columns. As eps is at least 1e-15, none but an infinite sum leaves the range in
+// which a reciprocal square root that is nearly right and one compensation by the remainder
+// make the square root.
+__device__ __forceinline__ float norm_factor(float const* run_sums, int runs,
+                                             QuantizeProblem const& q) {
   float sum = 0.0f, y;
   for (int run = threadIdx.x % 32; run < runs; run += 32) sum = __fadd_rn(sum, run_sums[run]);
   sum = sum_of_lanes(sum);
@@ -171,7 +190,8 @@ __device__ __forceinline__ float norm_factor(float const* run_sums, int runs, Qu
 
 // Columns from K on stay zeros, although the factor may be NaN; weight may be anything there.
 template <class T>
-__device__ __forceinline__ void normalize(Columns<T>& c, Columns<T> const& weight, float factor, int missing, DataType type) {
+__device__ __forceinline__ void normalize(Columns<T>& c, Columns<T> const& weight, float factor,
+                                          int missing, DataType type) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     float2 v = c.pair(i);
@@ -187,14 +207,18 @@ __device__ __forceinline__ void normalize(Columns<T>& c, Columns<T> const& weigh
 
 // ---- blocks of 32, 64 or 128 columns
 
-// Those of kBlockRows rows and the columns of this block's threads, which are a zero row: zero points times scales or, without
-// zero points, sums of the codes times scales. All threads come here.
+// Those of kBlockRows rows and the columns of this block's threads, which are a zero row:
+// zero points times scales or, without zero points, sums of the codes times scales. All
+// threads come here.
 template <class T, bool kSymmetric>
-__device__ __forceinline__ void store_zero_values(Params const& p, Columns<T> const (&c)[kBlockRows],
-                                                  Span<T, kSymmetric> (&spans)[kBlockRows], int row) {
+__device__ __forceinline__ void store_zero_values(Params const& p,
+                                                  Columns<T> const (&c)[kBlockRows],
+                                                  Span<T, kSymmetric> (&spans)[kBlockRows],
+                                                  int row) {
   __shared__ float largest[kBlockRows][kZeroRowThreads / 32];
   QuantizedActivations const& out = p.problem.out;
-  int const thread = threadIdx.x, piece = blockIdx.x * kZeroRowThreads + thread, pieces_of_tile = kKPerTile / kLaneColumns;
+  int const thread = threadIdx.x, piece = blockIdx.x * kZeroRowThreads + thread,
+            pieces_of_tile = kKPerTile / kLaneColumns;
   float values[kBlockRows];
 #pragma unroll
   for (int i = 0; i < kBlockRows; ++i) {
@@ -203,13 +227,15 @@ __device__ __forceinline__ void store_zero_values(Params const& p, Columns<T> co
     if constexpr (kSymmetric) {
       int sum = sum_of_codes(codes_of(c[i], quantizer));
 #pragma unroll
-      for (int distance = 1; distance < pieces_of_tile; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+      for (int distance = 1; distance < pieces_of_tile; distance *= 2)
+        sum += __shfl_xor_sync(~0u, sum, distance);
       zero = float(sum);
     }
     values[i] = piece < p.pieces ? quantizer.scale * zero : 0.0f;
     float most = fabsf(values[i]);
 #pragma unroll
-    for (int distance = pieces_of_tile; distance < 32; distance *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+    for (int distance = pieces_of_tile; distance < 32; distance *= 2)
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
     if (thread % 32 == 0) largest[i][thread / 32] = most;
   }
   __syncthreads();
@@ -248,14 +274,16 @@ __global__ void __launch_bounds__(kFunction != Function::kNone ? kBlockThreads :
   if (p.start.early) pdl_launch_dependents();  // it loads its weights meanwhile
   pdl_wait_and_launch_dependents();
   QuantizeProblem const& q = p.problem;
-  int const group = (blockIdx.z * kMaxGridY + blockIdx.y) * blockDim.y + threadIdx.y, row = group * kBlockRows;
+  int const group = (blockIdx.z * kMaxGridY + blockIdx.y) * blockDim.y + threadIdx.y,
+            row = group * kBlockRows;
   int const piece = blockIdx.x * blockDim.x + threadIdx.x, column = piece * kLaneColumns;
   Columns<T> c[kBlockRows], up[kFunction == Function::kSiluMul ? kBlockRows : 1];
 #pragma unroll
   for (int i = 0; i < kBlockRows; ++i) {
     int const limit = row + i < q.m ? column : q.k;  // nothing from K on is read
     load(c[i], q, q.x, q.x_stride, row + i, limit, q.perm, p.cached);
-    if constexpr (kFunction == Function::kSiluMul) load(up[i], q, q.up, q.up_stride, row + i, limit, q.perm, p.cached);
+    if constexpr (kFunction == Function::kSiluMul)
+      load(up[i], q, q.up, q.up_stride, row + i, limit, q.perm, p.cached);
   }
   Range<kSymmetric> given = {};
   if (q.range) given = given_range<kSymmetric>(q.range);
@@ -287,21 +315,25 @@ __global__ void __launch_bounds__(kFunction != Function::kNone ? kBlockThreads :
   // out.stride is a multiple of 16: there is room for the scale of a row beyond the last.
   int64_t to = int64_t(piece >> p.log2_lanes) * q.out.stride + row;
   *reinterpret_cast<float2*>(q.out.scales + to) = make_float2(scales[0], scales[1]);
-  if (!kSymmetric) *reinterpret_cast<char2*>(q.out.zeros + to) = make_char2(int8_t(zeros[0]), int8_t(zeros[1]));
+  if (!kSymmetric)
+    *reinterpret_cast<char2*>(q.out.zeros + to) = make_char2(int8_t(zeros[0]), int8_t(zeros[1]));
 }
 
 // ---- rows
 
-// The block's range and codes of 16 columns of a row. `x_row` is the range of a row that is one block.
+// The block's range and codes of 16 columns of a row. `x_row` is the range of a row
+// that is one block.
 template <bool kMayUpcast, class T, bool kSymmetric>
-__device__ __forceinline__ void quantize_piece(Params const& p, int row, int piece, Columns<T> const& c,
+__device__ __forceinline__ void quantize_piece(Params const& p, int row, int piece,
+                                               Columns<T> const& c,
                                                Span<T, kSymmetric> const& x_row) {
   QuantizedActivations const& out = p.problem.out;
   Span<T, kSymmetric> span = x_row;
   if (out.block != -1) {
     span = {};
     span.add(c);
-    for (int distance = 1; distance < 1 << p.log2_lanes; distance *= 2) span.add(span.of_lane(distance));
+    for (int distance = 1; distance < 1 << p.log2_lanes; distance *= 2)
+      span.add(span.of_lane(distance));
   }
   if (piece >= p.pieces) return;
   Quantizer<kSymmetric> quantizer(span.range());
@@ -312,7 +344,8 @@ __device__ __forceinline__ void quantize_piece(Params const& p, int row, int pie
 
 // The range of a row from those of its warps, by way of `parts`.
 template <class T, bool kSymmetric>
-__device__ __forceinline__ void share_with_block(Span<T, kSymmetric>& span, Span<T, kSymmetric>* parts) {
+__device__ __forceinline__ void share_with_block(Span<T, kSymmetric>& span,
+                                                 Span<T, kSymmetric>* parts) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) span.add(span.of_lane(distance));
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = span;
@@ -324,7 +357,8 @@ template <int kPieces>
 constexpr int kRowThreads = kPieces == 1 ? 1024 : 448;  // at most: rows of 16384 or 28672 columns
 
 template <class T, bool kSymmetric, Function kFunction, int kPieces>
-__global__ void __launch_bounds__(kRowThreads<kPieces>) quantize_rows(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(kRowThreads<kPieces>)
+    quantize_rows(__grid_constant__ Params const p) {
   constexpr bool kNorm = kFunction == Function::kRmsNorm, kTwo = kFunction != Function::kNone;
   constexpr int kWarps = kRowThreads<kPieces> / 32;
   // In turn for even and odd rows, so that a warp may begin a row while others end the one before.
@@ -342,13 +376,15 @@ __global__ void __launch_bounds__(kRowThreads<kPieces>) quantize_rows(__grid_con
     for (int i = 0; i < kPieces; ++i) {
       int const column = (first + i * step) * kLaneColumns;
       load(x[i], q, q.x, q.x_stride, row, column, nullptr, p.cached);
-      if (kTwo && other_rows) load(other[i], q, other_rows, other_stride, row, column, nullptr, p.cached);
+      if (kTwo && other_rows)
+        load(other[i], q, other_rows, other_stride, row, column, nullptr, p.cached);
     }
   };
   load_row(blockIdx.x);
   if constexpr (kNorm) {
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) load(weight[i], q, q.norm_weight, 0, 0, (first + i * step) * kLaneColumns, nullptr);
+    for (int i = 0; i < kPieces; ++i)
+      load(weight[i], q, q.norm_weight, 0, 0, (first + i * step) * kLaneColumns, nullptr);
   }
   for (int row = blockIdx.x, odd = 0; row < q.m; row += gridDim.x, odd ^= 1) {
     Columns<T> c[kPieces];
@@ -370,7 +406,8 @@ __global__ void __launch_bounds__(kRowThreads<kPieces>) quantize_rows(__grid_con
       __syncthreads();
       float const factor = norm_factor(run_sums[odd], runs, q);
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) normalize(c[i], weight[i], factor, q.k - (first + i * step) * kLaneColumns, q.x_type);
+      for (int i = 0; i < kPieces; ++i)
+        normalize(c[i], weight[i], factor, q.k - (first + i * step) * kLaneColumns, q.x_type);
     }
     Span<T, kSymmetric> x_row;
     if (q.out.block == -1) {
@@ -379,16 +416,19 @@ __global__ void __launch_bounds__(kRowThreads<kPieces>) quantize_rows(__grid_con
       share_with_block(x_row, spans[odd]);
     }
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) quantize_piece<kFunction == Function::kNone>(p, row, first + i * step, c[i], x_row);
+    for (int i = 0; i < kPieces; ++i)
+      quantize_piece<kFunction == Function::kNone>(p, row, first + i * step, c[i], x_row);
   }
 }
 
-// A few rows, of one scale each, by clusters: a row in as many blocks as keep it in registers, whose ranges go to all of them.
+// A few rows, of one scale each, by clusters: a row in as many blocks as keep it in registers,
+// whose ranges go to all of them.
 constexpr int kPartThreads = 128, kPartPieces = 2, kMostParts = 8;  // rows of 32768 columns
 
 // Blocks that fit on an SM together with two of wgmma_decode.cu: 40 registers a thread.
 template <class T, bool kSymmetric>
-__global__ void __launch_bounds__(kPartThreads, 12) quantize_row_parts(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(kPartThreads, 12)
+    quantize_row_parts(__grid_constant__ Params const p) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kWarps = kPartThreads / 32;
   __shared__ Span<T, kSymmetric> spans[kMostParts * kWarps];
@@ -397,11 +437,13 @@ __global__ void __launch_bounds__(kPartThreads, 12) quantize_row_parts(__grid_co
   cute::cluster_wait();  // all blocks are there to be written to
   pdl_wait_and_launch_dependents();
   QuantizeProblem const& q = p.problem;
-  int const row = blockIdx.y, first = blockIdx.x * (kPartThreads * kPartPieces) + threadIdx.x, lane = threadIdx.x % 32;
+  int const row = blockIdx.y, first = blockIdx.x * (kPartThreads * kPartPieces) + threadIdx.x,
+            lane = threadIdx.x % 32;
   Columns<T> c[kPartPieces];
   Span<T, kSymmetric> span;
 #pragma unroll
-  for (int i = 0; i < kPartPieces; ++i) load(c[i], q, q.x, q.x_stride, row, (first + i * kPartThreads) * kLaneColumns, nullptr);
+  for (int i = 0; i < kPartPieces; ++i)
+    load(c[i], q, q.x, q.x_stride, row, (first + i * kPartThreads) * kLaneColumns, nullptr);
 #pragma unroll
   for (int i = 0; i < kPartPieces; ++i) span.add(c[i]);
 #pragma unroll
@@ -416,12 +458,14 @@ __global__ void __launch_bounds__(kPartThreads, 12) quantize_row_parts(__grid_co
   cute::cluster_wait();
   for (int i = 0; i < int(gridDim.x) * kWarps; ++i) span.add(spans[i]);
 #pragma unroll
-  for (int i = 0; i < kPartPieces; ++i) quantize_piece<false>(p, row, first + i * kPartThreads, c[i], span);
+  for (int i = 0; i < kPartPieces; ++i)
+    quantize_piece<false>(p, row, first + i * kPartThreads, c[i], span);
 #endif
 }
 
 template <bool kSymmetric, Function kFunction>
-__global__ void __launch_bounds__(kAnyThreads, 4) quantize_any_rows(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(kAnyThreads, 4)
+    quantize_any_rows(__grid_constant__ Params const p) {
   extern __shared__ float run_sums[];
   __shared__ Span<float, kSymmetric> spans[kAnyThreads / 32];
   if (p.start.early) pdl_launch_dependents();  // it loads its weights meanwhile
@@ -494,13 +538,16 @@ __global__ void __launch_bounds__(kAnyThreads) find_range(__grid_constant__ Para
 
 // ---- launch
 
-// A grid of few blocks requests shared memory that it does not use, so that its blocks spread over the GPU. They start while
-// the kernel before still runs; without that memory they would all wait on the first SMs that become free, and then share the
-// bandwidth of these. Up to kDecodeBlockM rows of x, where two blocks of a decode kernel must fit on an SM together with a block
-// of the quantiser, this is done only if most SMs get a block. For more rows of x a quarter of the memory is requested, which
-// leaves room for two blocks of mma_gemm_a8; with half, some blocks for 24 rows would wait for others to end. (W4A8 28672 x
-// 4096: 23.8 us instead of 30; M = 32, 4096 x 4096 between other kernels: 10.2 instead of 12.2.)
-Status launch_spread(void (*kernel)(Params), dim3 grid, dim3 threads, Stream stream, Params const& p) {
+// A grid of few blocks requests shared memory that it does not use, so that its blocks spread over
+// the GPU. They start while the kernel before still runs; without that memory they would all wait
+// on the first SMs that become free, and then share the bandwidth of these. Up to kDecodeBlockM
+// rows of x, where two blocks of a decode kernel must fit on an SM together with a block of the
+// quantiser, this is done only if most SMs get a block. For more rows of x a quarter of the memory
+// is requested, which leaves room for two blocks of mma_gemm_a8; with half, some blocks for 24 rows
+// would wait for others to end. (W4A8 28672 x 4096: 23.8 us instead of 30; M = 32, 4096 x 4096
+// between other kernels: 10.2 instead of 12.2.)
+Status launch_spread(void (*kernel)(Params), dim3 grid, dim3 threads, Stream stream,
+                     Params const& p) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   constexpr int kFew = 8;  // for each SM
@@ -508,8 +555,8 @@ Status launch_spread(void (*kernel)(Params), dim3 grid, dim3 threads, Stream str
   int64_t const each = (blocks + device.multiprocessors - 1) / device.multiprocessors;
   bool const few = p.problem.m <= kDecodeBlockM;
   int const unused = int(device.shared_memory / std::max<int64_t>(each + 1, few ? 0 : 4));
-  bool const spread =
-      p.start.spread && device.architecture >= 90 && each <= kFew && (!few || 2 * blocks >= device.multiprocessors);
+  bool const spread = p.start.spread && device.architecture >= 90 && each <= kFew &&
+                      (!few || 2 * blocks >= device.multiprocessors);
   return launch(kernel, grid, threads, spread ? unused : 0, stream, p);
 }
 
@@ -521,29 +568,35 @@ template <class T, bool kSymmetric, Function kFunction>
 Status launch_blocks(Params const& p, Stream stream) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
-  // A thread block has whole blocks of columns, and several rows where rows are short. For a few rows of x, which the product
-  // waits for, it has no more columns than an SM's share of all.
-  int const groups = (p.problem.m + kBlockRows - 1) / kBlockRows, share = p.pieces * groups / device.multiprocessors;
-  int const threads =
-      p.problem.m > kDecodeBlockM ? kBlockThreads : std::clamp((share + 7) / 8 * 8, kLeastThreads, kBlockThreads);
+  // A thread block has whole blocks of columns, and several rows where rows are short. For a few
+  // rows of x, which the product waits for, it has no more columns than an SM's share of all.
+  int const groups = (p.problem.m + kBlockRows - 1) / kBlockRows,
+            share = p.pieces * groups / device.multiprocessors;
+  int const threads = p.problem.m > kDecodeBlockM
+                          ? kBlockThreads
+                          : std::clamp((share + 7) / 8 * 8, kLeastThreads, kBlockThreads);
   if (p.problem.out.zero_values) {
     int const y = std::min(groups, kMaxGridY), z = (groups + kMaxGridY - 1) / kMaxGridY;
     dim3 const grid((p.pieces + kZeroRowThreads - 1) / kZeroRowThreads, y, z);
-    return launch_spread(quantize_blocks<T, kSymmetric, kFunction>, grid, dim3(kZeroRowThreads), stream, p);
+    return launch_spread(quantize_blocks<T, kSymmetric, kFunction>, grid, dim3(kZeroRowThreads),
+                         stream, p);
   }
   int const chunks = (p.pieces + threads - 1) / threads;
   bool const row_ranges = p.problem.out.block == -1 && !p.problem.range;
   int const lanes = row_ranges ? 1 << p.log2_lanes : 8;  // that share a thread block
-  int const wide = (p.pieces + chunks * lanes - 1) / (chunks * lanes) * lanes, high = std::clamp(threads / wide, 1, groups);
+  int const wide = (p.pieces + chunks * lanes - 1) / (chunks * lanes) * lanes,
+            high = std::clamp(threads / wide, 1, groups);
   int const y = (groups + high - 1) / high, z = (y + kMaxGridY - 1) / kMaxGridY;
   dim3 const grid((p.pieces + wide - 1) / wide, std::min(y, kMaxGridY), z);
-  return launch_spread(quantize_blocks<T, kSymmetric, kFunction>, grid, dim3(wide, high), stream, p);
+  return launch_spread(quantize_blocks<T, kSymmetric, kFunction>, grid, dim3(wide, high), stream,
+                       p);
 }
 
 template <class T, bool kSymmetric>
 Status launch_row_parts(Params const& p, Stream stream) {
   int const parts = (p.pieces + kPartThreads * kPartPieces - 1) / (kPartThreads * kPartPieces);
-  return launch_clusters(quantize_row_parts<T, kSymmetric>, dim3(parts, p.problem.m), parts, dim3(kPartThreads), 0, stream, p);
+  return launch_clusters(quantize_row_parts<T, kSymmetric>, dim3(parts, p.problem.m), parts,
+                         dim3(kPartThreads), 0, stream, p);
 }
 
 template <class T, bool kSymmetric, Function kFunction, int kPieces>
@@ -553,19 +606,23 @@ Status launch_rows(Params const& p, Stream stream) {
   int const threads = ((p.pieces + kPieces - 1) / kPieces + 31) / 32 * 32;
   // Blocks that fit at a time: each goes on to further rows.
   int const blocks = std::min(p.problem.m, device.multiprocessors * std::max(1, 1024 / threads));
-  return launch_spread(quantize_rows<T, kSymmetric, kFunction, kPieces>, dim3(blocks), dim3(threads), stream, p);
+  return launch_spread(quantize_rows<T, kSymmetric, kFunction, kPieces>, dim3(blocks),
+                       dim3(threads), stream, p);
 }
 
 template <bool kSymmetric, Function kFunction>
 Status launch_any_rows(Params const& p, Stream stream) {
-  int const shared = kFunction == Function::kRmsNorm ? (p.pieces + 31) / 32 * int(sizeof(float)) : 0;
-  return launch(quantize_any_rows<kSymmetric, kFunction>, dim3(p.problem.m), dim3(kAnyThreads), shared, stream, p);
+  int const shared =
+      kFunction == Function::kRmsNorm ? (p.pieces + 31) / 32 * int(sizeof(float)) : 0;
+  return launch(quantize_any_rows<kSymmetric, kFunction>, dim3(p.problem.m), dim3(kAnyThreads),
+                shared, stream, p);
 }
 
 template <class T, bool kSymmetric, Function kFunction>
 Status launch_function(Params const& p, Stream stream) {
   if constexpr (kFunction != Function::kRmsNorm) {
-    if (p.problem.out.block != -1 || p.problem.range) return launch_blocks<T, kSymmetric, kFunction>(p, stream);
+    if (p.problem.out.block != -1 || p.problem.range)
+      return launch_blocks<T, kSymmetric, kFunction>(p, stream);
     // Many rows that a warp's lanes can hold are blocks of as many lanes, a power of two of them.
     if (p.pieces <= 32 && p.problem.m > kDecodeBlockM) {
       Params lanes = p;
@@ -578,12 +635,15 @@ Status launch_function(Params const& p, Stream stream) {
     if constexpr (kFunction == Function::kNone) {
       Device device;
       if (Status status = current_device(&device); !status.ok()) return status;
-      bool const fits = p.pieces <= kMostParts * kPartThreads * kPartPieces && !p.problem.out.upcast;
-      if (device.architecture >= 90 && p.problem.m <= kDecodeBlockM && fits) return launch_row_parts<T, kSymmetric>(p, stream);
+      bool const fits =
+          p.pieces <= kMostParts * kPartThreads * kPartPieces && !p.problem.out.upcast;
+      if (device.architecture >= 90 && p.problem.m <= kDecodeBlockM && fits)
+        return launch_row_parts<T, kSymmetric>(p, stream);
     }
     if (p.pieces <= kRowThreads<1>) return launch_rows<T, kSymmetric, kFunction, 1>(p, stream);
     if constexpr (kFunction == Function::kNone) {
-      if (p.pieces <= kRowThreads<4> * 4) return launch_rows<T, kSymmetric, kFunction, 4>(p, stream);
+      if (p.pieces <= kRowThreads<4> * 4)
+        return launch_rows<T, kSymmetric, kFunction, 4>(p, stream);
     }
   }
   return launch_any_rows<kSymmetric, kFunction>(p, stream);
@@ -605,9 +665,11 @@ std::pair<Params, bool> parameters(QuantizeProblem const& q, QuantizerStart star
   int const block = q.out.block, element = size_of(q.x_type);
   bool const streamed = int64_t(q.m) * q.k * element > kStreamedBytes;
   int const log2_lanes = block == 32 ? 1 : block == 64 ? 2 : block == 128 ? 3 : 31;
-  bool const fast = element == 2 && !q.perm && q.k % kLaneColumns == 0 && starts_on_16_bytes(q.x, q.x_stride, element) &&
+  bool const fast = element == 2 && !q.perm && q.k % kLaneColumns == 0 &&
+                    starts_on_16_bytes(q.x, q.x_stride, element) &&
                     starts_on_16_bytes(q.up, q.up_stride, element) &&
-                    starts_on_16_bytes(q.residual, q.residual_stride, element) && starts_on_16_bytes(q.sum, q.k, element) &&
+                    starts_on_16_bytes(q.residual, q.residual_stride, element) &&
+                    starts_on_16_bytes(q.sum, q.k, element) &&
                     starts_on_16_bytes(q.norm_weight, 0, element);
   return {{q, int(padded_k(q.k) / kLaneColumns), log2_lanes, start,
            streamed ? cuda::access_property::streaming{} : cuda::access_property{}},
@@ -618,7 +680,8 @@ template <class T, bool kSymmetric>
 Status launch_range(Params p, Stream stream) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
-  cudaError_t const error = cudaMemsetAsync(p.problem.range, 0, 2 * sizeof(uint32_t), static_cast<cudaStream_t>(stream));
+  cudaError_t const error =
+      cudaMemsetAsync(p.problem.range, 0, 2 * sizeof(uint32_t), static_cast<cudaStream_t>(stream));
   if (error != cudaSuccess) return cuda_error("cudaMemsetAsync", error);
   p.cached = cuda::access_property{};  // the quantiser reads x again
   int64_t const blocks = (int64_t(p.problem.m) * p.pieces + kAnyThreads - 1) / kAnyThreads;
@@ -631,16 +694,20 @@ Status launch_range(Params p, Stream stream) {
 Status launch_find_range(QuantizeProblem const& q, bool symmetric, Stream stream) {
   auto const [p, fast] = parameters(q, {});
   if (!fast) return (symmetric ? launch_range<float, true> : launch_range<float, false>)(p, stream);
-  if (q.x_type == DataType::kFloat16) return (symmetric ? launch_range<__half, true> : launch_range<__half, false>)(p, stream);
-  return (symmetric ? launch_range<__nv_bfloat16, true> : launch_range<__nv_bfloat16, false>)(p, stream);
+  if (q.x_type == DataType::kFloat16)
+    return (symmetric ? launch_range<__half, true> : launch_range<__half, false>)(p, stream);
+  return (symmetric ? launch_range<__nv_bfloat16, true>
+                    : launch_range<__nv_bfloat16, false>)(p, stream);
 }
 
 Status launch_quantize_activations(QuantizeProblem const& q, Stream stream, QuantizerStart start) {
   auto const [p, fast] = parameters(q, start);
   bool const symmetric = !q.out.zeros;
   if (!fast) return (symmetric ? launch_typed<float, true> : launch_typed<float, false>)(p, stream);
-  if (q.x_type == DataType::kFloat16) return (symmetric ? launch_typed<__half, true> : launch_typed<__half, false>)(p, stream);
-  return (symmetric ? launch_typed<__nv_bfloat16, true> : launch_typed<__nv_bfloat16, false>)(p, stream);
+  if (q.x_type == DataType::kFloat16)
+    return (symmetric ? launch_typed<__half, true> : launch_typed<__half, false>)(p, stream);
+  return (symmetric ? launch_typed<__nv_bfloat16, true>
+                    : launch_typed<__nv_bfloat16, false>)(p, stream);
 }
 
 }  // namespace cutlass_ops

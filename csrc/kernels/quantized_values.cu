@@ -1,7 +1,9 @@
-// The values that int8 codes of floats stand for, scale * (code - zero point), in the order of the floats: what another library
-// is to multiply where quantize_activations.cu's codes would be multiplied here. Codes, scales and zero points are the same bits.
+// The values that int8 codes of floats stand for, scale * (code - zero point), in the order of the
+// floats: what another library is to multiply where quantize_activations.cu's codes would be
+// multiplied here. Codes, scales and zero points are the same bits.
 //
-// Some lanes share a run of columns with one scale: they find its range, then read it again from the cache.
+// Some lanes share a run of columns with one scale: they find its range, then read it
+// again from the cache.
 #include <algorithm>
 
 #include "cutlass_ops/layout.h"
@@ -36,7 +38,8 @@ __global__ void __launch_bounds__(kThreads) round_to_codes(__grid_constant__ Par
   int64_t const start = row * q.columns + first;
   auto const load = [&](int i, float (&v)[kEach]) {
     if constexpr (kVectors) {
-      uint4 const four = reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(q.x) + start)[i];
+      uint4 const four =
+          reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(q.x) + start)[i];
       uint32_t const words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -50,7 +53,8 @@ __global__ void __launch_bounds__(kThreads) round_to_codes(__grid_constant__ Par
   int const lane = int(thread) & (lanes - 1);
   Range<kSymmetric> range{};
   if (q.range) {
-    range = {kSymmetric ? 0.0f : -__uint_as_float(__ldcg(q.range)), __uint_as_float(__ldcg(q.range + 1))};
+    range = {kSymmetric ? 0.0f : -__uint_as_float(__ldcg(q.range)),
+             __uint_as_float(__ldcg(q.range + 1))};
   } else {
 #pragma unroll 2
     for (int i = lane; i < count; i += lanes) {
@@ -71,13 +75,14 @@ __global__ void __launch_bounds__(kThreads) round_to_codes(__grid_constant__ Par
     if constexpr (!kVectors) {
       store_float(q.out, q.out_type, start + i, v[0]);
     } else if (q.out_type == DataType::kFloat32) {
-      float4* const to = reinterpret_cast<float4*>(static_cast<float*>(q.out) + start + i * kVector);
+      float4* const to =
+          reinterpret_cast<float4*>(static_cast<float*>(q.out) + start + i * kVector);
       to[0] = make_float4(v[0], v[1], v[2], v[3]), to[1] = make_float4(v[4], v[5], v[6], v[7]);
     } else {
       bool const bfloat = q.out_type == DataType::kBFloat16;
       reinterpret_cast<uint4*>(static_cast<uint16_t*>(q.out) + start)[i] =
-          make_uint4(to_half_bits(v[0], v[1], bfloat), to_half_bits(v[2], v[3], bfloat), to_half_bits(v[4], v[5], bfloat),
-                     to_half_bits(v[6], v[7], bfloat));
+          make_uint4(to_half_bits(v[0], v[1], bfloat), to_half_bits(v[2], v[3], bfloat),
+                     to_half_bits(v[4], v[5], bfloat), to_half_bits(v[6], v[7], bfloat));
     }
   }
 }
@@ -88,15 +93,17 @@ Status launch_quantized_values(QuantizedValues const& problem, Stream stream) {
   Params p{problem, 1, 0};
   QuantizedValues& q = p.problem;
   if (q.block == -1 || q.range) q.block = q.columns;
-  bool const vectors = size_of(q.x_type) == 2 && q.columns % kVector == 0 && reinterpret_cast<uintptr_t>(q.x) % 16 == 0 &&
+  bool const vectors = size_of(q.x_type) == 2 && q.columns % kVector == 0 &&
+                       reinterpret_cast<uintptr_t>(q.x) % 16 == 0 &&
                        reinterpret_cast<uintptr_t>(q.out) % 16 == 0;
   // A lane of scalars has four, where a warp has enough.
   int const pieces = int(ceil_div(std::min(q.block, q.columns), vectors ? kVector : 4));
   while (p.log2_lanes < 5 && 1 << p.log2_lanes < pieces) ++p.log2_lanes;
   p.runs = int(ceil_div(q.columns, q.block));
   int64_t const blocks = ceil_div((q.rows * p.runs) << p.log2_lanes, int64_t(kThreads));
-  auto const kernel = vectors ? (q.symmetric ? round_to_codes<true, true> : round_to_codes<false, true>)
-                              : (q.symmetric ? round_to_codes<true, false> : round_to_codes<false, false>);
+  auto const kernel =
+      vectors ? (q.symmetric ? round_to_codes<true, true> : round_to_codes<false, true>)
+              : (q.symmetric ? round_to_codes<true, false> : round_to_codes<false, false>);
   return launch(kernel, dim3(unsigned(blocks)), kThreads, 0, stream, p);
 }
 

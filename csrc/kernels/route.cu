@@ -1,5 +1,5 @@
-// Before and after products of experts: where each expert's rows lie ("slots", device/grouped.cuh), x in that order, and the
-// weighted sums of what comes out.
+// Before and after products of experts: where each expert's rows lie ("slots",
+// device/grouped.cuh), x in that order, and the weighted sums of what comes out.
 #include "cutlass_ops/layout.h"
 #include "device/grouped.cuh"
 #include "device/launch.cuh"
@@ -9,7 +9,8 @@
 namespace cutlass_ops {
 namespace {
 
-// ---- route: a CTA for each expert, and one for positions of no expert, counts all experts' positions, so that it knows how many come before its own
+// ---- route: a CTA for each expert, and one for positions of no expert, counts all experts'
+// positions, so that it knows how many come before its own
 
 struct RouteParams {
   RouteProblem problem;
@@ -48,7 +49,8 @@ __global__ void __launch_bounds__(1024) route(__grid_constant__ RouteParams cons
     slot += (counts[e] + kSlotRows - 1) / kSlotRows * kSlotRows;
     tile += (counts[e] + p.height - 1) / p.height;
   }
-  first = sum_of_threads(first, scratch), slot = sum_of_threads(slot, scratch), tile = sum_of_threads(tile, scratch);
+  first = sum_of_threads(first, scratch), slot = sum_of_threads(slot, scratch),
+  tile = sum_of_threads(tile, scratch);
   int const count = counts[mine], padded = (count + kSlotRows - 1) / kSlotRows * kSlotRows;
   bool const expert = mine < r.experts;
   if (threadIdx.x == 0) {
@@ -56,10 +58,12 @@ __global__ void __launch_bounds__(1024) route(__grid_constant__ RouteParams cons
     if (!expert && p.slots.tiles) *p.slots.used = slot, *p.slots.tile_count = tile;
   }
   if (expert && p.slots.tiles) {
-    for (int i = threadIdx.x; i * p.height < count; i += threads) p.slots.tiles[tile + i] = {mine, slot, count, tile};
+    for (int i = threadIdx.x; i * p.height < count; i += threads)
+      p.slots.tiles[tile + i] = {mine, slot, count, tile};
     for (int i = count + threadIdx.x; i < padded; i += threads) p.slots.position[slot + i] = -1;
   }
-  // Positions in their order: a thread has some that follow each other, and ranks behind those of the threads before it.
+  // Positions in their order: a thread has some that follow each other, and ranks behind those of
+  // the threads before it.
   int before = 0;
   for (int round = 0; count > 0 && round < positions; round += threads * kEach) {
     int const start = round + threadIdx.x * kEach, lane = threadIdx.x % 32;
@@ -101,7 +105,8 @@ struct GatherParams {
 
 constexpr int kGatherWarps = 8;
 
-__global__ void __launch_bounds__(32 * kGatherWarps) gather_rows(__grid_constant__ GatherParams const p) {
+__global__ void __launch_bounds__(32 * kGatherWarps)
+    gather_rows(__grid_constant__ GatherParams const p) {
   pdl_wait_and_launch_dependents();
   int const slot = blockIdx.x * kGatherWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (slot >= (p.slots.used ? *p.slots.used : p.route.positions())) return;
@@ -113,7 +118,8 @@ __global__ void __launch_bounds__(32 * kGatherWarps) gather_rows(__grid_constant
   uint16_t* const to = static_cast<uint16_t*>(g.out) + slot * g.out_stride;
   if (g.scales) {
     for (int block = lane; block < g.blocks; block += 32)
-      g.out_scales[int64_t(block) * g.out_scale_stride + slot] = g.scales[int64_t(block) * g.scale_stride + row];
+      g.out_scales[int64_t(block) * g.out_scale_stride + slot] =
+          g.scales[int64_t(block) * g.scale_stride + row];
   }
   if (g.perm) {
     int const expert = expert_of(p.route, position);
@@ -124,7 +130,8 @@ __global__ void __launch_bounds__(32 * kGatherWarps) gather_rows(__grid_constant
     for (int i = lane; i < g.k; i += 32) to[i] = from[i];
   } else {
 #pragma unroll 4
-    for (int i = lane; i < g.k / 8; i += 32) reinterpret_cast<uint4*>(to)[i] = __ldg(reinterpret_cast<uint4 const*>(from) + i);
+    for (int i = lane; i < g.k / 8; i += 32)
+      reinterpret_cast<uint4*>(to)[i] = __ldg(reinterpret_cast<uint4 const*>(from) + i);
   }
 }
 
@@ -148,23 +155,27 @@ template <bool kFloatRows>
 __global__ void __launch_bounds__(32 * kSumWarps) sum_experts(__grid_constant__ SumParams const p) {
   constexpr int kColumns = kFloatRows ? 4 : 8;  // of a lane: 16 bytes
   pdl_wait_and_launch_dependents();
-  // A token's slices follow each other, so that whole rows are in flight together, not a piece of a row on each page of DRAM.
-  int const unit = blockIdx.x * kSumWarps + threadIdx.x / 32, lane = threadIdx.x % 32, top = p.route.top;
+  // A token's slices follow each other, so that whole rows are in flight together, not a piece of a
+  // row on each page of DRAM.
+  int const unit = blockIdx.x * kSumWarps + threadIdx.x / 32, lane = threadIdx.x % 32,
+            top = p.route.top;
   int const token = unit / p.slices, column = ((unit - token * p.slices) * 32 + lane) * kColumns;
   if (token >= p.route.tokens || column >= p.n) return;
   auto const* const rows = static_cast<uint4 const*>(p.rows) + column / kColumns;
   bool const half_rows = p.row_type == DataType::kFloat16;
   float sums[kColumns] = {};
   int first = 0;
-  // What is loaded for so many experts is in flight together: there are too few predicates to leave out those that are missing,
-  // which load some row.
+  // What is loaded for so many experts is in flight together: there are too few predicates to leave
+  // out those that are missing, which load some row.
   auto const add = [&](auto count) {
     constexpr int kCount = decltype(count)::value;
     int const position = token * top + first;
     int slots[kCount];
     float weights[kCount];
     uint4 values[kCount];
-    auto const load = [&](int j, int row) { values[j] = __ldcs(rows + int64_t(row) * (p.n / kColumns)); };
+    auto const load = [&](int j, int row) {
+      values[j] = __ldcs(rows + int64_t(row) * (p.n / kColumns));
+    };
     if (!kFloatRows || p.of_position) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) slots[j] = p.of_position[position + j];
@@ -200,7 +211,8 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_experts(__grid_constant__ 
         } else {
           uint32_t const word = words[i / 2];
           float2 const pair = __half22float2(reinterpret_cast<__half2 const&>(word));
-          value = half_rows ? (i % 2 ? pair.y : pair.x) : __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
+          value = half_rows ? (i % 2 ? pair.y : pair.x)
+                            : __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
         }
         if (slots[j] >= 0) sums[i] = __fadd_rn(sums[i], __fmul_rn(weights[j], value));
       }
@@ -228,26 +240,32 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_experts(__grid_constant__ 
 
 }  // namespace
 
-Status launch_route(RouteProblem const& problem, Routing const& routing, RowSlots const& slots, int height, Stream stream) {
+Status launch_route(RouteProblem const& problem, Routing const& routing, RowSlots const& slots,
+                    int height, Stream stream) {
   int const threads = problem.positions() > 1024 ? 1024 : 256;
-  return launch(route, dim3(unsigned(problem.experts + 1)), threads, (problem.experts + 1) * int(sizeof(int)), stream,
+  return launch(route, dim3(unsigned(problem.experts + 1)), threads,
+                (problem.experts + 1) * int(sizeof(int)), stream,
                 RouteParams{problem, routing, slots, height});
 }
 
-Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots, GatherProblem const& problem, int rows,
-                          Stream stream) {
-  bool const whole = problem.k % 8 == 0 && problem.x_stride % 8 == 0 && reinterpret_cast<uintptr_t>(problem.x) % 16 == 0;
-  return launch(gather_rows, dim3(unsigned(ceil_div(rows, kGatherWarps))), 32 * kGatherWarps, 0, stream,
-                GatherParams{route, slots, problem, whole});
+Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots,
+                          GatherProblem const& problem, int rows, Stream stream) {
+  bool const whole = problem.k % 8 == 0 && problem.x_stride % 8 == 0 &&
+                     reinterpret_cast<uintptr_t>(problem.x) % 16 == 0;
+  return launch(gather_rows, dim3(unsigned(ceil_div(rows, kGatherWarps))), 32 * kGatherWarps, 0,
+                stream, GatherParams{route, slots, problem, whole});
 }
 
-Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, void const* rows, DataType row_type, int n,
-                          void const* weights, DataType weight_type, void* out, DataType out_type, Stream stream) {
+Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, void const* rows,
+                          DataType row_type, int n, void const* weights, DataType weight_type,
+                          void* out, DataType out_type, Stream stream) {
   bool const float_rows = row_type == DataType::kFloat32;
   int const slices = int(ceil_div(n, 32 * (float_rows ? 4 : 8)));
   dim3 const grid(unsigned(ceil_div(int64_t(route.tokens) * slices, kSumWarps)));
-  return launch(float_rows ? sum_experts<true> : sum_experts<false>, grid, 32 * kSumWarps, 0, stream,
-                SumParams{route, slots.of_position, rows, row_type, n, slices, weights, weight_type, out, out_type});
+  return launch(float_rows ? sum_experts<true> : sum_experts<false>, grid, 32 * kSumWarps, 0,
+                stream,
+                SumParams{route, slots.of_position, rows, row_type, n, slices, weights, weight_type,
+                          out, out_type});
 }
 
 }  // namespace cutlass_ops

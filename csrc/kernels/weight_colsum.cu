@@ -1,7 +1,8 @@
-// A packed weight -> its zero-point terms: PackedWeight::sums, sum_scales and total_colsum (zero_compensation.h). A CTA takes a
-// row panel, a set of four warps of it every few sixteens of K tiles, and a warp 16 rows. The terms wait as fp32 numbers where
-// their fp16 parts will stand until the scale of the row is known, so that the weight is read once. Where the zero points of
-// the weight are compensated, the terms are those times their scales, and no codes are read.
+// A packed weight -> its zero-point terms: PackedWeight::sums, sum_scales and total_colsum
+// (zero_compensation.h). A CTA takes a row panel, a set of four warps of it every few sixteens of K
+// tiles, and a warp 16 rows. The terms wait as fp32 numbers where their fp16 parts will stand until
+// the scale of the row is known, so that the weight is read once. Where the zero points of the
+// weight are compensated, the terms are those times their scales, and no codes are read.
 #include <cuda_fp16.h>
 
 #include <algorithm>
@@ -23,17 +24,20 @@ struct Params {
   void* sum_scales;
   float* total_colsum;
   int tiles, windows, group_tiles, n_pad;  // group_tiles: tiles of K that share a scale
-  bool follows;                            // nothing that ran before the kernel before is still running
+  bool follows;  // nothing that ran before the kernel before is still running
 };
 
-// Minus the sums of a tile's 128 weights of rows g and g + 8, times 16 where the decoder's codes are; the same in the four
-// lanes of a row.
+// Minus the sums of a tile's 128 weights of rows g and g + 8, times 16 where the decoder's codes
+// are; the same in the four lanes of a row.
 template <int kBits, bool kZeros>
-__device__ __forceinline__ void sum_tile(Params const& p, int row_panel, int tile, float (&sums)[2]) {
+__device__ __forceinline__ void sum_tile(Params const& p, int row_panel, int tile,
+                                         float (&sums)[2]) {
   int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  int64_t const row = int64_t(tile / p.group_tiles) * p.n_pad + row_panel * kRowsPerPanel + lane / 4 * 8 + warp * 2;
-  uint8_t const* from =
-      p.weight.codes + (int64_t(row_panel) * p.tiles + tile) * k_tile_bytes(kBits) + warp * (kBits / 2) * kUnitBytes;
+  int64_t const row =
+      int64_t(tile / p.group_tiles) * p.n_pad + row_panel * kRowsPerPanel + lane / 4 * 8 + warp * 2;
+  uint8_t const* from = p.weight.codes +
+                        (int64_t(row_panel) * p.tiles + tile) * k_tile_bytes(kBits) +
+                        warp * (kBits / 2) * kUnitBytes;
   int totals[2] = {};
 #pragma unroll
   for (int unit = 0; unit < kBits / 2; ++unit) {
@@ -45,7 +49,8 @@ __device__ __forceinline__ void sum_tile(Params const& p, int row_panel, int til
       if constexpr (kBits == 8) {
         decode::Int8Int8::fragment(words, a);
       } else if constexpr (kZeros) {
-        auto const zeros = decode::Int4MinusZeroInt8::zero_constants(p.weight.zeros[row], p.weight.zeros[row + 1]);
+        auto const zeros =
+            decode::Int4MinusZeroInt8::zero_constants(p.weight.zeros[row], p.weight.zeros[row + 1]);
         decode::Int4MinusZeroInt8::fragment(words + piece * 2, zeros, a);
       } else {
         decode::Int4Int8::fragment(words + piece * 2, a);
@@ -63,17 +68,20 @@ __device__ __forceinline__ void sum_tile(Params const& p, int row_panel, int til
 }
 
 // Of -126 .. 127.
-__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(exponent + 127) << 23); }
+__device__ __forceinline__ float power_of_two(int exponent) {
+  return __uint_as_float(uint32_t(exponent + 127) << 23);
+}
 
-// What a lane of wgmma's fragments has of 16 tiles of K: of tiles 2t, 2t + 1, 2t + 8 and 2t + 9 and rows g and g + 8; and these
-// rows' largest magnitudes and totals.
+// What a lane of wgmma's fragments has of 16 tiles of K: of tiles 2t, 2t + 1, 2t + 8 and 2t + 9 and
+// rows g and g + 8; and these rows' largest magnitudes and totals.
 struct Terms {
   float values[2][4] = {}, most[2] = {};
   double total[2] = {};
 };
 
 template <int kBits, bool kZeros>
-__device__ __forceinline__ void add_sums(Params const& p, int row_panel, int sixteen, Terms& terms) {
+__device__ __forceinline__ void add_sums(Params const& p, int row_panel, int sixteen,
+                                         Terms& terms) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     int const tile = sixteen * 16 + i;
@@ -88,9 +96,11 @@ __device__ __forceinline__ void add_sums(Params const& p, int row_panel, int six
   }
 }
 
-// Minus zero points times scales, in the same order; totals are of no use. All that a thread loads is in flight at once.
+// Minus zero points times scales, in the same order; totals are of no use. All that a thread loads
+// is in flight at once.
 template <int kBits, class Scale>
-__device__ __forceinline__ void add_zeros(Params const& p, int row_panel, int sixteen, Terms& terms) {
+__device__ __forceinline__ void add_zeros(Params const& p, int row_panel, int sixteen,
+                                          Terms& terms) {
   constexpr float kCodes = kBits == 4 ? decode::Int4Int8::kScale : 1;
   int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, t = lane % 4;
   char2 zeros[4];
@@ -98,7 +108,8 @@ __device__ __forceinline__ void add_zeros(Params const& p, int row_panel, int si
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     int const tile = min(sixteen * 16 + e / 2 * 8 + 2 * t + e % 2, p.tiles - 1);
-    int64_t const row = int64_t(tile / p.group_tiles) * p.n_pad + row_panel * kRowsPerPanel + lane / 4 * 8 + warp * 2;
+    int64_t const row = int64_t(tile / p.group_tiles) * p.n_pad + row_panel * kRowsPerPanel +
+                        lane / 4 * 8 + warp * 2;
     zeros[e] = *reinterpret_cast<char2 const*>(p.weight.zeros + row);
 #pragma unroll
     for (int h = 0; h < 2; ++h) scales[e][h] = static_cast<Scale const*>(p.weight.scales)[row + h];
@@ -123,16 +134,20 @@ __device__ __forceinline__ void add_zeros(Params const& p, int row_panel, int si
 enum class Of { kCodes, kZeros };
 
 template <int kBits, bool kZeros, Of kOf>
-__global__ void __launch_bounds__(kSetThreads* kMostSets) weight_colsum_kernel(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(kSetThreads* kMostSets)
+    weight_colsum_kernel(__grid_constant__ Params const p) {
   constexpr int kSixteens = compensation_window(kBits) / 16;
   __shared__ float largest[kMostSets][kRowsPerPanel];
   __shared__ double totals[kMostSets][kRowsPerPanel];
-  int const row_panel = blockIdx.x, set = threadIdx.x / kSetThreads, sets = blockDim.x / kSetThreads;
-  int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, t = lane % 4, first_row = lane / 4 * 8 + warp * 2;
-  uint8_t* const out =
-      p.sums + int64_t(row_panel) * p.windows * k_tile_bytes(kBits) + warp * (kBits / 2) * kUnitBytes + lane * kLaneBytes;
+  int const row_panel = blockIdx.x, set = threadIdx.x / kSetThreads,
+            sets = blockDim.x / kSetThreads;
+  int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, t = lane % 4,
+            first_row = lane / 4 * 8 + warp * 2;
+  uint8_t* const out = p.sums + int64_t(row_panel) * p.windows * k_tile_bytes(kBits) +
+                       warp * (kBits / 2) * kUnitBytes + lane * kLaneBytes;
   auto const place = [&](int sixteen) {
-    return out + int64_t(sixteen / kSixteens) * k_tile_bytes(kBits) + sixteen % kSixteens * 2 * kUnitBytes;
+    return out + int64_t(sixteen / kSixteens) * k_tile_bytes(kBits) +
+           sixteen % kSixteens * 2 * kUnitBytes;
   };
   pdl_launch_dependents();
   if (!p.follows) pdl_wait();
@@ -150,22 +165,26 @@ __global__ void __launch_bounds__(kSetThreads* kMostSets) weight_colsum_kernel(_
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float (&v)[4] = terms.values[h];
-      *reinterpret_cast<float4*>(place(sixteen) + h * kUnitBytes) = make_float4(v[0], v[1], v[2], v[3]);
+      *reinterpret_cast<float4*>(place(sixteen) + h * kUnitBytes) =
+          make_float4(v[0], v[1], v[2], v[3]);
       v[0] = v[1] = v[2] = v[3] = 0.0f;
     }
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (t == 0) largest[set][first_row + h] = terms.most[h], totals[set][first_row + h] = terms.total[h];
+    if (t == 0)
+      largest[set][first_row + h] = terms.most[h], totals[set][first_row + h] = terms.total[h];
   }
   __syncthreads();
-  // Powers of two that scale_type holds, by which sums come below 2^14 (2^16 with the largest fp16 scales).
+  // Powers of two that scale_type holds, by which sums come below 2^14 (2^16 with the
+  // largest fp16 scales).
   float inverse[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float row_most = largest[0][first_row + h];
     double row_total = totals[0][first_row + h];
-    for (int i = 1; i < sets; ++i) row_most = fmaxf(row_most, largest[i][first_row + h]), row_total += totals[i][first_row + h];
+    for (int i = 1; i < sets; ++i)
+      row_most = fmaxf(row_most, largest[i][first_row + h]), row_total += totals[i][first_row + h];
     bool const half = p.weight.scale_type == DataType::kFloat16;
     int const wanted = int(__float_as_uint(row_most) >> 23) - 127 - 13;
     int const exponent = min(max(wanted, half ? -24 : -126), half ? 15 : 126);
@@ -173,7 +192,8 @@ __global__ void __launch_bounds__(kSetThreads* kMostSets) weight_colsum_kernel(_
     int const position = row_panel * kRowsPerPanel + first_row + h;
     if (set != 0 || t != 0) continue;
     store_float(p.sum_scales, p.weight.scale_type, position, power_of_two(exponent));
-    p.total_colsum[position] = float(row_total / (kBits == 4 && !kZeros ? decode::Int4Int8::kScale : 1));
+    p.total_colsum[position] =
+        float(row_total / (kBits == 4 && !kZeros ? decode::Int4Int8::kScale : 1));
   }
   for (int sixteen = set; sixteen < p.windows * kSixteens; sixteen += sets) {
     uint8_t* const to = place(sixteen);
@@ -189,8 +209,10 @@ __global__ void __launch_bounds__(kSetThreads* kMostSets) weight_colsum_kernel(_
     for (int r = 0; r < 4; ++r) {
       float const low = values[r % 2][r / 2 * 2], high = values[r % 2][r / 2 * 2 + 1];
       __half2 const first = __floats2half2_rn(low, high);
-      __half2 const second = __floats2half2_rn(low - __low2float(first), high - __high2float(first));
-      parts[0][r] = reinterpret_cast<uint32_t const&>(first), parts[1][r] = reinterpret_cast<uint32_t const&>(second);
+      __half2 const second =
+          __floats2half2_rn(low - __low2float(first), high - __high2float(first));
+      parts[0][r] = reinterpret_cast<uint32_t const&>(first),
+      parts[1][r] = reinterpret_cast<uint32_t const&>(second);
     }
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
@@ -203,7 +225,8 @@ __global__ void __launch_bounds__(kSetThreads* kMostSets) weight_colsum_kernel(_
 
 }  // namespace
 
-Status launch_weight_colsum(PackedWeight const& weight, bool of_zeros, bool follows, void* colsums, Stream stream) {
+Status launch_weight_colsum(PackedWeight const& weight, bool of_zeros, bool follows, void* colsums,
+                            Stream stream) {
   int const tiles = int(padded_k(weight.k) / kKPerTile), n_pad = int(padded_rows(weight.n));
   int const windows = compensation_windows(tiles, weight.bits);
   PackedWeight at = weight;
@@ -219,9 +242,11 @@ Status launch_weight_colsum(PackedWeight const& weight, bool of_zeros, bool foll
                  follows};
   auto const kernel = [&] {
     if (weight.bits == 8)
-      return of_zeros ? weight_colsum_kernel<8, true, Of::kZeros> : weight_colsum_kernel<8, false, Of::kCodes>;
+      return of_zeros ? weight_colsum_kernel<8, true, Of::kZeros>
+                      : weight_colsum_kernel<8, false, Of::kCodes>;
     if (of_zeros) return weight_colsum_kernel<4, true, Of::kZeros>;
-    return weight.zeros ? weight_colsum_kernel<4, true, Of::kCodes> : weight_colsum_kernel<4, false, Of::kCodes>;
+    return weight.zeros ? weight_colsum_kernel<4, true, Of::kCodes>
+                        : weight_colsum_kernel<4, false, Of::kCodes>;
   }();
   int const sets = std::min(windows * compensation_window(weight.bits) / 16, kMostSets);
   return launch(kernel, dim3(unsigned(n_pad / kRowsPerPanel)), kSetThreads * sets, 0, stream, p);

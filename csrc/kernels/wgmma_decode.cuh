@@ -1,23 +1,33 @@
 // Up to 16 rows of x times weights of any format on Hopper's wgmma, while a batch decodes, sm_90a.
 //
 //   cluster   up to nine row panels of 64 output features; its CTAs share K in equal slices
-//   stage     a tile of K, 128 columns: the panels' codes and group vectors by bulk copies, x by its tensor map once for all of them. One warp issues the
-//             copies; those of weights before the kernel waits for its predecessor. Two CTAs fit on an SM, so that the next launch's first stages arrive
-//             while this one ends. With large 8-bit weights, or `one_cta`, one does, with the stages of two: the bytes in flight on all SMs then cover
-//             the time from one launch's last product to the next one's first. K is left whole there, and clusters get halves of panels, for equal shares
-//   quantise  x that is to be int8 becomes codes, or the values of codes, in its stage, every third tile by one of the warpgroups that multiply
-//   multiply  a warpgroup a panel at a time, weights through registers as operand A: a panel's decoding in one hides behind products in the others.
-//             Three warpgroups, four of a CTA that is alone, share the panels, or, where these are few, take turns at tiles
-//   end       sums leave registers for the CTA of the cluster that ends with those features, by st.async, and are added in a fixed order
+//   stage     a tile of K, 128 columns: the panels' codes and group vectors by bulk copies, x by
+//             its tensor map once for all of them. One warp issues the copies; those of weights
+//             before the kernel waits for its predecessor. Two CTAs fit on an SM, so that the next
+//             launch's first stages arrive while this one ends. With large 8-bit weights, or
+//             `one_cta`, one does, with the stages of two: the bytes in flight on all SMs then
+//             cover the time from one launch's last product to the next one's first. K is left
+//             whole there, and clusters get halves of panels, for equal shares
+//   quantise  x that is to be int8 becomes codes, or the values of codes, in its stage, every third
+//             tile by one of the warpgroups that multiply
+//   multiply  a warpgroup a panel at a time, weights through registers as operand A: a panel's
+//             decoding in one hides behind products in the others. Three warpgroups, four of a CTA
+//             that is alone, share the panels, or, where these are few, take turns at tiles
+//   end       sums leave registers for the CTA of the cluster that ends with those features, by
+//             st.async, and are added in a fixed order
 //
-// Experts' rows come in tiles of 16 of an expert. A cluster has a tile's row panels or, where these are `dealt`, each of the CTAs that run at a time an
-// equal part of all tiles' row panels: it takes them in turns, without draining its stages between, and ends with each in registers.
+// Experts' rows come in tiles of 16 of an expert. A cluster has a tile's row panels or, where these
+// are `dealt`, each of the CTAs that run at a time an equal part of all tiles' row panels: it takes
+// them in turns, without draining its stages between, and ends with each in registers.
 //
 // Two kernels differ in what they multiply:
 //
-//   wgmma_decode         codes minus zero points, exactly; after a tile, sum = fma(the tile's sum, weight scale, sum), as in wgmma_gemm_a16.cu. Zero points
-//                        of int8 x take away so many sums of the tile's weights, which eight columns of ones with x's make on the way
-//   wgmma_decode_fold16  the weights' values, rounded to the 16 bits of x (device/fold.cuh): one set of sums over all of K
+//   wgmma_decode         codes minus zero points, exactly; after a tile, sum = fma(the tile's sum,
+//                        weight scale, sum), as in wgmma_gemm_a16.cu. Zero points of int8 x take
+//                        away so many sums of the tile's weights, which eight columns of ones with
+//                        x's make on the way
+//   wgmma_decode_fold16  the weights' values, rounded to the 16 bits of x (device/fold.cuh): one
+//                        set of sums over all of K
 #pragma once
 
 #include "kernels/wgmma_decode_config.cuh"
@@ -53,18 +63,23 @@ struct StageAddress {
   uint32_t units, scales, offsets, zeros, x_rows, token_zeros;
 };
 
-// A tile's products of codes and their promotion. `releases`: whether this lane says that the stage is read.
+// A tile's products of codes and their promotion. `releases`: whether this lane says that
+// the stage is read.
 template <class C, int kRowPanels>
-__device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& at, uint32_t table, Params const& p,
-                                               bool releases, uint64_t* empty, float (&sums)[kRowPanels][C::kSums]) {
-  int const next_group = p.weight_rows.count > 1 ? p.shape.most_row_panels * kRowsPerPanel * C::kScaleBytes : 0;
+__device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& at, uint32_t table,
+                                               Params const& p, bool releases, uint64_t* empty,
+                                               float (&sums)[kRowPanels][C::kSums]) {
+  int const next_group =
+      p.weight_rows.count > 1 ? p.shape.most_row_panels * kRowsPerPanel * C::kScaleBytes : 0;
   uint32_t words[C::kWords];
   StoredScales<typename C::Scale> stored, next_stored;
   auto load = [&](int step) {  // of all row panels' steps
 #pragma unroll
     for (int j = 0; j < C::kWords / 4; ++j) {
       uint32_t v[4];
-      load_shared(at.units + step / C::kSteps * C::kChunk + step % C::kSteps * C::kStepBytes + j * kUnitBytes, v);
+      load_shared(at.units + step / C::kSteps * C::kChunk + step % C::kSteps * C::kStepBytes +
+                      j * kUnitBytes,
+                  v);
 #pragma unroll
       for (int r = 0; r < 4; ++r) words[4 * j + r] = v[r];
     }
@@ -79,7 +94,9 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
     decode::RowConstants zero = {};
     if (C::kZeros) {
       uint32_t two = 0;
-      asm volatile("ld.shared.u16 %0, [%1];" : "=r"(two) : "r"(at.zeros + row_panel * kRowsPerPanel));
+      asm volatile("ld.shared.u16 %0, [%1];"
+                   : "=r"(two)
+                   : "r"(at.zeros + row_panel * kRowsPerPanel));
       if constexpr (C::kZeros) zero = C::Decode::zero_constants(int8_t(two), int8_t(two >> 8));
     }
 #pragma unroll
@@ -125,11 +142,16 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
 #pragma unroll
         for (int tb = 0; tb < C::kMBlocks; ++tb) {
           float (&two)[2] = token_scales[tb];
-          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(two[0]), "=f"(two[1]) : "r"(at.x_rows + tb * 32));
+          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                       : "=f"(two[0]), "=f"(two[1])
+                       : "r"(at.x_rows + tb * 32));
           if constexpr (C::kTokenZeros) {
             uint32_t zeros_of_two;
-            asm volatile("ld.shared.u16 %0, [%1];" : "=r"(zeros_of_two) : "r"(at.token_zeros + tb * 8));
-            token_zeros[tb][0] = int8_t(zeros_of_two), token_zeros[tb][1] = int8_t(zeros_of_two >> 8);
+            asm volatile("ld.shared.u16 %0, [%1];"
+                         : "=r"(zeros_of_two)
+                         : "r"(at.token_zeros + tb * 8));
+            token_zeros[tb][0] = int8_t(zeros_of_two),
+            token_zeros[tb][1] = int8_t(zeros_of_two >> 8);
           }
         }
       }
@@ -137,18 +159,23 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
 #pragma unroll
       for (int j = 0; j < C::kPieces; ++j) fence_registers(a[j]);
       fence_registers(products);
-      if (C::kInt8 && next < kRowPanels * C::kSteps) load(next);  // once the operands' registers are free
+      // once the operands' registers are free
+      if (C::kInt8 && next < kRowPanels * C::kSteps) load(next);
       if ((step + 1) % C::kGroupSteps) continue;
-      if (step + 1 == C::kSteps && row_panel + 1 == kRowPanels && releases) ClusterBarrier::arrive(empty);
+      if (step + 1 == C::kSteps && row_panel + 1 == kRowPanels && releases)
+        ClusterBarrier::arrive(empty);
       float2 scale = stored.values();
-      if constexpr (C::kInt8) scale.x *= 1.0f / C::Decode::kScale, scale.y *= 1.0f / C::Decode::kScale;
+      if constexpr (C::kInt8)
+        scale.x *= 1.0f / C::Decode::kScale, scale.y *= 1.0f / C::Decode::kScale;
 #pragma unroll
       for (int e = 0; e < C::kSums; ++e) {
         float const row_scale = e % 4 < 2 ? scale.x : scale.y;
         if constexpr (C::kInt8) {
           int sum = int(products[e]);
-          if constexpr (C::kTokenZeros) sum -= token_zeros[e / 4][e % 2] * int(products[C::kSums + e % 4 / 2 * 2]);
-          sums[row_panel][e] = fmaf(float(sum), row_scale * token_scales[e / 4][e % 2], sums[row_panel][e]);
+          if constexpr (C::kTokenZeros)
+            sum -= token_zeros[e / 4][e % 2] * int(products[C::kSums + e % 4 / 2 * 2]);
+          sums[row_panel][e] =
+              fmaf(float(sum), row_scale * token_scales[e / 4][e % 2], sums[row_panel][e]);
         } else {
           sums[row_panel][e] = fmaf(products[e], row_scale, sums[row_panel][e]);
         }
@@ -157,10 +184,12 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
   }
 }
 
-// A tile's products of values, by groups of 32 columns: more operands at a time want more registers than two CTAs leave.
+// A tile's products of values, by groups of 32 columns: more operands at a time want more registers
+// than two CTAs leave.
 template <class C, int kRowPanels>
-__device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& at, uint32_t table, Params const& p,
-                                                bool releases, uint64_t* empty, float (&sums)[kRowPanels][C::kSums]) {
+__device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& at, uint32_t table,
+                                                Params const& p, bool releases, uint64_t* empty,
+                                                float (&sums)[kRowPanels][C::kSums]) {
   using Fold = typename C::Fold;
   constexpr int kGroups = C::kSteps * Fold::kGroups;  // of 32 columns
   // From what belongs to a group of 32, 64 or 128 columns to what belongs to the next.
@@ -168,7 +197,8 @@ __device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& 
                                                                     : p.weight_rows.count == 2 ? 1
                                                                                                : 2;
   constexpr int kBuffers =
-      C::kOneCta ? 2 : 1;  // of operands: one is decoded while the other is multiplied, where there are registers
+      C::kOneCta ? 2 : 1;  // of operands: one is decoded while the other is multiplied, where
+                           // there are registers
   uint32_t operands[kBuffers][Fold::kGroupKSlices][4];
   StoredCodes<Fold> codes;
   StoredGroup<Fold> vectors;
@@ -177,10 +207,13 @@ __device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& 
     for (int j = 0; j < Fold::kGroupKSlices; ++j) fence_registers(a[j]);
   };
   auto load = [&](int i) {  // of all row panels' groups
-    int const row_panel = i / kGroups, group = i % kGroups, step = group / Fold::kGroups, part = group % Fold::kGroups;
-    if (part < Fold::kLoads) codes.load_part(at.units + row_panel * C::kChunk + step * C::kStepBytes, part);
+    int const row_panel = i / kGroups, group = i % kGroups, step = group / Fold::kGroups,
+              part = group % Fold::kGroups;
+    if (part < Fold::kLoads)
+      codes.load_part(at.units + row_panel * C::kChunk + step * C::kStepBytes, part);
     uint32_t const row = row_panel * kRowsPerPanel + (group >> shift) * rows;
-    vectors.load({at.scales + row * p.scale_bytes, at.offsets + row * p.offset_bytes, at.zeros + row}, p);
+    vectors.load(
+        {at.scales + row * p.scale_bytes, at.offsets + row * p.offset_bytes, at.zeros + row}, p);
   };
   load(0);
 #pragma unroll
@@ -193,8 +226,9 @@ __device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& 
     cute::warpgroup_arrive();
 #pragma unroll
     for (int j = 0; j < Fold::kGroupKSlices; ++j)
-      wgmma_float<typename C::Element, C::kBlockM>(a[j], x + group / 2 * (C::kPanelBytes / 16) + group % 2 * 4 + j * 2,
-                                                   sums[row_panel], true);
+      wgmma_float<typename C::Element, C::kBlockM>(
+          a[j], x + group / 2 * (C::kPanelBytes / 16) + group % 2 * 4 + j * 2, sums[row_panel],
+          true);
     cute::warpgroup_commit_batch();
     fence_registers(sums[row_panel]);
     bool const more = i + 1 < kRowPanels * kGroups;
@@ -212,8 +246,9 @@ __device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& 
   if (releases) ClusterBarrier::arrive(empty);
 }
 
-// The sums of a piece in the order of wgmma's accumulators, of rows g, g + 8 and rows of x 2t, 2t + 1: the four lanes of
-// neighbouring rows exchange theirs, until each has four neighbouring features of a token.
+// The sums of a piece in the order of wgmma's accumulators, of rows g, g + 8 and rows of x 2t,
+// 2t + 1: the four lanes of neighbouring rows exchange theirs, until each has four neighbouring
+// features of a token.
 struct FeaturesOfRow {
   int x_row, feature;  // from the piece's first
   float sums[4];
@@ -229,7 +264,8 @@ struct FeaturesOfRow {
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float mine = odd ? w[h][1] : w[h][0], theirs = __shfl_xor_sync(~0u, odd ? w[h][0] : w[h][1], 4);
+      float mine = odd ? w[h][1] : w[h][0],
+            theirs = __shfl_xor_sync(~0u, odd ? w[h][0] : w[h][1], 4);
       sums[2 * h] = odd ? theirs : mine, sums[2 * h + 1] = odd ? mine : theirs;
     }
     x_row = m_block * 8 + lane % 4 * 2 + odd;
@@ -243,20 +279,24 @@ struct FeaturesOfRow {
 };
 
 // A piece's sums, of 16 features from n on and of eight rows of x of an expert's tile, to outputs.
-__device__ __forceinline__ void finish_piece(float (&v)[4], int n, int m_block, SlotTile const& tile, Params const& p) {
+__device__ __forceinline__ void finish_piece(float (&v)[4], int n, int m_block,
+                                             SlotTile const& tile, Params const& p) {
   if (tile.rows <= m_block * 8) return;
   if (p.groups.gated) {
     finish_gated(v, p.token_scales, m_block * 8, n, tile, p.groups, p.epilogue);
   } else {
     FeaturesOfRow at(v, m_block);
-    if (p.token_scales && at.x_row < tile.rows) at.scale(p.token_scales[row_of_slot(p.groups, tile.slots[at.x_row])]);
+    if (p.token_scales && at.x_row < tile.rows)
+      at.scale(p.token_scales[row_of_slot(p.groups, tile.slots[at.x_row])]);
     finish_group(at.sums, at.x_row, n + at.feature, tile, p.groups, p.epilogue);
   }
 }
 
-// The same, neither gated nor with a bias, from the lanes that have the sums: while other warps wait for weights, scattered stores
-// cost less than the exchange between lanes that makes them whole.
-__device__ __forceinline__ void store_piece(float const* v, int n, int m_block, SlotTile const& tile, Params const& p) {
+// The same, neither gated nor with a bias, from the lanes that have the sums: while other
+// warps wait for weights, scattered stores cost less than the exchange between lanes that
+// makes them whole.
+__device__ __forceinline__ void store_piece(float const* v, int n, int m_block,
+                                            SlotTile const& tile, Params const& p) {
   int const lane = threadIdx.x % 32;
   n += lane / 4;
 #pragma unroll
@@ -283,16 +323,18 @@ struct RingPlace {
   }
 };
 
-// A warpgroup's kRowPanels row panels, from `first` of the block's: their sums over the block's tiles, and those to the blocks
-// that end with them, or, where row panels are dealt, to outputs.
+// A warpgroup's kRowPanels row panels, from `first` of the block's: their sums over the block's
+// tiles, and those to the blocks that end with them, or, where row panels are dealt, to outputs.
 template <class C, int kRowPanels>
-__device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Params const& p, Part const& part, int warp,
-                                        int first, RingPlace& place, SlotTile const& tile) {
+__device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Params const& p,
+                                        Part const& part, int warp, int first, RingPlace& place,
+                                        SlotTile const& tile) {
   int const lane = threadIdx.x % 32, block = warp % 4, set = p.shape.sets > 1 ? warp / 4 : 0;
   float sums[kRowPanels][C::kSums] = {};
   // Pinned in registers, as in hopper_gemm.cuh.
   uint32_t row = first * kRowsPerPanel + lane / 4 * 8 + block * 2;  // in the order of group vectors
-  uint32_t x_at = cute::cast_smem_ptr_to_uint(shared), base = x_at + p.shape.weights, weight_bytes = p.shape.weight_bytes;
+  uint32_t x_at = cute::cast_smem_ptr_to_uint(shared), base = x_at + p.shape.weights,
+           weight_bytes = p.shape.weight_bytes;
   StageAddress at{base + first * C::kChunk + block * (C::kChunk / 4) + lane * kLaneBytes,
                   base + p.shape.scales + row * p.scale_bytes,
                   0,
@@ -311,29 +353,36 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
 #pragma unroll 1
   for (int i = set; i < part.tiles; i += p.shape.sets) {
     if constexpr (C::kQuantizes) {
-      // Every third tile is this warpgroup's, some time before it is multiplied: in a stage that is another than this one, if
-      // there are enough.
-      int const ahead = p.shape.sets == 1 ? 1 : p.shape.stages > C::kWarpgroups ? C::kWarpgroups : 0;
+      // Every third tile is this warpgroup's, some time before it is multiplied: in a stage that is
+      // another than this one, if there are enough.
+      int const ahead = p.shape.sets == 1                 ? 1
+                        : p.shape.stages > C::kWarpgroups ? C::kWarpgroups
+                                                          : 0;
       if (i + ahead == to_quantize) {
         bool const wraps = stage + ahead >= p.shape.stages;
         if (to_quantize < part.tiles)
-          quantize<C>(x_at, stage + ahead - (wraps ? p.shape.stages : 0), phase ^ uint32_t(wraps), full, p);
-        // (Where a cluster has fewer row panels than warpgroups, which then are one set if a warpgroup takes few, by those that
-        // have one.)
-        to_quantize +=
-            C::kMostRowPanels < C::kWarpgroups && p.shape.sets == 1 ? min(C::kWarpgroups, part.row_panels) : C::kWarpgroups;
+          quantize<C>(x_at, stage + ahead - (wraps ? p.shape.stages : 0), phase ^ uint32_t(wraps),
+                      full, p);
+        // (Where a cluster has fewer row panels than warpgroups, which then are one set if a
+        // warpgroup takes few, by those that have one.)
+        to_quantize += C::kMostRowPanels < C::kWarpgroups && p.shape.sets == 1
+                           ? min(C::kWarpgroups, part.row_panels)
+                           : C::kWarpgroups;
       }
     }
     uint32_t const offset = stage * weight_bytes;
-    uint64_t const x =
-        uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | __shfl_sync(~0u, (x_at + stage * C::kXStride) >> 4 & 0x3fff, 0);
+    uint64_t const x = uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 |
+                       __shfl_sync(~0u, (x_at + stage * C::kXStride) >> 4 & 0x3fff, 0);
     TransactionBarrier::wait(full + stage, phase);
-    StageAddress here{at.units + offset, at.scales + offset, 0, at.zeros + offset, at.x_rows + offset, at.token_zeros + offset};
+    StageAddress here{at.units + offset, at.scales + offset, 0,
+                      at.zeros + offset, at.x_rows + offset, at.token_zeros + offset};
     if (C::kFolds) {  // from the scales': registers
-      here.offsets = here.scales + (p.shape.offsets - p.shape.scales) + row * (p.offset_bytes - p.scale_bytes);
+      here.offsets =
+          here.scales + (p.shape.offsets - p.shape.scales) + row * (p.offset_bytes - p.scale_bytes);
       here.zeros = here.scales + (p.shape.zeros - p.shape.scales) - row * (p.scale_bytes - 1);
     }
-    // int8: if another tile is to come there. (Without a branch the compiler holds more registers than there are.)
+    // int8: if another tile is to come there. (Without a branch the compiler holds more registers
+    // than there are.)
     bool const releases = C::kInt8 ? i + p.shape.stages < part.tiles : lane == 0;
     uint64_t* const empty = full + Barriers::kStages + stage;
     uint32_t const table = x_at + p.shape.table + lane * 4;
@@ -348,7 +397,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
 #pragma unroll
     for (int i = 0; i < kRowPanels * C::kMBlocks; ++i) {
       store_piece(&sums[i / C::kMBlocks][i % C::kMBlocks * 4],
-                  (part.first_row_panel + first + i / C::kMBlocks) * kRowsPerPanel + block * 16, i % C::kMBlocks, tile, p);
+                  (part.first_row_panel + first + i / C::kMBlocks) * kRowsPerPanel + block * 16,
+                  i % C::kMBlocks, tile, p);
     }
     return;
   }
@@ -360,7 +410,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
 #pragma unroll
       for (int j = 0; j < kRowPanels * C::kMBlocks * 4; ++j)
         if (j / 4 == i) v[j % 4] = sums[j / 4 / C::kMBlocks][j % (4 * C::kMBlocks)];
-      finish_piece(v, (part.first_row_panel + first + i / C::kMBlocks) * kRowsPerPanel + block * 16, i % C::kMBlocks, tile, p);
+      finish_piece(v, (part.first_row_panel + first + i / C::kMBlocks) * kRowsPerPanel + block * 16,
+                   i % C::kMBlocks, tile, p);
     }
     return;
   }
@@ -375,16 +426,19 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     for (int tb = 0; tb < C::kMBlocks; ++tb) {
       int piece = block * C::kMBlocks + tb, to = piece >> log_pieces;
       float const* v = &sums[row_panel][tb * 4];
-      int place = ((from * part.row_panels + first + row_panel) << log_pieces) + piece - (to << log_pieces);
+      int place =
+          ((from * part.row_panels + first + row_panel) << log_pieces) + piece - (to << log_pieces);
       if (p.shape.cluster == 1) {
         received[place * 32 + lane] = make_float4(v[0], v[1], v[2], v[3]);
       } else {
-        store_remote(received + place * 32 + lane, make_float4(v[0], v[1], v[2], v[3]), &barriers.sums, to);
+        store_remote(received + place * 32 + lane, make_float4(v[0], v[1], v[2], v[3]),
+                     &barriers.sums, to);
       }
     }
 }
 
-__device__ __forceinline__ void finish(float (&v)[4], int n, int m_block, float const* row_scales, EpilogueParams const& p) {
+__device__ __forceinline__ void finish(float (&v)[4], int n, int m_block, float const* row_scales,
+                                       EpilogueParams const& p) {
   FeaturesOfRow at(v, m_block);
   if (row_scales && at.x_row < p.m) at.scale(row_scales[at.x_row]);
   n += at.feature;
@@ -402,7 +456,8 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   Part part = [&] {
     if constexpr (C::kGrouped) {
-      if (warp == C::kWarps && cute::elect_one_sync()) {  // which expert's weights to copy is known late
+      // which expert's weights to copy is known late
+      if (warp == C::kWarps && cute::elect_one_sync()) {
         cute::prefetch_tma_descriptor(&maps.codes);
         cute::prefetch_tma_descriptor(&maps.scales);
       }
@@ -410,7 +465,8 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
       if (warp == C::kWarps) {
         auto const store = [&](int count, auto const& store_tile) {
           Dealt const mine(p, count);
-          for (int i = 0, end = mine.tiles(p.groups.row_panels); i < end; ++i) store_tile(mine.first_tile + i, tiles[i]);
+          for (int i = 0, end = mine.tiles(p.groups.row_panels); i < end; ++i)
+            store_tile(mine.first_tile + i, tiles[i]);
           if (threadIdx.x % 32 == 0) dealt = mine;
         };
         if (p.groups.tiles) {
@@ -431,26 +487,33 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   int next = 0;  // of the block's row panels of experts
   if constexpr (C::kGrouped) {
     next = dealt.begin;
-    if (!part.take(p, next, dealt, tiles)) return pdl_wait();  // the grid is for as many tiles as there may be
+    // the grid is for as many tiles as there may be
+    if (!part.take(p, next, dealt, tiles)) return pdl_wait();
   }
-  if constexpr (C::kCodebook) C::Table::fill_table(shared + p.shape.table, p.weight.book, threadIdx.x, C::kThreads);
+  if constexpr (C::kCodebook)
+    C::Table::fill_table(shared + p.shape.table, p.weight.book, threadIdx.x, C::kThreads);
   if constexpr (C::kTokenZeros && !C::kQuantizes) {
     if (threadIdx.x < 128)
-      for (int i = 0; i < p.shape.stages; ++i) store_ones(cute::cast_smem_ptr_to_uint(shared) + i * C::kXStride + C::kXBytes);
+      for (int i = 0; i < p.shape.stages; ++i)
+        store_ones(cute::cast_smem_ptr_to_uint(shared) + i * C::kXStride + C::kXBytes);
     cutlass::arch::fence_view_async_shared();
   }
   if (threadIdx.x == 32 * C::kWarps) {
     for (int i = 0; i < p.shape.stages; ++i) {
-      TransactionBarrier::init(&barriers.full[i], C::kQuantizes ? 1 + 128 : C::kGrouped ? 1 + 32 : 1);
+      TransactionBarrier::init(&barriers.full[i], C::kQuantizes ? 1 + 128
+                                                  : C::kGrouped ? 1 + 32
+                                                                : 1);
       TransactionBarrier::init(&barriers.raw[i], 1);
-      ClusterBarrier::init(&barriers.empty[i],
-                           C::kReaders * (p.shape.sets > 1             ? 1
-                                          : C::kDeals && p.shape.dealt ? C::kWarpgroups
-                                                                       : min(C::kWarpgroups, part.row_panels)));
+      ClusterBarrier::init(
+          &barriers.empty[i],
+          C::kReaders * (p.shape.sets > 1             ? 1
+                         : C::kDeals && p.shape.dealt ? C::kWarpgroups
+                                                      : min(C::kWarpgroups, part.row_panels)));
     }
     TransactionBarrier::init(&barriers.sums, 1);
     cutlass::arch::fence_barrier_init();
-    TransactionBarrier::arrive_and_expect_tx(&barriers.sums, p.shape.sets * part.row_panels * kRowsPerPanel * C::kBlockM * 4);
+    TransactionBarrier::arrive_and_expect_tx(
+        &barriers.sums, p.shape.sets * part.row_panels * kRowsPerPanel * C::kBlockM * 4);
   }
   __syncthreads();
   if (warp == C::kWarps) {
@@ -466,14 +529,16 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   }
   pdl_wait();
   if constexpr (C::kQuantizes) {
-    if (warp / 4 < part.tiles) quantize<C>(cute::cast_smem_ptr_to_uint(shared), warp / 4, 0, barriers.full, p);
+    if (warp / 4 < part.tiles)
+      quantize<C>(cute::cast_smem_ptr_to_uint(shared), warp / 4, 0, barriers.full, p);
   }
   RingPlace place{p.shape.sets > 1 ? warp / 4 : 0, 0};
   bool more = false;
   do {
     int first = 0, count = part.row_panels;
     if (p.shape.sets == 1) {
-      int base = part.row_panels / C::kWarpgroups, rest = part.row_panels % C::kWarpgroups, group = warp / 4;
+      int base = part.row_panels / C::kWarpgroups, rest = part.row_panels % C::kWarpgroups,
+          group = warp / 4;
       first = group * base + min(group, rest), count = base + (group < rest);
     }
     SlotTile const& tile = tiles[part.tile];
@@ -496,7 +561,8 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
         consume<C, 2>(shared, barriers, p, part, warp, first, place, tile);
         break;
       case 3:
-        if constexpr (C::kMostRowPanels >= 3) consume<C, 3>(shared, barriers, p, part, warp, first, place, tile);
+        if constexpr (C::kMostRowPanels >= 3)
+          consume<C, 3>(shared, barriers, p, part, warp, first, place, tile);
         break;
     }
     if constexpr (C::kDeals) more = p.shape.dealt && part.take(p, next, dealt, tiles);
@@ -521,8 +587,10 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
     }
   };
   for (int i = warp; i < pieces; i += C::kWarps) {
-    int const row_panel = i >> log_pieces, piece = (part.rank << log_pieces) + i - (row_panel << log_pieces);
-    int const row = row_panel * kRowsPerPanel + piece / C::kMBlocks * 16, x_rows = piece % C::kMBlocks;
+    int const row_panel = i >> log_pieces,
+              piece = (part.rank << log_pieces) + i - (row_panel << log_pieces);
+    int const row = row_panel * kRowsPerPanel + piece / C::kMBlocks * 16,
+              x_rows = piece % C::kMBlocks;
     if constexpr (C::kOneCta) {
       if (row < part.begin || row >= part.end) continue;
     }
@@ -555,26 +623,30 @@ __global__ void __launch_bounds__(C::kThreads + (C::kOneCta ? 64 : 0), C::kOneCt
 
 inline int offset_bytes(PackedWeight const& w) { return w.offsets ? size_of(w.offset_type) : 0; }
 
-// The maps of a weight's codes and group vectors, in boxes of as many row panels as any cluster has.
+// The maps of a weight's codes and group vectors, in boxes of as many row panels as
+// any cluster has.
 template <class C>
 Status encode_weights(PackedWeight const& w, WgmmaDecodeShape const& shape, Maps* maps) {
   int64_t const k_pad = padded_k(w.k), n_pad = padded_rows(w.n);
-  cuuint64_t const row_panels = n_pad / kRowsPerPanel, runs = k_pad / kKPerTile * (C::kChunk / kCodeRun),
+  cuuint64_t const row_panels = n_pad / kRowsPerPanel,
+                   runs = k_pad / kKPerTile * (C::kChunk / kCodeRun),
                    groups = w.group_size == -1 ? 1 : (k_pad + w.group_size - 1) / w.group_size;
   cuuint32_t const row_panel_box = shape.most_row_panels,
                    group_box = C::kFolds || C::kCodebook ? VectorRows(w.group_size).count : 1;
-  Status status = hopper::encode<3>(CU_TENSOR_MAP_DATA_TYPE_UINT64, w.codes, {kCodeRun / 8, runs, row_panels},
-                                    {kCodeRun, runs * kCodeRun}, {kCodeRun / 8, C::kChunk / kCodeRun, row_panel_box},
-                                    CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &maps->codes);
+  Status status = hopper::encode<3>(
+      CU_TENSOR_MAP_DATA_TYPE_UINT64, w.codes, {kCodeRun / 8, runs, row_panels},
+      {kCodeRun, runs * kCodeRun}, {kCodeRun / 8, C::kChunk / kCodeRun, row_panel_box},
+      CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &maps->codes);
   // Of `bytes` for each row and group.
   auto const encode_vectors = [&](void const* vectors, int bytes, CUtensorMap* map) {
     if (!vectors || !status.ok()) return;
     CUtensorMapDataType const type = bytes == 4   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                      : bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
                                                   : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-    status = hopper::encode<3>(
-        type, vectors, {kRowsPerPanel, row_panels, groups}, {cuuint64_t(kRowsPerPanel * bytes), cuuint64_t(n_pad) * bytes},
-        {kRowsPerPanel, row_panel_box, group_box}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE, map);
+    status = hopper::encode<3>(type, vectors, {kRowsPerPanel, row_panels, groups},
+                               {cuuint64_t(kRowsPerPanel * bytes), cuuint64_t(n_pad) * bytes},
+                               {kRowsPerPanel, row_panel_box, group_box},
+                               CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE, map);
   };
   encode_vectors(w.scales, size_of(w.scale_type), &maps->scales);
   encode_vectors(w.offsets, offset_bytes(w), &maps->offsets);
@@ -590,8 +662,10 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
   QuantizedActivations const& q = problem.quantized;
   int64_t const k_pad = padded_k(w.k);
   Status status = std::is_same_v<typename C::Element, int8_t>
-                      ? hopper::encode_x_rows(q.codes, 1, problem.m, int(k_pad), k_pad, C::kBlockM, &maps.x_rows)
-                      : hopper::encode_x_rows(problem.x, 2, problem.m, w.k, problem.x_stride * 2, C::kBlockM, &maps.x_rows);
+                      ? hopper::encode_x_rows(q.codes, 1, problem.m, int(k_pad), k_pad, C::kBlockM,
+                                              &maps.x_rows)
+                      : hopper::encode_x_rows(problem.x, 2, problem.m, w.k, problem.x_stride * 2,
+                                              C::kBlockM, &maps.x_rows);
   if (!status.ok()) return status;
   int const k_tiles = int(k_pad / kKPerTile), n_pad = int(padded_rows(w.n));
   VectorRows const rows(w.group_size);
@@ -618,7 +692,8 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
            {},
            {}};
   if constexpr (C::kFolds) {
-    return launch_plan(wgmma_decode_fold16<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
+    return launch_plan(wgmma_decode_fold16<C>, plan, C::kThreads, shape.shared_bytes, stream, maps,
+                       p);
   } else {
     return launch_plan(wgmma_decode<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
   }
@@ -660,7 +735,8 @@ Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Strea
                  groups,
                  RowPieces(problem)};
   if constexpr (C::kFolds) {
-    return launch_plan(wgmma_decode_fold16<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
+    return launch_plan(wgmma_decode_fold16<C>, plan, C::kThreads, shape.shared_bytes, stream, maps,
+                       p);
   } else {
     return launch_plan(wgmma_decode<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
   }

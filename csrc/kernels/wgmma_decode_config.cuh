@@ -15,78 +15,97 @@
 #include "formats/codebook.cuh"
 #include "kernels/kernels.h"
 
-#pragma nv_diag_suppress 177  // for other GPUs the kernels have no bodies, which read the members of Config
+// for other GPUs the kernels have no bodies, which read the members of Config
+#pragma nv_diag_suppress 177
 
 namespace cutlass_ops {
 namespace {
 
-// What both kernels have. Element: of x in memory. kInt8: x is int8 where it is multiplied. kQuantizes: x is floats in memory,
-// and becomes int8 codes or their values. kTokenZeros: int8 x has zero points; to compensate them the kernel needs sums of
-// weights, for which operand B has eight more columns, all ones.
+// What both kernels have. Element: of x in memory. kInt8: x is int8 where it is multiplied.
+// kQuantizes: x is floats in memory, and becomes int8 codes or their values. kTokenZeros: int8 x
+// has zero points; to compensate them the kernel needs sums of weights, for which operand B has
+// eight more columns, all ones.
 // kGrouped: rows of x and weights are experts' (device/grouped.cuh).
-template <class Element_, int kBits_, bool kInt8_, bool kQuantizes_, bool kTokenZeros_, bool kOneCta_, bool kGrouped_ = false>
+template <class Element_, int kBits_, bool kInt8_, bool kQuantizes_, bool kTokenZeros_,
+          bool kOneCta_, bool kGrouped_ = false>
 struct StageConfig {
   using Element = Element_;
   static constexpr bool kGrouped = kGrouped_;
-  static constexpr bool kInt8 = kInt8_, kQuantizes = kQuantizes_, kTokenZeros = kTokenZeros_, kOneCta = kOneCta_;
+  static constexpr bool kInt8 = kInt8_, kQuantizes = kQuantizes_, kTokenZeros = kTokenZeros_,
+                        kOneCta = kOneCta_;
   static constexpr int kBits = kBits_;
   static constexpr int kBlockM = WgmmaDecodeShape::kBlockM;
-  static constexpr int kWarpgroups = WgmmaDecodeShape::warpgroups(kOneCta), kWarps = 4 * kWarpgroups;  // that multiply
+  // that multiply
+  static constexpr int kWarpgroups = WgmmaDecodeShape::warpgroups(kOneCta),
+                       kWarps = 4 * kWarpgroups;
   static constexpr int kMostRowPanels = WgmmaDecodeShape::most_row_panels_of(kOneCta, kTokenZeros);
   static constexpr int kThreads = 32 * kWarps + 32;
   static constexpr int kSums = kBlockM / 2;                         // registers of a row panel
   static constexpr int kColumns = kBlockM + (kTokenZeros ? 8 : 0);  // of operand B
   static constexpr int kXBytes = kBlockM * kKPerTile * int(sizeof(Element));
-  static constexpr int kPanelBytes = kBlockM * 128;  // of x in shared memory: rows of 128 bytes, in the 128-byte swizzle
+  static constexpr int kPanelBytes = kBlockM * 128;  // of x in shared memory: rows of 128 bytes, in
+                                                     // the 128-byte swizzle
   // Codes that a block makes take the place of floats, and so do the ones behind them.
-  static constexpr int kOnesBytes = kTokenZeros ? 8 * 128 : 0, kXStride = kXBytes + (kQuantizes ? 0 : kOnesBytes);
-  static constexpr int kTokenScaleBytes = kInt8 ? kBlockM * 4 : 0, kTokenZeroBytes = kTokenZeros ? kBlockM : 0;
+  static constexpr int kOnesBytes = kTokenZeros ? 8 * 128 : 0,
+                       kXStride = kXBytes + (kQuantizes ? 0 : kOnesBytes);
+  static constexpr int kTokenScaleBytes = kInt8 ? kBlockM * 4 : 0,
+                       kTokenZeroBytes = kTokenZeros ? kBlockM : 0;
   // That come to a stage together with its weights.
   static constexpr int kXRowBytes = kQuantizes ? 0 : kXBytes + kTokenScaleBytes + kTokenZeroBytes;
   // Of 16 columns, or 32 of int8, that are multiplied together, in a step; of those in a tile.
   static constexpr int kPieces = 4, kSteps = kInt8 ? 1 : 2;
-  // Lanes of a warpgroup that say when they have read a stage: all, where racecheck would not follow how one speaks for its
-  // warp.
+  // Lanes of a warpgroup that say when they have read a stage: all, where racecheck would not
+  // follow how one speaks for its warp.
   static constexpr int kReaders = kInt8 ? 128 : 4;
-  static constexpr int kChunk = k_tile_bytes(kBits), kStepBytes = kChunk / 4 / kSteps;  // of a row block
-  static constexpr int kMBlocks = kBlockM / 8, kLogPieces = 3;  // of a row panel's sums: 16 features x 8 rows of x
+  // of a row block
+  static constexpr int kChunk = k_tile_bytes(kBits), kStepBytes = kChunk / 4 / kSteps;
+  // of a row panel's sums: 16 features x 8 rows of x
+  static constexpr int kMBlocks = kBlockM / 8, kLogPieces = 3;
   static_assert(4 * kMBlocks == 1 << kLogPieces);
-  // Bytes of weights that a block has not requested yet when it lets the next launch start. The start takes a microsecond, and
-  // two until that launch requests weights if a quantiser runs before it. Much earlier is worse: x, which all blocks wait for,
-  // would queue behind the next launch's weights.
+  // Bytes of weights that a block has not requested yet when it lets the next launch start. The
+  // start takes a microsecond, and two until that launch requests weights if a quantiser runs
+  // before it. Much earlier is worse: x, which all blocks wait for, would queue behind the next
+  // launch's weights.
   static constexpr int kEarlyBytes = (kOneCta ? 128 : kQuantizes ? 48 : kInt8 ? 80 : 32) * 1024;
 };
 
-// Of wgmma_decode. Element: of x in memory, fp16, bf16, or int8 with separate scales. Scale: of weight scales.
-template <class Element_, int kBits_, bool kZeros_, bool kCodebook_ = false, class Scale_ = Element_, bool kQuantizes_ = false,
-          bool kTokenZeros_ = false, bool kOneCta_ = false, bool kGrouped_ = false>
-struct Config : StageConfig<Element_, kBits_, kQuantizes_ || std::is_same_v<Element_, int8_t>, kQuantizes_, kTokenZeros_,
-                            kOneCta_, kGrouped_> {
+// Of wgmma_decode. Element: of x in memory, fp16, bf16, or int8 with separate scales. Scale:
+// of weight scales.
+template <class Element_, int kBits_, bool kZeros_, bool kCodebook_ = false,
+          class Scale_ = Element_, bool kQuantizes_ = false, bool kTokenZeros_ = false,
+          bool kOneCta_ = false, bool kGrouped_ = false>
+struct Config : StageConfig<Element_, kBits_, kQuantizes_ || std::is_same_v<Element_, int8_t>,
+                            kQuantizes_, kTokenZeros_, kOneCta_, kGrouped_> {
   using Scale = Scale_;
   static constexpr bool kFolds = false, kCodebook = kCodebook_, kZeros = kZeros_, kOffsets = false,
                         kDeals = kGrouped_;
   static constexpr int kScaleBytes = sizeof(Scale);
   static constexpr bool kIntegers = kQuantizes_ || std::is_same_v<Element_, int8_t>;
-  using Int8Decode = std::conditional_t<kBits_ == 8, decode::Int8Int8,
-                                        std::conditional_t<kZeros_, decode::Int4MinusZeroInt8, decode::Int4Int8>>;
-  using Decode = std::conditional_t<kIntegers, Int8Decode,
-                                    std::conditional_t<kCodebook, decode::Int4Codebook, decode::ToFloat<kBits_, Element_>>>;
+  using Int8Decode =
+      std::conditional_t<kBits_ == 8, decode::Int8Int8,
+                         std::conditional_t<kZeros_, decode::Int4MinusZeroInt8, decode::Int4Int8>>;
+  using Decode = std::conditional_t<
+      kIntegers, Int8Decode,
+      std::conditional_t<kCodebook, decode::Int4Codebook, decode::ToFloat<kBits_, Element_>>>;
   using Table = formats::Codebook::Unscaled<Element_>;
   static constexpr int kGroupSteps =
-      kCodebook || kIntegers ? 1 : 2;                          // promoted together: a code book's groups may be of 64 columns
+      kCodebook || kIntegers ? 1 : 2;  // promoted together: a code book's groups may
+                                       // be of 64 columns
   using Sum = std::conditional_t<kIntegers, uint32_t, float>;  // of a tile's products
   static constexpr int kWords = 4 * Decode::kWords;            // of the four k-slices of a step
 };
 
 // Of wgmma_decode_fold16: x of 16 bits.
-template <class Element_, class Format_, bool kNarrow, AffineTerm kAffineTerm, bool kQuantizes_, bool kOneCta_,
-          bool kGrouped_ = false>
-struct FoldConfig : StageConfig<Element_, Format_::kBits, false, kQuantizes_, false, kOneCta_, kGrouped_> {
+template <class Element_, class Format_, bool kNarrow, AffineTerm kAffineTerm, bool kQuantizes_,
+          bool kOneCta_, bool kGrouped_ = false>
+struct FoldConfig
+    : StageConfig<Element_, Format_::kBits, false, kQuantizes_, false, kOneCta_, kGrouped_> {
   using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow, kAffineTerm>;
   using Table = typename Fold::Unscaled;
   static constexpr bool kFolds = true, kCodebook = Format_::kTableBytes > 0;
   static constexpr bool kZeros = Fold::kZeros, kOffsets = Fold::kOffsets;
-  static constexpr bool kDeals = kGrouped_ && Fold::kNarrow && !kOffsets;  // the others need the registers
+  // the others need the registers
+  static constexpr bool kDeals = kGrouped_ && Fold::kNarrow && !kOffsets;
 };
 
 struct Maps {
@@ -112,7 +131,8 @@ struct Params {
   RowPieces rows;  // of experts' x
 };
 
-constexpr int kCodeRun = 2048;  // bytes of codes that are a dimension of their map, whose boxes are of 256 words at most
+constexpr int kCodeRun = 2048;  // bytes of codes that are a dimension of their map, whose boxes are
+                                // of 256 words at most
 
 // Of stages: all is there; all is read; x is there that is still to be quantised.
 struct Barriers {
@@ -120,8 +140,8 @@ struct Barriers {
   uint64_t full[kStages], empty[kStages], raw[kStages], sums;
 };
 
-// Row panels of experts, of all tiles one after another, that a block has: from `begin` to `end`, of which the first is of tile
-// `first_tile`.
+// Row panels of experts, of all tiles one after another, that a block has: from `begin` to `end`,
+// of which the first is of tile `first_tile`.
 struct Dealt {
   int begin, end, first_tile;
 
@@ -129,7 +149,8 @@ struct Dealt {
   __device__ __forceinline__ Dealt(Params const& p, int tiles) {
     int const index = blockIdx.x >> p.log_cluster, row_panels = p.groups.row_panels;
     if (p.shape.dealt) {
-      int const all = tiles * row_panels, base = all / p.shape.clusters, rest = all - base * p.shape.clusters;
+      int const all = tiles * row_panels, base = all / p.shape.clusters,
+                rest = all - base * p.shape.clusters;
       begin = base * index + min(index, rest), end = begin + base + (index < rest);
       first_tile = begin / row_panels;
     } else {
@@ -146,8 +167,8 @@ struct Dealt {
   }
 };
 
-// A block's part of the product: its row panels, but for the features before `begin` and from `end` on, which count from the
-// first row panel's.
+// A block's part of the product: its row panels, but for the features before `begin` and from `end`
+// on, which count from the first row panel's.
 struct Part {
   int rank, first_row_panel, row_panels, begin, end, first_tile, tiles;
   int tile = 0, expert = 0;  // of experts: the block's tile
@@ -160,7 +181,8 @@ struct Part {
       begin = 0, end = row_panels * kRowsPerPanel;
     } else {
       begin = p.units.first(index) * unit, end = begin + p.units.count(index) * unit;
-      first_row_panel = begin / kRowsPerPanel, row_panels = (end + kRowsPerPanel - 1) / kRowsPerPanel - first_row_panel;
+      first_row_panel = begin / kRowsPerPanel,
+      row_panels = (end + kRowsPerPanel - 1) / kRowsPerPanel - first_row_panel;
       begin -= first_row_panel * kRowsPerPanel, end -= first_row_panel * kRowsPerPanel;
     }
     first_tile = p.tiles.first(rank), tiles = p.tiles.count(rank);
@@ -172,8 +194,10 @@ struct Part {
     first_tile = p.tiles.first(rank), tiles = p.tiles.count(rank);
   }
 
-  // The row panels of `dealt` from `next` on that are of one tile, as many as a stage may have; false: there are none.
-  __device__ __forceinline__ bool take(Params const& p, int& next, Dealt const& dealt, SlotTile const* slot_tiles) {
+  // The row panels of `dealt` from `next` on that are of one tile, as many as a stage may have;
+  // false: there are none.
+  __device__ __forceinline__ bool take(Params const& p, int& next, Dealt const& dealt,
+                                       SlotTile const* slot_tiles) {
     if (next >= dealt.end) return false;
     int const index = next / p.groups.row_panels;
     first_row_panel = next - index * p.groups.row_panels;

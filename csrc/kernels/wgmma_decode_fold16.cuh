@@ -1,4 +1,5 @@
-// wgmma_decode_fold16's launchers. Each format has its instances in a separate file, wgmma_decode_fold16_<format>.cu.
+// wgmma_decode_fold16's launchers. Each format has its instances in a separate file,
+// wgmma_decode_fold16_<format>.cu.
 #pragma once
 
 #include "kernels/wgmma_decode.cuh"
@@ -22,7 +23,9 @@ template <class Element, class Format, bool kQuantizes, bool kOneCta>
 Status launch_fold(GemmProblem const& problem, Plan const& plan, Stream stream) {
   return with_fold<Element, Format>(problem.weight, problem.x_type, [&](auto fold) {
     using F = decltype(fold);
-    return launch_config<FoldConfig<Element, Format, F::kNarrow, F::kAffineTerm, kQuantizes, kOneCta>>(problem, plan, stream);
+    return launch_config<
+        FoldConfig<Element, Format, F::kNarrow, F::kAffineTerm, kQuantizes, kOneCta>>(problem, plan,
+                                                                                      stream);
   });
 }
 
@@ -39,23 +42,27 @@ template <class Element, class Format>
 Status launch_groups(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   return with_fold<Element, Format>(problem.weight, problem.x_type, [&](auto fold) {
     using F = decltype(fold);
-    return launch_grouped_config<FoldConfig<Element, Format, F::kNarrow, F::kAffineTerm, false, false, true>>(problem, plan,
-                                                                                                              stream);
+    return launch_grouped_config<
+        FoldConfig<Element, Format, F::kNarrow, F::kAffineTerm, false, false, true>>(problem, plan,
+                                                                                     stream);
   });
 }
 
 }  // namespace
 
 template <class Format>
-Status launch_wgmma_decode_fold16(GemmProblem const& problem, Plan const& plan, float*, Stream stream) {
-  return problem.x_type == DataType::kFloat16 ? launch_ctas<__half, Format>(problem, plan, stream)
-                                              : launch_ctas<__nv_bfloat16, Format>(problem, plan, stream);
+Status launch_wgmma_decode_fold16(GemmProblem const& problem, Plan const& plan, float*,
+                                  Stream stream) {
+  return problem.x_type == DataType::kFloat16
+             ? launch_ctas<__half, Format>(problem, plan, stream)
+             : launch_ctas<__nv_bfloat16, Format>(problem, plan, stream);
 }
 
 template <class Format>
 Status launch_grouped_decode_fold16(GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  return problem.x_type == DataType::kFloat16 ? launch_groups<__half, Format>(problem, plan, stream)
-                                              : launch_groups<__nv_bfloat16, Format>(problem, plan, stream);
+  return problem.x_type == DataType::kFloat16
+             ? launch_groups<__half, Format>(problem, plan, stream)
+             : launch_groups<__nv_bfloat16, Format>(problem, plan, stream);
 }
 
 }  // namespace cutlass_ops

@@ -1,4 +1,5 @@
-// wgmma_decode's instances for experts: W4A16, groups of 128 or more without offsets, scales of x's type.
+// wgmma_decode's instances for experts: W4A16, groups of 128 or more without offsets,
+// scales of x's type.
 #include "kernels/wgmma_decode.cuh"
 
 namespace cutlass_ops {
@@ -16,8 +17,9 @@ Status launch_element(GroupedGemm const& problem, Plan const& plan, Stream strea
 }  // namespace
 
 Status launch_grouped_decode(GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  return problem.x_type == DataType::kFloat16 ? launch_element<__half>(problem, plan, stream)
-                                              : launch_element<__nv_bfloat16>(problem, plan, stream);
+  return problem.x_type == DataType::kFloat16
+             ? launch_element<__half>(problem, plan, stream)
+             : launch_element<__nv_bfloat16>(problem, plan, stream);
 }
 
 }  // namespace cutlass_ops

@@ -8,8 +8,8 @@ namespace cutlass_ops {
 namespace {
 
 template <class C>
-__device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps const& maps, Params const& p, Part const& part,
-                                             int tile) {
+__device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps const& maps,
+                                             Params const& p, Part const& part, int tile) {
   using Copy = cute::SM90_TMA_LOAD_3D;
   constexpr auto kKeep = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   PackedWeight const& w = p.weight;
@@ -21,7 +21,8 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
     if (p.shape.dealt) {  // of as many row panels as there are, which no box of a map can be
       using Bulk = cute::SM90_BULK_COPY_G2S;
       int const rows = part.row_panels * kRowsPerPanel;
-      TransactionBarrier::arrive_and_expect_tx(full, part.row_panels * C::kChunk + p.weight_rows.count * rows * bytes);
+      TransactionBarrier::arrive_and_expect_tx(
+          full, part.row_panels * C::kChunk + p.weight_rows.count * rows * bytes);
       uint8_t const* codes = w.codes + (int64_t(row_panel) * p.k_tiles + tile) * C::kChunk;
 #pragma unroll 1
       for (int i = 0; i < part.row_panels; ++i, codes += int64_t(p.k_tiles) * C::kChunk)
@@ -30,7 +31,8 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
       for (int i = 0; i < p.weight_rows.count; ++i) {
         int64_t const from = int64_t(group + i) * p.n_pad + row_panel * kRowsPerPanel;
         auto const copy = [&](void const* vectors, int at, int size) {
-          Bulk::copy(static_cast<uint8_t const*>(vectors) + from * size, full, to + at + i * features * size, rows * size);
+          Bulk::copy(static_cast<uint8_t const*>(vectors) + from * size, full,
+                     to + at + i * features * size, rows * size);
         };
         copy(w.scales, p.shape.scales, p.scale_bytes);
         if (offsets) copy(w.offsets, p.shape.offsets, p.offset_bytes);
@@ -38,51 +40,60 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
       }
       return;
     }
-    TransactionBarrier::arrive_and_expect_tx(full,
-                                             p.shape.most_row_panels * C::kChunk + p.weight_rows.count * features * bytes);
-    Copy::copy(&maps.codes, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0, tile * (C::kChunk / kCodeRun),
-               row_panel);
+    TransactionBarrier::arrive_and_expect_tx(
+        full, p.shape.most_row_panels * C::kChunk + p.weight_rows.count * features * bytes);
+    Copy::copy(&maps.codes, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0,
+               tile * (C::kChunk / kCodeRun), row_panel);
     Copy::copy(&maps.scales, full, kKeep, to + p.shape.scales, 0, row_panel, group);
     if (offsets) Copy::copy(&maps.offsets, full, kKeep, to + p.shape.offsets, 0, row_panel, group);
     if (zeros) Copy::copy(&maps.zeros, full, kKeep, to + p.shape.zeros, 0, row_panel, group);
   } else {
-    // Few copies: each takes some twenty nanoseconds. So they are of as many row panels as any cluster has, and of all groups
-    // of the tile.
-    constexpr int kRowBytes = C::kChunk / kRowsPerPanel;  // on average: units are whole blocks of 16 rows
-    int const code_bytes = C::kOneCta ? (part.end - part.begin) * kRowBytes : p.shape.most_row_panels * C::kChunk;
+    // Few copies: each takes some twenty nanoseconds. So they are of as many row panels as any
+    // cluster has, and of all groups of the tile.
+    // on average: units are whole blocks of 16 rows
+    constexpr int kRowBytes = C::kChunk / kRowsPerPanel;
+    int const code_bytes =
+        C::kOneCta ? (part.end - part.begin) * kRowBytes : p.shape.most_row_panels * C::kChunk;
     int const row_bytes = p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0);
     TransactionBarrier::arrive_and_expect_tx(
-        full, C::kXRowBytes + code_bytes + (C::kFolds || C::kCodebook ? p.weight_rows.count : 1) * features * row_bytes);
+        full, C::kXRowBytes + code_bytes +
+                  (C::kFolds || C::kCodebook ? p.weight_rows.count : 1) * features * row_bytes);
     if constexpr (C::kOneCta) {
-      uint8_t const* codes = w.codes + (int64_t(part.first_row_panel) * p.k_tiles + tile) * C::kChunk;
+      uint8_t const* codes =
+          w.codes + (int64_t(part.first_row_panel) * p.k_tiles + tile) * C::kChunk;
 #pragma unroll 1
-      for (int first = 0; first < part.end; first += kRowsPerPanel, codes += int64_t(p.k_tiles) * C::kChunk) {
+      for (int first = 0; first < part.end;
+           first += kRowsPerPanel, codes += int64_t(p.k_tiles) * C::kChunk) {
         int const begin = first == 0 ? part.begin : 0, end = min(kRowsPerPanel, part.end - first);
-        cute::SM90_BULK_COPY_G2S::copy(codes + begin * kRowBytes, full, to + (first + begin) * kRowBytes,
-                                       (end - begin) * kRowBytes);
+        cute::SM90_BULK_COPY_G2S::copy(codes + begin * kRowBytes, full,
+                                       to + (first + begin) * kRowBytes, (end - begin) * kRowBytes);
       }
     } else {
-      Copy::copy(&maps.codes, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0, tile * (C::kChunk / kCodeRun),
-                 part.first_row_panel);
+      Copy::copy(&maps.codes, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0,
+                 tile * (C::kChunk / kCodeRun), part.first_row_panel);
     }
     Copy::copy(&maps.scales, full, kKeep, to + p.shape.scales, 0, part.first_row_panel, group);
-    if (offsets) Copy::copy(&maps.offsets, full, kKeep, to + p.shape.offsets, 0, part.first_row_panel, group);
-    if (zeros) Copy::copy(&maps.zeros, full, kKeep, to + p.shape.zeros, 0, part.first_row_panel, group);
+    if (offsets)
+      Copy::copy(&maps.offsets, full, kKeep, to + p.shape.offsets, 0, part.first_row_panel, group);
+    if (zeros)
+      Copy::copy(&maps.zeros, full, kKeep, to + p.shape.zeros, 0, part.first_row_panel, group);
   }
 }
 
 template <class C>
-__device__ __forceinline__ void copy_x_rows(uint8_t* to, uint8_t* to_scales, uint64_t* full, CUtensorMap const& map,
-                                            Params const& p, int tile) {
+__device__ __forceinline__ void copy_x_rows(uint8_t* to, uint8_t* to_scales, uint64_t* full,
+                                            CUtensorMap const& map, Params const& p, int tile) {
 #pragma unroll
   for (int panel = 0; panel < C::kXBytes / C::kPanelBytes; ++panel)
-    cute::SM90_TMA_LOAD_2D::copy(&map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST), to + panel * C::kPanelBytes,
+    cute::SM90_TMA_LOAD_2D::copy(&map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
+                                 to + panel * C::kPanelBytes,
                                  tile * kKPerTile + panel * (kKPerTile / 2), 0);
   if (C::kInt8 && !C::kQuantizes) {
     int64_t const at = int64_t(tile) * p.x_row_stride;
     cute::SM90_BULK_COPY_G2S::copy(p.token_scales + at, full, to_scales, C::kTokenScaleBytes);
     if (C::kTokenZeros)
-      cute::SM90_BULK_COPY_G2S::copy(p.token_zeros + at, full, to_scales + C::kTokenScaleBytes, C::kTokenZeroBytes);
+      cute::SM90_BULK_COPY_G2S::copy(p.token_zeros + at, full, to_scales + C::kTokenScaleBytes,
+                                     C::kTokenZeroBytes);
   }
 }
 
@@ -93,26 +104,30 @@ struct Step {
   int i = 0;  // of the part's tiles of K
   bool exists;
 
-  __device__ __forceinline__ Step(Params const& p, Dealt const& dealt, SlotTile const* tiles) : part(p), next(dealt.begin) {
+  __device__ __forceinline__ Step(Params const& p, Dealt const& dealt, SlotTile const* tiles)
+      : part(p), next(dealt.begin) {
     exists = part.take(p, next, dealt, tiles);
   }
-  __device__ __forceinline__ void advance(Params const& p, Dealt const& dealt, SlotTile const* tiles) {
+  __device__ __forceinline__ void advance(Params const& p, Dealt const& dealt,
+                                          SlotTile const* tiles) {
     if (++i == part.tiles) i = 0, exists = part.take(p, next, dealt, tiles);
   }
 };
 
 // Of experts, by a warp, whose lanes copy rows of x.
 template <class C>
-__device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barriers, Maps const& maps, Params const& p,
+__device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barriers,
+                                               Maps const& maps, Params const& p,
                                                Dealt const& dealt, SlotTile const* tiles) {
   bool const leader = cute::elect_one_sync();
   auto const weights = [&](Step const& step, int stage) {
     if (leader)
-      copy_weights<C>(shared + p.shape.weights + stage * p.shape.weight_bytes, &barriers.full[stage], maps, p, step.part,
-                      step.part.first_tile + step.i);
+      copy_weights<C>(shared + p.shape.weights + stage * p.shape.weight_bytes,
+                      &barriers.full[stage], maps, p, step.part, step.part.first_tile + step.i);
   };
   int filled = 0;
-  for (Step step(p, dealt, tiles); step.exists && filled < p.shape.stages; step.advance(p, dealt, tiles))
+  for (Step step(p, dealt, tiles); step.exists && filled < p.shape.stages;
+       step.advance(p, dealt, tiles))
     weights(step, filled++);
   pdl_wait();
   Step step(p, dealt, tiles);
@@ -136,7 +151,8 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barrie
   bool launched = false;
 #pragma unroll 1
   for (; step.exists; step.advance(p, dealt, tiles)) {
-    if (!launched && !p.shape.dealt && step.i + early >= step.part.tiles) pdl_launch_dependents(), launched = true;
+    if (!launched && !p.shape.dealt && step.i + early >= step.part.tiles)
+      pdl_launch_dependents(), launched = true;
     ClusterBarrier::wait(&barriers.empty[stage], phase);
     weights(step, stage);
     x_rows(stage);
@@ -147,11 +163,12 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barrie
 
 // By one thread.
 template <class C>
-__device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, Maps const& maps, Params const& p,
-                                        Part const& part) {
+__device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, Maps const& maps,
+                                        Params const& p, Part const& part) {
   uint8_t* const first_weights = shared + p.shape.weights;
   auto weights = [&](int i, int stage) {
-    copy_weights<C>(first_weights + stage * p.shape.weight_bytes, &barriers.full[stage], maps, p, part, part.first_tile + i);
+    copy_weights<C>(first_weights + stage * p.shape.weight_bytes, &barriers.full[stage], maps, p,
+                    part, part.first_tile + i);
   };
   int const ahead = min(part.tiles, p.shape.stages);
   for (int i = 0; i < ahead; ++i) weights(i, i);
@@ -159,7 +176,8 @@ __device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, Map
   auto x_rows = [&](int i, int stage) {
     uint64_t* const there = C::kQuantizes ? &barriers.raw[stage] : &barriers.full[stage];
     if (C::kQuantizes) TransactionBarrier::arrive_and_expect_tx(there, C::kXBytes);
-    copy_x_rows<C>(shared + stage * C::kXStride, first_weights + stage * p.shape.weight_bytes + p.shape.token_scales, there,
+    copy_x_rows<C>(shared + stage * C::kXStride,
+                   first_weights + stage * p.shape.weight_bytes + p.shape.token_scales, there,
                    maps.x_rows, p, part.first_tile + i);
   };
   for (int i = 0; i < ahead; ++i) x_rows(i, i);
@@ -179,7 +197,9 @@ __device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, Map
 
 // Ones behind the codes of a stage, 8 bytes a thread.
 __device__ __forceinline__ void store_ones(uint32_t to) {
-  asm volatile("st.shared.v2.u32 [%0], {%1, %1};" ::"r"(to + thread_again() % 128 * 8), "r"(0x01010101) : "memory");
+  asm volatile("st.shared.v2.u32 [%0], {%1, %1};" ::"r"(to + thread_again() % 128 * 8),
+               "r"(0x01010101)
+               : "memory");
 }
 
 // 16 columns to the values of their codes, rounded to 16 bits. `lanes`: that share a block.
@@ -192,14 +212,16 @@ __device__ __forceinline__ void to_values_of_codes(Columns<Element>& c, int lane
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     float2 const v = c.pair(i);
-    c.words[i] = pack_pair<Element>(quantizer.scale * quantizer.value(v.x), quantizer.scale * quantizer.value(v.y));
+    c.words[i] = pack_pair<Element>(quantizer.scale * quantizer.value(v.x),
+                                    quantizer.scale * quantizer.value(v.y));
   }
 }
 
 // The codes of a thread's columns, their scale and zero point into the stage.
 template <class C, class Element>
-__device__ __forceinline__ void store_codes(Columns<Element> const& c, uint32_t x, uint32_t row, int piece, int swizzle,
-                                            int x_row, int stage, Params const& p) {
+__device__ __forceinline__ void store_codes(Columns<Element> const& c, uint32_t x, uint32_t row,
+                                            int piece, int swizzle, int x_row, int stage,
+                                            Params const& p) {
   constexpr int kPieces = kKPerTile / kLaneColumns;
   Span<Element, !C::kTokenZeros> span;
   span.add(c);
@@ -208,26 +230,34 @@ __device__ __forceinline__ void store_codes(Columns<Element> const& c, uint32_t 
   cutlass::arch::NamedBarrier::sync(128, 2 + thread_again() / 128);  // all have read
   Quantizer<!C::kTokenZeros> quantizer(span.range());
   uint4 const v = codes_of(c, quantizer);
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(row + ((piece ^ swizzle) << 4)), "r"(v.x), "r"(v.y), "r"(v.z),
-               "r"(v.w)
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(row + ((piece ^ swizzle) << 4)),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
   uint32_t const scales = x + p.shape.weights + stage * p.shape.weight_bytes + p.shape.token_scales;
-  if (piece == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(scales + x_row * 4), "f"(quantizer.scale) : "memory");
+  if (piece == 0)
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(scales + x_row * 4), "f"(quantizer.scale)
+                 : "memory");
   if constexpr (C::kTokenZeros) {
     if (piece == 0)
-      asm volatile("st.shared.s8 [%0], %1;" ::"r"(scales + C::kTokenScaleBytes + x_row), "r"(int(quantizer.zero)) : "memory");
+      asm volatile("st.shared.s8 [%0], %1;" ::"r"(scales + C::kTokenScaleBytes + x_row),
+                   "r"(int(quantizer.zero))
+                   : "memory");
     store_ones(x + stage * C::kXStride + C::kPanelBytes);
   }
 }
 
-// x of a stage to codes, or their values, in its place, by a warpgroup: a thread has 16 columns of a token, eight threads share
-// a tile. What that takes is computed again each time: products need the registers.
+// x of a stage to codes, or their values, in its place, by a warpgroup: a thread has 16 columns
+// of a token, eight threads share a tile. What that takes is computed again each time: products
+// need the registers.
 template <class C>
-__device__ __forceinline__ void quantize(uint32_t x, int stage, uint32_t phase, uint64_t* full, Params const& p) {
+__device__ __forceinline__ void quantize(uint32_t x, int stage, uint32_t phase, uint64_t* full,
+                                         Params const& p) {
   using Element = typename C::Element;
   constexpr int kPieces = kKPerTile / kLaneColumns;
-  int const thread = thread_again(), x_row = thread % 128 / kPieces, piece = thread % kPieces, swizzle = x_row & 7;
-  uint32_t const row = x + stage * C::kXStride + x_row * 128, from = row + piece / 4 * C::kPanelBytes;
+  int const thread = thread_again(), x_row = thread % 128 / kPieces, piece = thread % kPieces,
+            swizzle = x_row & 7;
+  uint32_t const row = x + stage * C::kXStride + x_row * 128,
+                 from = row + piece / 4 * C::kPanelBytes;
   TransactionBarrier::wait(full + 2 * Barriers::kStages + stage, phase);
   Columns<Element> c;
   uint32_t address[2];
@@ -248,7 +278,8 @@ __device__ __forceinline__ void quantize(uint32_t x, int stage, uint32_t phase, 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t const* v = c.words + 4 * half;
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address[half]), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address[half]), "r"(v[0]),
+                   "r"(v[1]), "r"(v[2]), "r"(v[3])
                    : "memory");
     }
   } else {

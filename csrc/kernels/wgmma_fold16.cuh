@@ -1,9 +1,10 @@
-// 16-bit activations x weights of any format on Hopper's wgmma (sm_90a): y = x W^T with W's values folded into operand A.
+// 16-bit activations x weights of any format on Hopper's wgmma (sm_90a): y = x W^T with W's values
+// folded into operand A.
 //
-// A weight is decoded to its value, scale * (code - zero point) + offset or scale * codebook[code], and rounded once to the
-// type of x. Nothing is left to do between products: one set of fp32 sums over all of K, which leaves registers for 256 rows of
-// x a tile. csrc/formats/ says what a code means. Clusters, order of tiles, split K and the epilogue are
-// device/hopper_gemm.cuh's.
+// A weight is decoded to its value, scale * (code - zero point) + offset or scale * codebook[code],
+// and rounded once to the type of x. Nothing is left to do between products: one set of fp32 sums
+// over all of K, which leaves registers for 256 rows of x a tile. csrc/formats/ says what a code
+// means. Clusters, order of tiles, split K and the epilogue are device/hopper_gemm.cuh's.
 //
 //              BLOCK_M rows of x ->
 //            +---------------------+
@@ -24,7 +25,8 @@
 #include "dispatch/launch_shape.h"
 #include "kernels/kernels.h"
 
-#pragma nv_diag_suppress 177  // for other GPUs the kernels have no bodies, which read the members of Config
+// for other GPUs the kernels have no bodies, which read the members of Config
+#pragma nv_diag_suppress 177
 
 namespace cutlass_ops {
 namespace {
@@ -40,44 +42,55 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr bool kGrouped = kGrouped_;
   static constexpr bool kCodebook = Format::kTableBytes > 0;
   static constexpr int kWindowTiles = 0;
-  // With few rows of x MMAs are short, and the latency of decoding shows: as many warps hide it as there are registers for.
+  // With few rows of x MMAs are short, and the latency of decoding shows: as many warps hide it as
+  // there are registers for.
   static constexpr int kBits = Format::kBits, kBlockM = kBlockM_, kCluster = 2;
-  static constexpr int kWarpgroups = wgmma_fold16_tile(kBlockM).block_n / (kCluster * kRowsPerPanel);
+  static constexpr int kWarpgroups =
+      wgmma_fold16_tile(kBlockM).block_n / (kCluster * kRowsPerPanel);
   static constexpr int kRows = kRowsPerPanel * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
   // Of a thread of the warpgroup that loads, and of the others.
   static constexpr int kLoadingRegisters = kWarpgroups == 4 ? 32 : 40;
   static constexpr int kRegisters = kWarpgroups == 4 ? 112 : kWarpgroups == 3 ? 152 : 232;
-  static constexpr int kSums = kBlockM / 2;                             // registers of a thread
-  static constexpr int kKSlices = Fold::kGroups * Fold::kGroupKSlices;  // MMAs of 16 columns in a step
-  static constexpr int kSteps = kKPerTile / 16 / kKSlices;              // of a K tile
+  static constexpr int kSums = kBlockM / 2;  // registers of a thread
+  // MMAs of 16 columns in a step
+  static constexpr int kKSlices = Fold::kGroups * Fold::kGroupKSlices;
+  static constexpr int kSteps = kKPerTile / 16 / kKSlices;  // of a K tile
 
-  // Results leave through shared memory, kLineRows rows of x at a time; fp32 ones kStoreRows at a time.
+  // Results leave through shared memory, kLineRows rows of x at a time; fp32 ones
+  // kStoreRows at a time.
   static constexpr int kStoreRows = 16, kStoreStride = kRowsPerPanel + 4;
-  static constexpr int kLineRows = kCodebook || kBlockM < 64 ? 32 : 64, kLineBytes = kRowsPerPanel * 2;
+  static constexpr int kLineRows = kCodebook || kBlockM < 64 ? 32 : 64,
+                       kLineBytes = kRowsPerPanel * 2;
   static constexpr int kXBoxRows = kGrouped ? kSlotRows : kBlockM % kLineRows ? 16 : kLineRows;
-  static constexpr int kLinesBytes = kLineRows * kLineBytes, kFloatsBytes = kStoreStride * 4 * kStoreRows;
-  static constexpr int kStoreBytes = kWarpgroups * (kLinesBytes > kFloatsBytes ? kLinesBytes : kFloatsBytes);
+  static constexpr int kLinesBytes = kLineRows * kLineBytes,
+                       kFloatsBytes = kStoreStride * 4 * kStoreRows;
+  static constexpr int kStoreBytes =
+      kWarpgroups * (kLinesBytes > kFloatsBytes ? kLinesBytes : kFloatsBytes);
 
   // A K tile: codes, then for each group scales, offsets and zero points.
-  static constexpr int kCodeBytes = kWarpgroups * k_tile_bytes(kBits), kValueBytes = kNarrow_ ? 2 : 4;
+  static constexpr int kCodeBytes = kWarpgroups * k_tile_bytes(kBits),
+                       kValueBytes = kNarrow_ ? 2 : 4;
   static constexpr int kWeights = 0, kScales = kCodeBytes, kOffsets = kScales + kRows * kValueBytes;
   static constexpr int kZeroPoints = kOffsets + kRows * kValueBytes;
-  static constexpr int kGroupBytes = kCodebook ? kRows * kValueBytes : kRows * (2 * kValueBytes + 1);
+  static constexpr int kGroupBytes =
+      kCodebook ? kRows * kValueBytes : kRows * (2 * kValueBytes + 1);
   static constexpr int kChunkBytes = kCodeBytes + kSteps * Fold::kGroups * kGroupBytes;
   static constexpr int kChunks = kBlockM == 256 ? 2 : kBits == 8 ? 3 : 4;
   static constexpr int kBarrierBytes = 256, kMostBytes = 227 * 1024;
   static constexpr int kPanelBytes = kBlockM * 128;
-  static constexpr int kPanelsThatFit =
-      (kMostBytes - kBarrierBytes - kStoreBytes - Format::kTableBytes - kChunks * kChunkBytes - 1023) / kPanelBytes;
+  static constexpr int kPanelsThatFit = (kMostBytes - kBarrierBytes - kStoreBytes -
+                                         Format::kTableBytes - kChunks * kChunkBytes - 1023) /
+                                        kPanelBytes;
   static constexpr int kMostPanels = kBarrierBytes / 16 - kChunks;
   static constexpr int kPanels = kPanelsThatFit < kMostPanels ? kPanelsThatFit : kMostPanels;
   static constexpr int kFirstChunk = kPanels * kPanelBytes;
   static constexpr int kTable = kFirstChunk + kChunks * kChunkBytes;
   static constexpr int kStaging = (kTable + Format::kTableBytes + 1023) / 1024 * 1024;
   static constexpr int kSharedBytes = kStaging + kStoreBytes + kBarrierBytes;
-  static_assert(kPanels >= 3 && kSharedBytes <= kMostBytes, "more shared memory than a CTA may have");
-  // Of tiles along M that are computed together: with wide ones few, since a row of x has four times the bytes of a row of int4
-  // weights.
+  static_assert(kPanels >= 3 && kSharedBytes <= kMostBytes,
+                "more shared memory than a CTA may have");
+  // Of tiles along M that are computed together: with wide ones few, since a row of x has four
+  // times the bytes of a row of int4 weights.
   static constexpr int kBand = kBlockM >= 160 ? 4 : 16;
   static constexpr int kTokenFactors = 0;
   static constexpr bool kPrepareScales = false;
@@ -86,16 +99,20 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
 
 template <class C>
 struct Barriers {
-  uint64_t full_panels[C::kPanels], empty_panels[C::kPanels], full_chunks[C::kChunks], empty_chunks[C::kChunks];
+  uint64_t full_panels[C::kPanels], empty_panels[C::kPanels], full_chunks[C::kChunks],
+      empty_chunks[C::kChunks];
 };
 
-// One warp copies codes, scales, offsets and zero points. They do not depend on the kernel before: the copies start at once.
+// One warp copies codes, scales, offsets and zero points. They do not depend on the kernel before:
+// the copies start at once.
 template <class C>
-__device__ __forceinline__ void produce_weights(uint8_t* shared, Barriers<C>& barriers, typename C::Params const& p, int rank) {
+__device__ __forceinline__ void produce_weights(uint8_t* shared, Barriers<C>& barriers,
+                                                typename C::Params const& p, int rank) {
   using Copy = cute::SM90_BULK_COPY_G2S;
   constexpr int kChunk = k_tile_bytes(C::kBits);
   PackedWeight const& w = p.weight;
-  bool const leader = cute::elect_one_sync(), offsets = !C::kCodebook && w.offsets, zeros = !C::kCodebook && w.zeros;
+  bool const leader = cute::elect_one_sync(), offsets = !C::kCodebook && w.offsets,
+             zeros = !C::kCodebook && w.zeros;
   hopper::Ring<C::kChunks> ring;
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
@@ -103,29 +120,33 @@ __device__ __forceinline__ void produce_weights(uint8_t* shared, Barriers<C>& ba
     int const end = work.end_k(p);
     int row0 = (work.pair * C::kCluster + rank) * C::kRows;
     // The last pair may reach beyond N.
-    int const row_panels = max(0, min(C::kWarpgroups, (hopper::rows_of_weight<C>(p) - row0) / kRowsPerPanel));
+    int const row_panels =
+        max(0, min(C::kWarpgroups, (hopper::rows_of_weight<C>(p) - row0) / kRowsPerPanel));
     if constexpr (C::kGrouped) row0 += work.expert * p.groups.row_panels * kRowsPerPanel;
     int const rows = row_panels * kRowsPerPanel;
-    int const group_bytes = rows * (p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0));
+    int const group_bytes =
+        rows * (p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0));
 #pragma unroll 1
     for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
       uint8_t* const chunk = shared + C::kFirstChunk + ring.stage * C::kChunkBytes;
       uint64_t* full = &barriers.full_chunks[ring.stage];
       ClusterBarrier::wait(&barriers.empty_chunks[ring.stage], ring.phase ^ 1);
       if (leader) {
-        TransactionBarrier::arrive_and_expect_tx(full, row_panels * kChunk + p.tile_groups * group_bytes);
+        TransactionBarrier::arrive_and_expect_tx(full,
+                                                 row_panels * kChunk + p.tile_groups * group_bytes);
         for (int row_panel = 0; row_panel < row_panels; ++row_panel) {
-          Copy::copy(w.codes + (int64_t(row0 / kRowsPerPanel + row_panel) * p.k_tiles + k) * kChunk, full,
-                     chunk + row_panel * kChunk, kChunk);
+          Copy::copy(w.codes + (int64_t(row0 / kRowsPerPanel + row_panel) * p.k_tiles + k) * kChunk,
+                     full, chunk + row_panel * kChunk, kChunk);
         }
         int64_t from = int64_t(k / p.group_tiles * p.tile_groups) * p.n_pad + row0;
         uint8_t* group_chunk = chunk;
-        for (int group = 0; rows > 0 && group < p.tile_groups; ++group, from += p.n_pad, group_chunk += C::kGroupBytes) {
-          Copy::copy(static_cast<uint8_t const*>(w.scales) + from * p.scale_bytes, full, group_chunk + C::kScales,
-                     rows * p.scale_bytes);
+        for (int group = 0; rows > 0 && group < p.tile_groups;
+             ++group, from += p.n_pad, group_chunk += C::kGroupBytes) {
+          Copy::copy(static_cast<uint8_t const*>(w.scales) + from * p.scale_bytes, full,
+                     group_chunk + C::kScales, rows * p.scale_bytes);
           if (offsets) {
-            Copy::copy(static_cast<uint8_t const*>(w.offsets) + from * p.offset_bytes, full, group_chunk + C::kOffsets,
-                       rows * p.offset_bytes);
+            Copy::copy(static_cast<uint8_t const*>(w.offsets) + from * p.offset_bytes, full,
+                       group_chunk + C::kOffsets, rows * p.offset_bytes);
           }
           if (zeros) Copy::copy(w.zeros + from, full, group_chunk + C::kZeroPoints, rows);
         }
@@ -136,8 +157,9 @@ __device__ __forceinline__ void produce_weights(uint8_t* shared, Barriers<C>& ba
 
 // Another copies x: this CTA's half of the tile's rows, for both CTAs.
 template <class C>
-__device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& barriers, typename C::Params const& p,
-                                               CUtensorMap const& map, int rank) {
+__device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& barriers,
+                                               typename C::Params const& p, CUtensorMap const& map,
+                                               int rank) {
   constexpr uint16_t kEveryBlock = (1 << C::kCluster) - 1;
   int const half = p.half_x_rows;
   pdl_wait_and_launch_dependents();
@@ -147,14 +169,15 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p, C::kBand);
     int const end = work.end_k(p) * C::kSteps;
-    hopper::XRows<C::kKSlices * 16, !C::kGrouped> x_rows(p.image, hopper::first_x_row<C>(work, rank, p) + rank * half,
-                                                         work.first_k(p));
+    hopper::XRows<C::kKSlices * 16, !C::kGrouped> x_rows(
+        p.image, hopper::first_x_row<C>(work, rank, p) + rank * half, work.first_k(p));
 #pragma unroll 1
     for (int step = work.first_k(p) * C::kSteps; step < end; ++step, ring.advance()) {
       uint64_t* full = &barriers.full_panels[ring.stage];
       ClusterBarrier::wait(&barriers.empty_panels[ring.stage], ring.phase ^ 1);
       if (leader) TransactionBarrier::arrive_and_expect_tx(full, C::kCluster * half * 128);
-      x_rows.copy_next(leader, map, full, kEveryBlock, shared + ring.stage * C::kPanelBytes + rank * half * 128,
+      x_rows.copy_next(leader, map, full, kEveryBlock,
+                       shared + ring.stage * C::kPanelBytes + rank * half * 128,
                        step * C::kKSlices * 16);
     }
   }
@@ -162,8 +185,8 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
 
 // The same rows by their numbers, by one of kIndexWarps warps.
 template <class C>
-__device__ __forceinline__ void produce_panels_by_index(uint8_t* shared, Barriers<C>& barriers, typename C::Params const& p,
-                                                        int warp) {
+__device__ __forceinline__ void produce_panels_by_index(uint8_t* shared, Barriers<C>& barriers,
+                                                        typename C::Params const& p, int warp) {
   uint32_t const first = cute::cast_smem_ptr_to_uint(shared);
   hopper::Ring<C::kPanels> ring;
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
@@ -175,19 +198,22 @@ __device__ __forceinline__ void produce_panels_by_index(uint8_t* shared, Barrier
 #pragma unroll 1
     for (int step = work.first_k(p) * C::kSteps; step < end; ++step, ring.advance()) {
       ClusterBarrier::wait(&barriers.empty_panels[ring.stage], ring.phase ^ 1);
-      rows.copy(p.rows, step * 128, first + ring.stage * C::kPanelBytes, &barriers.full_panels[ring.stage]);
+      rows.copy(p.rows, step * 128, first + ring.stage * C::kPanelBytes,
+                &barriers.full_panels[ring.stage]);
     }
   }
 }
 
-// Rows of x that no copy brings become zeros once: products with zeros take less power, and so less time, than with stale data.
+// Rows of x that no copy brings become zeros once: products with zeros take less power, and so less
+// time, than with stale data.
 template <class C>
 __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, typename C::Params const& p) {
   int const loaded = C::kCluster * p.half_x_rows * 128;
   if (loaded == C::kPanelBytes) return;
   constexpr int kMultiplying = C::kThreads - 128;
   for (int panel = 0; panel < C::kPanels; ++panel) {
-    for (int byte = loaded + (threadIdx.x - 128) * 16; byte < C::kPanelBytes; byte += kMultiplying * 16)
+    for (int byte = loaded + (threadIdx.x - 128) * 16; byte < C::kPanelBytes;
+         byte += kMultiplying * 16)
       *reinterpret_cast<uint4*>(shared + panel * C::kPanelBytes + byte) = uint4{};
   }
   cutlass::arch::fence_view_async_shared();
@@ -195,26 +221,33 @@ __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, typename C::
 }
 
 template <class C>
-__device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, CUtensorMap const& out_map,
-                                        typename C::Params const& p, hopper::ThreadCoord<C> const& coord) {
+__device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
+                                        CUtensorMap const& out_map, typename C::Params const& p,
+                                        hopper::ThreadCoord<C> const& coord) {
   if constexpr (C::kCodebook) {
-    C::Unscaled::fill_table(shared + C::kTable, p.weight.book, threadIdx.x - 128, C::kThreads - 128);
+    C::Unscaled::fill_table(shared + C::kTable, p.weight.book, threadIdx.x - 128,
+                            C::kThreads - 128);
     cutlass::arch::NamedBarrier::sync(C::kThreads - 128, C::kWarpgroups + 1);
   }
-  uint32_t const first = cute::cast_smem_ptr_to_uint(shared), table = first + C::kTable + coord.lane * 4;
-  uint32_t const offsets =
-      C::kOffsets + (coord.zeros - C::kZeroPoints) * p.offset_bytes;  // as the scales of hopper::ThreadCoord
+  uint32_t const first = cute::cast_smem_ptr_to_uint(shared),
+                 table = first + C::kTable + coord.lane * 4;
+  // as the scales of hopper::ThreadCoord
+  uint32_t const offsets = C::kOffsets + (coord.zeros - C::kZeroPoints) * p.offset_bytes;
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
-  // From the groups of a step's first 32 columns to those of its second, and from a step's to the next step's.
+  // From the groups of a step's first 32 columns to those of its second, and from a step's to
+  // the next step's.
   uint32_t const next_group = p.tile_groups == 4 ? C::kGroupBytes : 0;
-  int const next_step = p.tile_groups == 4 ? 2 * C::kGroupBytes : p.tile_groups == 2 ? C::kGroupBytes : 0;
+  int const next_step = p.tile_groups == 4   ? 2 * C::kGroupBytes
+                        : p.tile_groups == 2 ? C::kGroupBytes
+                                             : 0;
   auto* staging = reinterpret_cast<float*>(shared + C::kStaging);
   hopper::Ring<C::kPanels> panels;
   hopper::Ring<C::kChunks> chunks;
   int last_panel = 0;
   // The warpgroups issue MMAs in turn, so that the others decode meanwhile.
   constexpr int kTurnBarrier = C::kWarpgroups + 2;  // and one for each warpgroup
-  int const turn = kTurnBarrier + coord.warpgroup, next_turn = kTurnBarrier + (coord.warpgroup + 1) % C::kWarpgroups;
+  int const turn = kTurnBarrier + coord.warpgroup,
+            next_turn = kTurnBarrier + (coord.warpgroup + 1) % C::kWarpgroups;
   if (coord.warpgroup == C::kWarpgroups - 1) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p, C::kBand);
@@ -237,7 +270,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
     };
     auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
 #pragma unroll
-      for (int i = 0; i < C::kGroups; ++i) vectors[i].decode(codes.words + i * C::kGroupWords, table, p, operands[i]);
+      for (int i = 0; i < C::kGroups; ++i)
+        vectors[i].decode(codes.words + i * C::kGroupWords, table, p, operands[i]);
     };
     auto fence = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
 #pragma unroll
@@ -245,7 +279,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
         fence_registers(operands[k_slice / C::kGroupKSlices][k_slice % C::kGroupKSlices]);
     };
     auto release = [&](int panel) {
-      if (coord.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty_panels[panel], coord.lane, true);
+      if (coord.lane < C::kCluster)
+        ClusterBarrier::arrive(&barriers.empty_panels[panel], coord.lane, true);
     };
     load(0);
     decode(a[0]);
@@ -262,8 +297,9 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
         cute::warpgroup_arrive();
 #pragma unroll
         for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice)
-          wgmma_float<typename C::Element, C::kBlockM>(a[step][k_slice / C::kGroupKSlices][k_slice % C::kGroupKSlices],
-                                                       x_rows + k_slice * 2, sums, true);
+          wgmma_float<typename C::Element, C::kBlockM>(
+              a[step][k_slice / C::kGroupKSlices][k_slice % C::kGroupKSlices], x_rows + k_slice * 2,
+              sums, true);
         cute::warpgroup_commit_batch();
         cutlass::arch::NamedBarrier::arrive(256, next_turn);
         fence_registers(sums);
@@ -275,7 +311,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
         bool const more = i + 1 < count;
         if (step == 0 || more) decode(a[1 - step]);
         if (step == 0) {
-          // All of the K tile is in registers. One arrival a warp: those of its lanes would be serialised.
+          // All of the K tile is in registers. One arrival a warp: those of its lanes
+          // would be serialised.
           __syncwarp();
           if (coord.lane == 0) ClusterBarrier::arrive(&barriers.empty_chunks[chunks.stage]);
           chunks.advance();
@@ -300,7 +337,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    wgmma_fold16(__grid_constant__ CUtensorMap const map, __grid_constant__ CUtensorMap const out_map,
+    wgmma_fold16(__grid_constant__ CUtensorMap const map,
+                 __grid_constant__ CUtensorMap const out_map,
                  __grid_constant__ typename C::Params const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -344,21 +382,29 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 }
 
 template <class C>
-Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  static_assert(C::kSharedBytes == wgmma_fold16_shared_bytes(C::kBits, C::kBlockM, C::kCodebook, C::kNarrow) &&
+Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                     Stream stream) {
+  static_assert(C::kSharedBytes ==
+                        wgmma_fold16_shared_bytes(C::kBits, C::kBlockM, C::kCodebook, C::kNarrow) &&
                     C::kChunks == wgmma_fold16_tile(C::kBlockM, C::kBits).stages,
                 "the plan has other shared memory or stages");
   CUtensorMap map;
   Status status = hopper::encode_x(problem, hopper::half_x_rows<C>(problem.m), &map);
-  return status.ok() ? hopper::launch_persistent<C>(wgmma_fold16<C>, problem, plan, splitk_workspace, map, stream) : status;
+  return status.ok() ? hopper::launch_persistent<C>(wgmma_fold16<C>, problem, plan,
+                                                    splitk_workspace, map, stream)
+                     : status;
 }
 
 template <class Element, class Format, int kBlockM>
-Status launch_format(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_format(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                     Stream stream) {
   PackedWeight const& w = problem.weight;
-  bool const narrow = w.scale_type == problem.x_type && (!w.offsets || w.offset_type == problem.x_type);
-  return narrow ? launch_config<Config<Element, Format, true, kBlockM>>(problem, plan, splitk_workspace, stream)
-                : launch_config<Config<Element, Format, false, kBlockM>>(problem, plan, splitk_workspace, stream);
+  bool const narrow =
+      w.scale_type == problem.x_type && (!w.offsets || w.offset_type == problem.x_type);
+  return narrow ? launch_config<Config<Element, Format, true, kBlockM>>(problem, plan,
+                                                                        splitk_workspace, stream)
+                : launch_config<Config<Element, Format, false, kBlockM>>(problem, plan,
+                                                                         splitk_workspace, stream);
 }
 
 template <class Element, class Format, int kBlockM>
@@ -373,7 +419,8 @@ Status launch_groups(GroupedGemm const& problem, Plan const& plan, Stream stream
 }
 
 template <class Element, class Format>
-Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                   Stream stream) {
   switch (plan.block_m) {
     case 32:
       return launch_format<Element, Format, 32>(problem, plan, splitk_workspace, stream);
@@ -388,7 +435,8 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
     case 256:
       return launch_format<Element, Format, 256>(problem, plan, splitk_workspace, stream);
     default:
-      return {Status::kInvalid, "wgmma_fold16 has no tile of " + std::to_string(plan.block_m) + " rows"};
+      return {Status::kInvalid,
+              "wgmma_fold16 has no tile of " + std::to_string(plan.block_m) + " rows"};
   }
 }
 
@@ -409,15 +457,18 @@ Status launch_group_tile(GroupedGemm const& problem, Plan const& plan, Stream st
 }  // namespace
 
 template <class Format>
-Status launch_wgmma_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  return problem.x_type == DataType::kFloat16 ? launch_tile<__half, Format>(problem, plan, splitk_workspace, stream)
-                                              : launch_tile<__nv_bfloat16, Format>(problem, plan, splitk_workspace, stream);
+Status launch_wgmma_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                           Stream stream) {
+  return problem.x_type == DataType::kFloat16
+             ? launch_tile<__half, Format>(problem, plan, splitk_workspace, stream)
+             : launch_tile<__nv_bfloat16, Format>(problem, plan, splitk_workspace, stream);
 }
 
 template <class Format>
 Status launch_grouped_fold16(GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  return problem.x_type == DataType::kFloat16 ? launch_group_tile<__half, Format>(problem, plan, stream)
-                                              : launch_group_tile<__nv_bfloat16, Format>(problem, plan, stream);
+  return problem.x_type == DataType::kFloat16
+             ? launch_group_tile<__half, Format>(problem, plan, stream)
+             : launch_group_tile<__nv_bfloat16, Format>(problem, plan, stream);
 }
 
 }  // namespace cutlass_ops

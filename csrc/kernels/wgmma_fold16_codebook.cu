@@ -4,7 +4,8 @@
 
 namespace cutlass_ops {
 
-template Status launch_wgmma_fold16<formats::Codebook>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_fold16<formats::Codebook>(GemmProblem const&, Plan const&, float*,
+                                                       Stream);
 template Status launch_grouped_fold16<formats::Codebook>(GroupedGemm const&, Plan const&, Stream);
 
 }  // namespace cutlass_ops

@@ -5,40 +5,50 @@ namespace cutlass_ops {
 namespace {
 
 template <class C>
-Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes(
-                                       {C::kBits, C::kBlockM, 2, true, false, false, C::kZeros, C::kStages, C::kWarpgroups}),
-                "the plan has other shared memory");
+Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                     Stream stream) {
+  static_assert(
+      C::kSharedBytes == wgmma_gemm_shared_bytes({C::kBits, C::kBlockM, 2, true, false, false,
+                                                  C::kZeros, C::kStages, C::kWarpgroups}),
+      "the plan has other shared memory");
   CUtensorMap map;
-  Status status = hopper::encode_x(problem, plan.ctas_along_m > 1 ? C::kBlockM : hopper::half_x_rows<C>(problem.m), &map);
+  Status status = hopper::encode_x(
+      problem, plan.ctas_along_m > 1 ? C::kBlockM : hopper::half_x_rows<C>(problem.m), &map);
   if (!status.ok()) return status;
-  // Where 16 tiles of rows of x are too large for the cache, few features pass through it with them: fewer rows of x then,
-  // whose bytes are twice a feature's, or four times. (M = 8192, 8192 x 28672 on an H200: int4 by 4810 us instead of 4920 to
-  // 5090, int8 by 5270 instead of 5335.)
+  // Where 16 tiles of rows of x are too large for the cache, few features pass through it with
+  // them: fewer rows of x then, whose bytes are twice a feature's, or four times. (M = 8192, 8192 x
+  // 28672 on an H200: int4 by 4810 us instead of 4920 to 5090, int8 by 5270 instead of 5335.)
   bool const large = int64_t(16) * C::kBlockM * problem.weight.k * 2 > 64 << 20;
-  return hopper::launch_persistent<C>(wgmma_gemm_a16<C>, problem, plan, splitk_workspace, map, stream,
+  return hopper::launch_persistent<C>(wgmma_gemm_a16<C>, problem, plan, splitk_workspace, map,
+                                      stream,
                                       !large          ? 16
                                       : C::kBits == 8 ? 8
                                                       : 4);
 }
 
 template <class Element, int kBits, int kBlockM, class Scale = void, int kWarpgroups = 2>
-Status launch_zeros(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_zeros(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                    Stream stream) {
   return problem.weight.zeros
-             ? launch_config<Config<Element, kBits, kBlockM, true, Scale, kWarpgroups>>(problem, plan, splitk_workspace, stream)
-             : launch_config<Config<Element, kBits, kBlockM, false, Scale, kWarpgroups>>(problem, plan, splitk_workspace,
-                                                                                         stream);
+             ? launch_config<Config<Element, kBits, kBlockM, true, Scale, kWarpgroups>>(
+                   problem, plan, splitk_workspace, stream)
+             : launch_config<Config<Element, kBits, kBlockM, false, Scale, kWarpgroups>>(
+                   problem, plan, splitk_workspace, stream);
 }
 
 template <class Element, int kBlockM>
-Status launch_bits(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  return problem.weight.bits == 4 ? launch_zeros<Element, 4, kBlockM>(problem, plan, splitk_workspace, stream)
-                                  : launch_zeros<Element, 8, kBlockM>(problem, plan, splitk_workspace, stream);
+Status launch_bits(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                   Stream stream) {
+  return problem.weight.bits == 4
+             ? launch_zeros<Element, 4, kBlockM>(problem, plan, splitk_workspace, stream)
+             : launch_zeros<Element, 8, kBlockM>(problem, plan, splitk_workspace, stream);
 }
 
 template <class Element>
-Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  if (plan.block_n == 512) return launch_zeros<Element, 4, 64, Element, 4>(problem, plan, splitk_workspace, stream);
+Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                   Stream stream) {
+  if (plan.block_n == 512)
+    return launch_zeros<Element, 4, 64, Element, 4>(problem, plan, splitk_workspace, stream);
   switch (plan.block_m / plan.ctas_along_m) {
     case 32:
       return launch_bits<Element, 32>(problem, plan, splitk_workspace, stream);
@@ -59,9 +69,11 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
 
 }  // namespace
 
-Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  return problem.x_type == DataType::kFloat16 ? launch_tile<__half>(problem, plan, splitk_workspace, stream)
-                                              : launch_tile<__nv_bfloat16>(problem, plan, splitk_workspace, stream);
+Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                             Stream stream) {
+  return problem.x_type == DataType::kFloat16
+             ? launch_tile<__half>(problem, plan, splitk_workspace, stream)
+             : launch_tile<__nv_bfloat16>(problem, plan, splitk_workspace, stream);
 }
 
 }  // namespace cutlass_ops

@@ -1,13 +1,18 @@
-// fp16 or bf16 activations x int4 or int8 weights on Hopper's wgmma: W4A16 and W8A16 at prefill, sm_90a. The tile, its loads
-// and its stores are device/hopper_gemm.cuh. Per 128 columns of K a warpgroup's turn is:
+// fp16 or bf16 activations x int4 or int8 weights on Hopper's wgmma: W4A16 and W8A16 at prefill,
+// sm_90a. The tile, its loads and its stores are device/hopper_gemm.cuh. Per 128 columns of K a
+// warpgroup's turn is:
 //
-//   decode   the stage's weights, which were loaded while the previous MMAs ran, to code minus zero point, exact in fp16 and bf16
+//   decode   the stage's weights, which were loaded while the previous MMAs ran, to code minus zero
+//            point, exact in fp16 and bf16
 //   multiply fp32 sums of exact products
-//   promote  sum = fma(the 128 columns' sum, weight scale, sum): the scale never rounds a weight, and costs one FFMA an output
+//   promote  sum = fma(the 128 columns' sum, weight scale, sum): the scale never rounds a weight,
+//            and costs one FFMA an output
 //
-// 208 rows of x are multiplied and promoted in halves, which share the weights and a set of registers for products.
+// 208 rows of x are multiplied and promoted in halves, which share the weights and a set of
+// registers for products.
 //
-// Groups are of 128 or more, without offsets; wgmma_fold16 takes all formats, and rounds weights to x's type.
+// Groups are of 128 or more, without offsets; wgmma_fold16 takes all formats, and rounds
+// weights to x's type.
 //
 // wgmma_gemm_a16.cu has the instances for a weight, wgmma_gemm_a16_grouped.cu those for experts.
 #pragma once
@@ -17,18 +22,22 @@
 #include "dispatch/launch_shape.h"
 #include "kernels/kernels.h"
 
-#pragma nv_diag_suppress 177  // for other GPUs the kernels have no bodies, which read the members of Config
+// for other GPUs the kernels have no bodies, which read the members of Config
+#pragma nv_diag_suppress 177
 
 namespace cutlass_ops {
 namespace {
 
 using hopper::StoredScales;
 
-// Scale: of weight scales, where registers are so few that their type is a constant (which saves four warpgroups 4 % of their
-// time on an H200); or void. kGrouped: rows of x and weights are experts'.
-template <class Element_, int kBits, int kBlockM, bool kZeros, class Scale = void, int kWarpgroups = 2, bool kGrouped_ = false>
-struct Config : hopper::TileConfig<kBits, kBlockM, 2, true, false, false, kZeros,
-                                   wgmma_gemm_a16_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
+// Scale: of weight scales, where registers are so few that their type is a constant (which
+// saves four warpgroups 4 % of their time on an H200); or void. kGrouped: rows of x and
+// weights are experts'.
+template <class Element_, int kBits, int kBlockM, bool kZeros, class Scale = void,
+          int kWarpgroups = 2, bool kGrouped_ = false>
+struct Config
+    : hopper::TileConfig<kBits, kBlockM, 2, true, false, false, kZeros,
+                         wgmma_gemm_a16_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
   using Work = std::conditional_t<kGrouped_, hopper::GroupedWork<kBlockM>, hopper::StreamKWork>;
   using Params = std::conditional_t<kGrouped_, hopper::GroupedParams, hopper::Params>;
   static constexpr bool kGrouped = kGrouped_, kShortTiles = !kGrouped, kImages = !kGrouped;
@@ -36,36 +45,44 @@ struct Config : hopper::TileConfig<kBits, kBlockM, 2, true, false, false, kZeros
   static constexpr int kXBoxRows = kGrouped ? kSlotRows : Config::TileConfig::kXBoxRows;
   using Element = Element_;
   using Decode = decode::ToFloat<kBits, Element>;
-  // Of rows of x, multiplied one after the other: two where two sets of sums of all would not fit in registers.
+  // Of rows of x, multiplied one after the other: two where two sets of sums of all would not
+  // fit in registers.
   static constexpr int kHalves = kBlockM > 160 ? 2 : 1;
   static constexpr int kColumns = kBlockM / kHalves, kProducts = kColumns / 2;
-  // Whether all weights are decoded behind products: the second half of a stage's columns behind those of the first, and the
-  // next stage's first half behind the last. Together with one half of the rows of x, BLOCK_M = 144 takes 2 % less time so, and
-  // with int4 96 2 % and 128 0.6 %; with int8 128 take 1 % more, 160 3 %.
+  // Whether all weights are decoded behind products: the second half of a stage's columns behind
+  // those of the first, and the next stage's first half behind the last. Together with one half of
+  // the rows of x, BLOCK_M = 144 takes 2 % less time so, and with int4 96 2 % and 128 0.6 %; with
+  // int8 128 take 1 % more, 160 3 %.
   static constexpr bool kDecodesBehind =
-      kHalves == 2 || kBlockM == 144 || (kBits == 4 && (kBlockM == 96 || (kBlockM == 128 && kWarpgroups == 2)));
+      kHalves == 2 || kBlockM == 144 ||
+      (kBits == 4 && (kBlockM == 96 || (kBlockM == 128 && kWarpgroups == 2)));
   static_assert(kHalves == 1 || kWarpgroups == 2);
-  // A stage's columns are multiplied in so many steps: one's weights are decoded while the one before is multiplied. In one
-  // where that lost: with few rows of x the MMAs are too short for it, and with many those of the other warpgroup hide the
-  // decoding. In four where registers are few.
+  // A stage's columns are multiplied in so many steps: one's weights are decoded while the one
+  // before is multiplied. In one where that lost: with few rows of x the MMAs are too short for it,
+  // and with many those of the other warpgroup hide the decoding. In four where registers are few.
   static constexpr int kSteps = kWarpgroups == 4 ? 4 : kDecodesBehind ? 2 : 1;
-  // Whether the warpgroups start a stage's MMAs in turn. Otherwise both come to promote and decode at the same time, and the
-  // tensor cores wait: 1500 clocks a stage of 128 rows of x and 8 bits instead of 1100. 160 rows of x of 8 bits take 2 % more
-  // clocks so, and up to 5 % less time: less power.
+  // Whether the warpgroups start a stage's MMAs in turn. Otherwise both come to promote and
+  // decode at the same time, and the tensor cores wait: 1500 clocks a stage of 128 rows of x and
+  // 8 bits instead of 1100. 160 rows of x of 8 bits take 2 % more clocks so, and up to 5 % less
+  // time: less power.
   static constexpr bool kInTurn = (kSteps == 1 || kDecodesBehind) && kBlockM >= 96;
-  // Whether scales become floats before the loads of the next weights are issued. Loads in flight together share a scoreboard,
-  // so that the promotion waited for these weights: 208 rows of x with int8 weights took 4 % more clocks, 64 with int4 weights
-  // 5 % more time. Four warpgroups take 0.7 % more.
+  // Whether scales become floats before the loads of the next weights are issued. Loads in flight
+  // together share a scoreboard, so that the promotion waited for these weights: 208 rows of x
+  // with int8 weights took 4 % more clocks, 64 with int4 weights 5 % more time. Four warpgroups
+  // take 0.7 % more.
   static constexpr bool kScalesFirst = kWarpgroups == 2;
   static constexpr int kKSlices = kKPerTile / 16 / kSteps;  // of 16 columns, in a step
-  static_assert(Config::TileConfig::kSharedBytes <= wgmma_gemm_a16_tile(kBits, kBlockM, kWarpgroups).shared_bytes,
+  static_assert(Config::TileConfig::kSharedBytes <=
+                    wgmma_gemm_a16_tile(kBits, kBlockM, kWarpgroups).shared_bytes,
                 "its tile promises less shared memory");
 
-  static __device__ void consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
-                                 CUtensorMap const& out_map, Params const& p, hopper::ThreadCoord<Config> const& coord);
+  static __device__ void consume(uint8_t* stages, float* staging,
+                                 hopper::Barriers<Config>& barriers, CUtensorMap const& out_map,
+                                 Params const& p, hopper::ThreadCoord<Config> const& coord);
 };
 
-// A warpgroup's weights of a stage as they lie in shared memory, and the zero points of a thread's rows g and g + 8.
+// A warpgroup's weights of a stage as they lie in shared memory, and the zero points of a thread's
+// rows g and g + 8.
 template <class C>
 struct StoredWeights {
   static constexpr int kLoads = C::kBits / 2;  // of 16 bytes
@@ -98,10 +115,12 @@ struct StoredWeights {
   }
 };
 
-template <class Element, int kBits, int kBlockM, bool kZeros, class Scale, int kWarpgroups, bool kGrouped>
-__device__ __forceinline__ void Config<Element, kBits, kBlockM, kZeros, Scale, kWarpgroups, kGrouped>::consume(
-    uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers, CUtensorMap const& out_map, Params const& p,
-    hopper::ThreadCoord<Config> const& coord) {
+template <class Element, int kBits, int kBlockM, bool kZeros, class Scale, int kWarpgroups,
+          bool kGrouped>
+__device__ __forceinline__ void
+Config<Element, kBits, kBlockM, kZeros, Scale, kWarpgroups, kGrouped>::consume(
+    uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers, CUtensorMap const& out_map,
+    Params const& p, hopper::ThreadCoord<Config> const& coord) {
   using C = Config;
   DataType const scale_type = std::is_void_v<Scale>           ? p.weight.scale_type
                               : std::is_same_v<Scale, float>  ? DataType::kFloat32
@@ -113,7 +132,8 @@ __device__ __forceinline__ void Config<Element, kBits, kBlockM, kZeros, Scale, k
   int const total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += p.clusters) {
     typename C::Work work(index, p);
-    int row0 = hopper::first_feature<C>(work.pair, coord.rank, p), m0 = hopper::first_x_row<C>(work, coord.rank, p);
+    int row0 = hopper::first_feature<C>(work.pair, coord.rank, p),
+        m0 = hopper::first_x_row<C>(work, coord.rank, p);
     if (work.empty()) break;
     int count = work.end_k(p) - work.first_k(p);
     float products[C::kProducts], sums[C::kSums] = {};
@@ -153,17 +173,18 @@ __device__ __forceinline__ void Config<Element, kBits, kBlockM, kZeros, Scale, k
             int const column = step * C::kKSlices + k_slice, x_row = half * C::kColumns;
             wgmma_float<Element, C::kColumns>(
                 a[step][k_slice],
-                x_rows + (column / kInPanel * C::kPanelBytes + x_row * C::kSwizzleBytes) / 16 + column % kInPanel * 2, products,
-                step > 0 || k_slice > 0);
+                x_rows + (column / kInPanel * C::kPanelBytes + x_row * C::kSwizzleBytes) / 16 +
+                    column % kInPanel * 2,
+                products, step > 0 || k_slice > 0);
           }
           cute::warpgroup_commit_batch();
           fence_registers(products);
         };
         float scale[2];
-        // The second step's weights are decoded behind the first half's first products, the next stage's first behind the
-        // second half's last: between a half's products and its next turn a warpgroup has nothing to do but to promote. (The
-        // other tiles' loop stands apart: where they share code, the compiler orders those of short groups and of 32 rows of x
-        // again.)
+        // The second step's weights are decoded behind the first half's first products, the next
+        // stage's first behind the second half's last: between a half's products and its next turn
+        // a warpgroup has nothing to do but to promote. (The other tiles' loop stands apart: where
+        // they share code, the compiler orders those of short groups and of 32 rows of x again.)
 #pragma unroll
         for (int half = 0; half < C::kHalves; ++half) {
           cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + coord.warpgroup);
@@ -185,7 +206,8 @@ __device__ __forceinline__ void Config<Element, kBits, kBlockM, kZeros, Scale, k
           fence_registers(products);
           if (last) {
             fence_operands(1);
-            if (coord.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], coord.lane, true);
+            if (coord.lane < C::kCluster)
+              ClusterBarrier::arrive(&barriers.empty[stage], coord.lane, true);
           }
 #pragma unroll
           for (int j = 0; j < C::kProducts; ++j) {
@@ -197,7 +219,8 @@ __device__ __forceinline__ void Config<Element, kBits, kBlockM, kZeros, Scale, k
 #pragma unroll
         for (int step = 0; step < C::kSteps; ++step) {
 #pragma unroll
-          for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice) fence_registers(a[step % 2][k_slice]);
+          for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice)
+            fence_registers(a[step % 2][k_slice]);
           fence_registers(products);
           if (C::kInTurn) cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + coord.warpgroup);
           cute::warpgroup_arrive();
@@ -205,12 +228,14 @@ __device__ __forceinline__ void Config<Element, kBits, kBlockM, kZeros, Scale, k
           for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice) {
             constexpr int kInPanel = C::kPanelColumns / 16;
             int const column = step * C::kKSlices + k_slice;
-            wgmma_float<Element, C::kBlockM>(a[step % 2][k_slice],
-                                             x_rows + column / kInPanel * (C::kPanelBytes / 16) + column % kInPanel * 2,
-                                             products, step > 0 || k_slice > 0);
+            wgmma_float<Element, C::kBlockM>(
+                a[step % 2][k_slice],
+                x_rows + column / kInPanel * (C::kPanelBytes / 16) + column % kInPanel * 2,
+                products, step > 0 || k_slice > 0);
           }
           cute::warpgroup_commit_batch();
-          if (C::kInTurn) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - coord.warpgroup);
+          if (C::kInTurn)
+            cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - coord.warpgroup);
           fence_registers(products);
           StoredScales const scales = next_scales;
           float scale[2];
@@ -218,7 +243,8 @@ __device__ __forceinline__ void Config<Element, kBits, kBlockM, kZeros, Scale, k
           if (step > 0) {  // the registers that are decoded to next are free
             cute::warpgroup_wait<1>();
 #pragma unroll
-            for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice) fence_registers(a[(step + 1) % 2][k_slice]);
+            for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice)
+              fence_registers(a[(step + 1) % 2][k_slice]);
           }
           if (step + 1 < C::kSteps) {
             weights.decode(step + 1, a[(step + 1) % 2]);
@@ -233,7 +259,8 @@ __device__ __forceinline__ void Config<Element, kBits, kBlockM, kZeros, Scale, k
           if (step + 1 < C::kSteps) continue;
           cute::warpgroup_wait<0>();
           fence_registers(products);
-          if (coord.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], coord.lane, true);
+          if (coord.lane < C::kCluster)
+            ClusterBarrier::arrive(&barriers.empty[stage], coord.lane, true);
           if (!C::kScalesFirst) scales.values(scale_type, scale);
 #pragma unroll
           for (int j = 0; j < C::kSums; ++j) sums[j] = fmaf(products[j], scale[j % 4 / 2], sums[j]);
@@ -251,7 +278,8 @@ __device__ __forceinline__ void Config<Element, kBits, kBlockM, kZeros, Scale, k
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    wgmma_gemm_a16(__grid_constant__ CUtensorMap const map, __grid_constant__ CUtensorMap const out_map,
+    wgmma_gemm_a16(__grid_constant__ CUtensorMap const map,
+                   __grid_constant__ CUtensorMap const out_map,
                    __grid_constant__ typename C::Params const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t stages[];

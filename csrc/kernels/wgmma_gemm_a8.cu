@@ -5,29 +5,38 @@ namespace cutlass_ops {
 namespace {
 
 template <class C>
-Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes({C::kBits, C::kBlockM, 1, C::kLoadScales, C::kLoadTokenScales,
-                                                            C::kAsymmetric, C::kZeros, C::kStages, C::kWarpgroups}),
+Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                     Stream stream) {
+  static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes({C::kBits, C::kBlockM, 1, C::kLoadScales,
+                                                            C::kLoadTokenScales, C::kAsymmetric,
+                                                            C::kZeros, C::kStages, C::kWarpgroups}),
                 "the plan has other shared memory");
   CUtensorMap map;
-  Status status = hopper::encode_codes(problem, plan.ctas_along_m > 1 ? C::kBlockM : C::kBlockM / C::kCluster, &map);
-  return status.ok() ? hopper::launch_persistent<C>(wgmma_gemm_a8<C>, problem, plan, splitk_workspace, map, stream) : status;
+  Status status = hopper::encode_codes(
+      problem, plan.ctas_along_m > 1 ? C::kBlockM : C::kBlockM / C::kCluster, &map);
+  return status.ok() ? hopper::launch_persistent<C>(wgmma_gemm_a8<C>, problem, plan,
+                                                    splitk_workspace, map, stream)
+                     : status;
 }
 
 template <int kBits, int kBlockM, int kWarpgroups, bool kZeros, bool kAsymmetric>
-Status launch_promotion(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_promotion(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                        Stream stream) {
   auto const launch = [&](auto promotion) {
     using C = Config<kBits, kBlockM, decltype(promotion)::value, kZeros, kAsymmetric, kWarpgroups>;
     return launch_config<C>(problem, plan, splitk_workspace, stream);
   };
   if constexpr (!kZeros) {
-    if (sums_whole_rows(problem)) return launch(std::integral_constant<Promotion, Promotion::kChannel>());
+    if (sums_whole_rows(problem))
+      return launch(std::integral_constant<Promotion, Promotion::kChannel>());
     if constexpr (!kAsymmetric && kBlockM <= 176) {
-      if (sums_whole_taps(problem)) return launch(std::integral_constant<Promotion, Promotion::kTap>());
+      if (sums_whole_taps(problem))
+        return launch(std::integral_constant<Promotion, Promotion::kTap>());
     }
   }
   if constexpr (kBlockM > 176) {
-    return {Status::kUnsupported, "BLOCK_M = " + std::to_string(kBlockM) + " is for int32 sums over all of K"};
+    return {Status::kUnsupported,
+            "BLOCK_M = " + std::to_string(kBlockM) + " is for int32 sums over all of K"};
   } else if (activations_have_blocks(problem)) {
     return launch(std::integral_constant<Promotion, Promotion::kBlock>());
   } else {
@@ -36,27 +45,32 @@ Status launch_promotion(GemmProblem const& problem, Plan const& plan, float* spl
 }
 
 template <int kBits, int kBlockM, int kWarpgroups, bool kZeros>
-Status launch_zeros(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_zeros(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                    Stream stream) {
   if constexpr (kWarpgroups == 2 && kBlockM != 144) {
     if (problem.quantized.zeros) {
-      return launch_promotion<kBits, kBlockM, kWarpgroups, kZeros, true>(problem, plan, splitk_workspace, stream);
+      return launch_promotion<kBits, kBlockM, kWarpgroups, kZeros, true>(problem, plan,
+                                                                         splitk_workspace, stream);
     }
   }
-  return launch_promotion<kBits, kBlockM, kWarpgroups, kZeros, false>(problem, plan, splitk_workspace, stream);
+  return launch_promotion<kBits, kBlockM, kWarpgroups, kZeros, false>(problem, plan,
+                                                                      splitk_workspace, stream);
 }
 
 template <int kBits, int kBlockM>
-Status launch_compensated(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_compensated(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                          Stream stream) {
   auto const launch = [&](auto zeros) {
     constexpr bool kZeros = decltype(zeros)::value;
     if (problem.quantized.block == -1) {
-      return launch_config<Config<kBits, kBlockM, Promotion::kToken, kZeros, false, 2, true>>(problem, plan, splitk_workspace,
-                                                                                              stream);
+      return launch_config<Config<kBits, kBlockM, Promotion::kToken, kZeros, false, 2, true>>(
+          problem, plan, splitk_workspace, stream);
     }
-    return launch_config<Config<kBits, kBlockM, Promotion::kBlock, kZeros, false, 2, true>>(problem, plan, splitk_workspace,
-                                                                                            stream);
+    return launch_config<Config<kBits, kBlockM, Promotion::kBlock, kZeros, false, 2, true>>(
+        problem, plan, splitk_workspace, stream);
   };
-  // Codes less zero points, where those of x are compensated; where those of the weight are, codes alone.
+  // Codes less zero points, where those of x are compensated; where those of the weight
+  // are, codes alone.
   if constexpr (kBits == 4) {
     if (problem.weight.zeros && problem.quantized.zeros) return launch(std::true_type());
   }
@@ -64,15 +78,18 @@ Status launch_compensated(GemmProblem const& problem, Plan const& plan, float* s
 }
 
 template <int kBits, int kBlockM, int kWarpgroups = 2>
-Status launch_plain(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_plain(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                    Stream stream) {
   if constexpr (kBits == 4 && kBlockM <= 176) {
-    if (problem.weight.zeros) return launch_zeros<4, kBlockM, kWarpgroups, true>(problem, plan, splitk_workspace, stream);
+    if (problem.weight.zeros)
+      return launch_zeros<4, kBlockM, kWarpgroups, true>(problem, plan, splitk_workspace, stream);
   }
   return launch_zeros<kBits, kBlockM, kWarpgroups, false>(problem, plan, splitk_workspace, stream);
 }
 
 template <int kBits>
-Status launch_compensated_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_compensated_tile(GemmProblem const& problem, Plan const& plan,
+                               float* splitk_workspace, Stream stream) {
   switch (plan.block_m) {
     case 96:
       return launch_compensated<kBits, 96>(problem, plan, splitk_workspace, stream);
@@ -86,8 +103,10 @@ Status launch_compensated_tile(GemmProblem const& problem, Plan const& plan, flo
 }
 
 template <int kBits>
-Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  if (plan.compensates) return launch_compensated_tile<kBits>(problem, plan, splitk_workspace, stream);
+Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                   Stream stream) {
+  if (plan.compensates)
+    return launch_compensated_tile<kBits>(problem, plan, splitk_workspace, stream);
   if constexpr (kBits == 4) {
     if (plan.block_n == 512) {
       return plan.block_m == 32 ? launch_plain<4, 32, 4>(problem, plan, splitk_workspace, stream)
@@ -114,7 +133,8 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
 
 }  // namespace
 
-Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+                            Stream stream) {
   return problem.weight.bits == 4 ? launch_tile<4>(problem, plan, splitk_workspace, stream)
                                   : launch_tile<8>(problem, plan, splitk_workspace, stream);
 }

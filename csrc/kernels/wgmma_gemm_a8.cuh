@@ -1,14 +1,17 @@
-// int8 activations x int4 or int8 weights on Hopper's wgmma: W8A8 and W4A8 at prefill, sm_90a. The tile, its loads and its
-// stores are device/hopper_gemm.cuh. Per 128 columns of K a warpgroup's turn is:
+// int8 activations x int4 or int8 weights on Hopper's wgmma: W8A8 and W4A8 at prefill, sm_90a.
+// The tile, its loads and its stores are device/hopper_gemm.cuh. Per 128 columns of K a
+// warpgroup's turn is:
 //
 //   decode   the stage's weights, which were loaded during the promotion of the previous sums
 //   multiply exact int32 sums of 128 columns, which never leave registers
-//   promote  sum = fma(float(I), token scale * weight scale, sum), once a scale block. A pixel of an image with one scale is
-//            promoted once a tap, where weights have one scale a row
-//   azp      with zero points za of the activations: I -= za * colsum(codes). With block zero points the sums of a stage start from this value
-//            instead of zero; with token zero points it is a product of 32 more columns, which takes less time there. In every stage,
-//            since with outliers nearly all codes are the zero point, and fp32 sums that still hold it round away what is left
-//            Where results are rounded to 16 bits, 16 or 32 K tiles are compensated at once instead, in a stage that follows them
+//   promote  sum = fma(float(I), token scale * weight scale, sum), once a scale block. A pixel of
+//            an image with one scale is promoted once a tap, where weights have one scale a row
+//   azp      with zero points za of the activations: I -= za * colsum(codes). With block zero
+//            points the sums of a stage start from this value instead of zero; with token zero
+//            points it is a product of 32 more columns, which takes less time there. In every
+//            stage, since with outliers nearly all codes are the zero point, and fp32 sums that
+//            still hold it round away what is left Where results are rounded to 16 bits, 16 or 32 K
+//            tiles are compensated at once instead, in a stage that follows them
 //            (zero_compensation.h), and token zero points once at the end of K
 //
 // wgmma_gemm_a8.cu has the instances for a weight, wgmma_gemm_a8_grouped.cu those for experts.
@@ -19,28 +22,33 @@
 namespace cutlass_ops {
 namespace {
 
-template <int kBits, int kBlockM, Promotion kPromotion, bool kZeros, bool kAsymmetric, int kWarpgroups, bool kCompensates,
-          bool kGrouped>
-__device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensates,
-                                       kGrouped>::consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
-                                                          CUtensorMap const& out_map, Params const& p,
-                                                          hopper::ThreadCoord<Config> const& coord) {
+template <int kBits, int kBlockM, Promotion kPromotion, bool kZeros, bool kAsymmetric,
+          int kWarpgroups, bool kCompensates, bool kGrouped>
+__device__ __forceinline__ void
+Config<kBits, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensates,
+       kGrouped>::consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
+                          CUtensorMap const& out_map, Params const& p,
+                          hopper::ThreadCoord<Config> const& coord) {
   using C = Config;
   constexpr bool kBlock = kPromotion == Promotion::kBlock, kTap = kPromotion == Promotion::kTap;
   constexpr bool kChannel = kPromotion == Promotion::kChannel;
-  constexpr bool kLongSums = kTap || kChannel;  // int32 sums of several tiles of K, and a row's scale at the end
+  constexpr bool kLongSums = kTap || kChannel;  // int32 sums of several tiles of K, and a row's
+                                                // scale at the end
   int clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   int const t = coord.lane % 4;
   // Provably uniform over the lanes, and not recomputed in every turn.
-  uint32_t const first_stage = C::kPrepareScales ? __shfl_sync(~0u, cute::cast_smem_ptr_to_uint(stages), 0) : 0;
+  uint32_t const first_stage =
+      C::kPrepareScales ? __shfl_sync(~0u, cute::cast_smem_ptr_to_uint(stages), 0) : 0;
   hopper::Ring<C::kStages> ring;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work work(index, p);
-    int row0 = hopper::first_feature<C>(work.pair, coord.rank, p), m0 = hopper::first_x_row<C>(work, coord.rank, p);
+    int row0 = hopper::first_feature<C>(work.pair, coord.rank, p),
+        m0 = hopper::first_x_row<C>(work, coord.rank, p);
     int count = work.end_k(p) - work.first_k(p);
     uint32_t integers[C::kSums];
     float sums[kChannel ? 1 : C::kSums] = {};
-    uint32_t total_colsum[2] = {};  // of the weights of rows g and g + 8 over all of K; this lane's part until the end
+    uint32_t total_colsum[2] = {};  // of the weights of rows g and g + 8 over all of K; this lane's
+                                    // part until the end
     RawWeights<C> raw;
     // One scale a token, and one a row, come last; they are on their way until then.
     float end_scale[(C::kEndScales + 127) / 128 + 1];
@@ -59,7 +67,8 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
     }
     [[maybe_unused]] hopper::StoredScales row_scales;
     if constexpr (kLongSums) {
-      int const position = row0 + coord.warpgroup * kRowsPerPanel + coord.lane / 4 * 8 + coord.warp * 2;
+      int const position =
+          row0 + coord.warpgroup * kRowsPerPanel + coord.lane / 4 * 8 + coord.warp * 2;
       int first = 0;  // of the expert's
       if constexpr (kGrouped) first = work.expert * hopper::rows_of_weight<C>(p);
       row_scales.load(static_cast<uint8_t const*>(p.weight.scales) +
@@ -68,13 +77,15 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
     }
     uint8_t* const ends = reinterpret_cast<uint8_t*>(staging) + C::kStoreBytes;
     uint8_t* const end_zeros = ends + coord.warpgroup * C::kEndZeros;
-    auto* end_scales = reinterpret_cast<float*>(ends + C::kWarpgroups * C::kEndZeros) + coord.warpgroup * C::kEndScales;
+    auto* end_scales = reinterpret_cast<float*>(ends + C::kWarpgroups * C::kEndZeros) +
+                       coord.warpgroup * C::kEndScales;
     if constexpr (C::kMultipliesZeroPoints) {
 #pragma unroll
       for (int i = 0; i * 128 < C::kEndScales; ++i) {
         int x_row = coord.warp * 32 + coord.lane + i * 128;
         if (x_row < C::kBlockM) {
-          reinterpret_cast<uint4*>(end_zeros)[x_row] = make_uint4(end_zero[i], end_zero[i], end_zero[i], end_zero[i]);
+          reinterpret_cast<uint4*>(end_zeros)[x_row] =
+              make_uint4(end_zero[i], end_zero[i], end_zero[i], end_zero[i]);
         }
       }
       cutlass::arch::fence_view_async_shared();
@@ -84,8 +95,8 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
       return cute::cast_smem_ptr_to_uint(stage) + coord.token_factors + C::kBlockM * 4;
     };
     if constexpr (kLongSums) {
-      // Were the first product to start from zeros itself, sums of 256 rows of x would live from tile to tile, and not all in
-      // registers.
+      // Were the first product to start from zeros itself, sums of 256 rows of x would live from
+      // tile to tile, and not all in registers.
 #pragma unroll
       for (uint32_t& sum : integers) sum = 0;
     }
@@ -104,12 +115,14 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
     }
     [[maybe_unused]] int const tap_tiles = p.image.columns / kKPerTile;
     [[maybe_unused]] int rest_of_tap = kTap ? tap_tiles - work.first_k(p) % tap_tiles : 0;
-    // Tiles up to the next compensation, and that, in turn. The same in all lanes, as the compiler can see.
+    // Tiles up to the next compensation, and that, in turn. The same in all lanes, as the
+    // compiler can see.
     int i = 0;
     [[maybe_unused]] int compensation = 0, window = 0;
     if constexpr (C::kCompensatesByWindow) {
       hopper::WindowPosition<C::kWindowTiles> const first(work.first_k(p), p);
-      window = __shfl_sync(~0u, first.window, 0), compensation = __shfl_sync(~0u, first.compensation - work.first_k(p), 0);
+      window = __shfl_sync(~0u, first.window, 0),
+      compensation = __shfl_sync(~0u, first.compensation - work.first_k(p), 0);
     }
     do {
       int const until = C::kCompensatesByWindow ? min(count, compensation) : count;
@@ -117,10 +130,12 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
         uint8_t const* stage = stages + ring.stage * C::kStageBytes;
         if constexpr (!C::kStartsFromZeroPoints) decode_weights<C>(raw, a);
         float scale[2];
-        if (!C::kPrepareScales) scale[0] = raw.scale[0] * C::kUnit, scale[1] = raw.scale[1] * C::kUnit;
-        uint64_t x_rows = operand_descriptor(
-            (C::kPrepareScales ? first_stage + ring.stage * C::kStageBytes : cute::cast_smem_ptr_to_uint(stage)) +
-            C::kActivations);
+        if (!C::kPrepareScales)
+          scale[0] = raw.scale[0] * C::kUnit, scale[1] = raw.scale[1] * C::kUnit;
+        uint64_t x_rows =
+            operand_descriptor((C::kPrepareScales ? first_stage + ring.stage * C::kStageBytes
+                                                  : cute::cast_smem_ptr_to_uint(stage)) +
+                               C::kActivations);
         [[maybe_unused]] ZeroPointProduct<C> zero_point_product;
         if constexpr (C::kMultipliesZeroPoints) zero_point_product.add(a);
 #pragma unroll
@@ -137,7 +152,8 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
         // While the products run.
         if constexpr (kAsymmetric && kChannel) add_weights(a, total_colsum);
         if constexpr (C::kMultipliesZeroPoints) zero_point_product.spread();
-        if (C::kLoadTokenScales && !C::kStartsFromZeroPoints) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
+        if (C::kLoadTokenScales && !C::kStartsFromZeroPoints)
+          ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
         if constexpr (C::kPrepareScales) {
           raw.load_prepared_scales(stage, coord);
           scale[0] = raw.scale[0], scale[1] = raw.scale[1];
@@ -145,7 +161,8 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
         if constexpr (C::kMultipliesZeroPoints) {
           fence_registers(zero_point_product.operand);
           cute::warpgroup_arrive();
-          wgmma_int8<C::kBlockM>(zero_point_product.operand, repeated_descriptor(end_zeros), integers, true);
+          wgmma_int8<C::kBlockM>(zero_point_product.operand, repeated_descriptor(end_zeros),
+                                 integers, true);
           cute::warpgroup_commit_batch();
           fence_registers(integers);
         }
@@ -155,7 +172,8 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
         if (i + 1 < count) {
           TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
           raw.load_vectors(next, p, coord);
-          if (C::kStartsFromZeroPoints) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
+          if (C::kStartsFromZeroPoints)
+            ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
         }
         uint32_t factors = cute::cast_smem_ptr_to_uint(stage) + coord.token_factors;
         TokenFactors<C> token_scales(factors);
@@ -163,8 +181,8 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
         fence_registers(integers);
         if constexpr (C::kMultipliesZeroPoints) zero_point_product.subtract(end_zeros, integers);
         if constexpr (C::kStartsFromZeroPoints) {
-          // A sixteen's zero points come kLate sixteens after its integers have gone, and the next weights and their sums in
-          // between: what is loaded needs registers, and time.
+          // A sixteen's zero points come kLate sixteens after its integers have gone, and the next
+          // weights and their sums in between: what is loaded needs registers, and time.
           constexpr int kSixteens = C::kBlockM / 16, kLate = 2;
           constexpr int kWeightsAt = kBlockM == 176  ? 4
                                      : kBlockM == 32 ? 0
@@ -178,7 +196,8 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
               token_scales.load(j + token_scales.kAhead);
 #pragma unroll
               for (int k_slice = 0; k_slice < RawWeights<C>::kLoads; ++k_slice) {
-                if (j == kWeightsAt + k_slice / 2 && i + 1 < count) raw.load_piece(next, coord, k_slice);
+                if (j == kWeightsAt + k_slice / 2 && i + 1 < count)
+                  raw.load_piece(next, coord, k_slice);
               }
               promote_biased<C>(j, token_scales.sixteens[j], scale, bias, integers, sums);
             }
@@ -190,8 +209,8 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
           }
           start_sums<C>(codes, integers);
         } else {
-          constexpr int kEvery =
-              kBlockM / 8 < 2 * RawWeights<C>::kLoads ? 1 : 2;  // groups of eight rows of x between two loads of weights
+          // groups of eight rows of x between two loads of weights
+          constexpr int kEvery = kBlockM / 8 < 2 * RawWeights<C>::kLoads ? 1 : 2;
           bool promotes = !kLongSums;
           if constexpr (kTap) {
             promotes = --rest_of_tap == 0 || i + 1 == count;
@@ -200,11 +219,12 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
 #pragma unroll
           for (int j = 0; j < C::kBlockM / 8; ++j) {
             if (!kTap && j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
-            // The next weights, 16 bytes at a time: before the products end there is no register to spare, and none for 8-bit
-            // ones at all.
+            // The next weights, 16 bytes at a time: before the products end there is no register to
+            // spare, and none for 8-bit ones at all.
             if (j % kEvery == kEvery - 1 && j / kEvery < RawWeights<C>::kLoads && i + 1 < count)
               raw.load_piece(next, coord, j / kEvery);
-            if constexpr (!kLongSums) promote<C>(j, token_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
+            if constexpr (!kLongSums)
+              promote<C>(j, token_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
           }
           if (kTap && promotes) {
 #pragma unroll
@@ -213,7 +233,8 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
 #pragma unroll
               for (int e = 0; e < 4; ++e) {
                 float& sum = sums[4 * j + e];
-                sum = fmaf(float(int(integers[4 * j + e])), token_scales.sixteens[j / 2][j % 2 * 2 + e % 2], sum);
+                sum = fmaf(float(int(integers[4 * j + e])),
+                           token_scales.sixteens[j / 2][j % 2 * 2 + e % 2], sum);
                 integers[4 * j + e] = 0;
               }
             }
@@ -224,15 +245,18 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
       }
       if constexpr (C::kCompensatesByWindow) {
         if (i < count) {
-          compensate<C>(window, raw, stages, ring, barriers, p, coord, i + 1 == count, integers, sums);
+          compensate<C>(window, raw, stages, ring, barriers, p, coord, i + 1 == count, integers,
+                        sums);
           ++i, ++window;
           compensation = min(compensation + C::kWindowTiles + 1, p.k_tiles - 1 - work.first_k(p));
         }
       }
     } while (C::kCompensatesByWindow && i < count);
     if constexpr (kBlock) {
-      // With these pinned, the main loop of this tile is scheduled as well as can be: 4 % (measured on an H200).
-      if (C::kStartsFromZeroPoints && C::kBits == 8 && C::kBlockM == 176) asm volatile("" : "+r"(row0), "+r"(m0));
+      // With these pinned, the main loop of this tile is scheduled as well as can be: 4 %
+      // (measured on an H200).
+      if (C::kStartsFromZeroPoints && C::kBits == 8 && C::kBlockM == 176)
+        asm volatile("" : "+r"(row0), "+r"(m0));
       if constexpr (kGrouped) {
         hopper::store_group<C>(sums, staging, out_map, p, coord, work, row0);
       } else {
@@ -266,8 +290,10 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
         int x_row = i / 4 * 8 + 2 * t + i % 2, h = i % 4 / 2;
         if constexpr (kChannel) {
           // In int32: differences are exact where they fit, whatever the sums did.
-          uint32_t zero_point_product = kAsymmetric ? total_colsum[h] * uint32_t(int(int8_t(end_zeros[x_row]))) : 0;
-          outputs[i] = float(int(integers[i] - zero_point_product)) * row_scale[h] * end_scales[x_row];
+          uint32_t zero_point_product =
+              kAsymmetric ? total_colsum[h] * uint32_t(int(int8_t(end_zeros[x_row]))) : 0;
+          outputs[i] =
+              float(int(integers[i] - zero_point_product)) * row_scale[h] * end_scales[x_row];
         } else {
           sums[i] *= kTap ? row_scale[h] : end_scales[x_row];
         }
@@ -287,7 +313,8 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    wgmma_gemm_a8(__grid_constant__ CUtensorMap const map, __grid_constant__ CUtensorMap const out_map,
+    wgmma_gemm_a8(__grid_constant__ CUtensorMap const map,
+                  __grid_constant__ CUtensorMap const out_map,
                   __grid_constant__ typename C::Params const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t stages[];

@@ -4,7 +4,8 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr int kMostWholeK = 131071;  // whose int32 sums of products do not overflow, as in sums_whole_rows()
+constexpr int kMostWholeK = 131071;  // whose int32 sums of products do not overflow, as in
+                                     // sums_whole_rows()
 
 template <int kBits, int kBlockM, bool kZeros>
 Status launch_promotion(GroupedGemm const& problem, Plan const& plan, Stream stream) {
@@ -12,7 +13,8 @@ Status launch_promotion(GroupedGemm const& problem, Plan const& plan, Stream str
     using C = Config<kBits, kBlockM, decltype(promotion)::value, kZeros, false, 2, false, true>;
     return hopper::launch_grouped<C>(wgmma_gemm_a8<C>, problem, plan, stream);
   };
-  if (problem.x_codes == ActQuant::kBlock) return launch(std::integral_constant<Promotion, Promotion::kBlock>());
+  if (problem.x_codes == ActQuant::kBlock)
+    return launch(std::integral_constant<Promotion, Promotion::kBlock>());
   if constexpr (kBits == 8) {  // int4 with a scale a row is rare
     if (problem.weight.group_size == -1 && problem.weight.k <= kMostWholeK)
       return launch(std::integral_constant<Promotion, Promotion::kChannel>());

@@ -1,5 +1,5 @@
-// Configurations of wgmma_gemm_a8, its promotion of int32 sums to fp32, and the compensation of zero
-// points.
+// Configurations of wgmma_gemm_a8, its promotion of int32 sums to fp32, and the
+// compensation of zero points.
 #pragma once
 
 #include <algorithm>
@@ -9,75 +9,91 @@
 #include "dispatch/launch_shape.h"
 #include "kernels/kernels.h"
 
-#pragma nv_diag_suppress 177  // for other GPUs the kernels have no bodies, which read the members of Config
+// for other GPUs the kernels have no bodies, which read the members of Config
+#pragma nv_diag_suppress 177
 
 namespace cutlass_ops {
 namespace {
 
 enum class Promotion {
-  kBlock,    // a scale for each token and 128 columns, and one for each row and 128 columns
-  kToken,    // one for each row and 128 columns; the token's is applied at the end
-  kTap,      // one for each pixel of an image, after the sums of a tap; the row's is applied at the end
+  kBlock,  // a scale for each token and 128 columns, and one for each row and 128 columns
+  kToken,  // one for each row and 128 columns; the token's is applied at the end
+  kTap,  // one for each pixel of an image, after the sums of a tap; the row's is applied at the end
   kChannel,  // none: int32 sums run over all of K
 };
 
-template <int kBits, int kBlockM, Promotion kPromotion_, bool kZeros, bool kAsymmetric_, int kWarpgroups = 2,
-          bool kCompensates = false, bool kGrouped_ = false>
-struct Config : hopper::TileConfig<kBits, kBlockM, 1, (kPromotion_ < Promotion::kTap),
-                                   kPromotion_ == Promotion::kBlock || kPromotion_ == Promotion::kTap, kAsymmetric_, kZeros,
-                                   wgmma_gemm_a8_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
+template <int kBits, int kBlockM, Promotion kPromotion_, bool kZeros, bool kAsymmetric_,
+          int kWarpgroups = 2, bool kCompensates = false, bool kGrouped_ = false>
+struct Config
+    : hopper::TileConfig<kBits, kBlockM, 1, (kPromotion_ < Promotion::kTap),
+                         kPromotion_ == Promotion::kBlock || kPromotion_ == Promotion::kTap,
+                         kAsymmetric_, kZeros,
+                         wgmma_gemm_a8_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
   static constexpr bool kGrouped = kGrouped_;  // rows of x and weights are experts'
-  static constexpr bool kImages = !kAsymmetric_ && !kCompensates && kPromotion_ != Promotion::kToken && !kGrouped;
+  static constexpr bool kImages =
+      !kAsymmetric_ && !kCompensates && kPromotion_ != Promotion::kToken && !kGrouped;
   static constexpr bool kSplitsRows = kImages && kWarpgroups == 2;
   // Zero points are compensated by the window of K or, where a token has one, at the end.
   static constexpr bool kCompensatesByWindow = kCompensates && kPromotion_ == Promotion::kBlock;
-  using Params = std::conditional_t<kCompensatesByWindow, hopper::CompensatedParams,
-                                    std::conditional_t<kGrouped, hopper::GroupedParams, hopper::Params>>;
+  using Params =
+      std::conditional_t<kCompensatesByWindow, hopper::CompensatedParams,
+                         std::conditional_t<kGrouped, hopper::GroupedParams, hopper::Params>>;
   using Work = std::conditional_t<kGrouped, hopper::GroupedWork<kBlockM>, hopper::Work>;
   static constexpr int kXBoxRows = kGrouped ? kSlotRows : Config::TileConfig::kXBoxRows;
-  static_assert(!kGrouped || (!kAsymmetric_ && kPromotion_ != Promotion::kTap), "experts have other kernels for these");
+  static_assert(!kGrouped || (!kAsymmetric_ && kPromotion_ != Promotion::kTap),
+                "experts have other kernels for these");
   static constexpr int kWindowTiles = kCompensatesByWindow ? compensation_window(kBits) : 0;
   static constexpr Promotion kPromotion = kPromotion_;
   static constexpr bool kAsymmetric = kAsymmetric_;  // activations with zero points
   static constexpr bool kStartsFromZeroPoints =
       kAsymmetric && kPromotion == Promotion::kBlock;  // a stage's sums start from -za * colsum
-  static constexpr bool kMultipliesZeroPoints = kAsymmetric && kPromotion == Promotion::kToken;  // a product compensates them
+  // a product compensates them
+  static constexpr bool kMultipliesZeroPoints = kAsymmetric && kPromotion == Promotion::kToken;
   // What the decoder multiplies codes by.
-  static constexpr float kCodeScale = kBits == 4 && !kZeros ? float(decode::Int4Int8::kScale) : 1.0f;
+  static constexpr float kCodeScale =
+      kBits == 4 && !kZeros ? float(decode::Int4Int8::kScale) : 1.0f;
   static constexpr float kUnit = 1.0f / kCodeScale;
-  // A warp that multiplies nothing makes the weights' scales fp32 numbers, times kUnit: instructions concurrent with the MMAs
-  // slow these down, even those that nothing waits for. For the same reason stages are then addressed without the block's rank
-  // in its cluster. (Measured on an H200, where it is done.)
-  static constexpr bool kPrepareScales = kPromotion_ == Promotion::kBlock && !kAsymmetric && !kZeros && kBlockM >= 128;
-  // Whether a warp's lanes wait for each other before they give a stage back. They need not, but the compiler then schedules
-  // the main loop of these another way: M = 4096, 28672 x 4096 in W4A8 take 810 us instead of 899 with one scale a token, 1003
-  // instead of 1014 with one a block. Other tiles, int8 weights and those with zero points take as long or up to 8 % longer.
-  // Where zero points are compensated it is int8 weights that gain, 1038 us instead of 1064, and int4 that lose, 1096 and 1072.
-  // (Measured on an H200.)
-  static constexpr bool kMeetAtEnd =
-      kCompensatesByWindow ? kBits == 8
-                           : kBits == 4 && kBlockM == 176 && !kZeros && !kAsymmetric && kPromotion != Promotion::kChannel;
-  static_assert(Config::kSharedBytes <= wgmma_gemm_a8_tile(kBits, kBlockM, kWarpgroups).shared_bytes,
+  // A warp that multiplies nothing makes the weights' scales fp32 numbers, times kUnit:
+  // instructions concurrent with the MMAs slow these down, even those that nothing waits for. For
+  // the same reason stages are then addressed without the block's rank in its cluster. (Measured on
+  // an H200, where it is done.)
+  static constexpr bool kPrepareScales =
+      kPromotion_ == Promotion::kBlock && !kAsymmetric && !kZeros && kBlockM >= 128;
+  // Whether a warp's lanes wait for each other before they give a stage back. They need not, but
+  // the compiler then schedules the main loop of these another way: M = 4096, 28672 x 4096 in W4A8
+  // take 810 us instead of 899 with one scale a token, 1003 instead of 1014 with one a block. Other
+  // tiles, int8 weights and those with zero points take as long or up to 8 % longer. Where zero
+  // points are compensated it is int8 weights that gain, 1038 us instead of 1064, and int4 that
+  // lose, 1096 and 1072. (Measured on an H200.)
+  static constexpr bool kMeetAtEnd = kCompensatesByWindow
+                                         ? kBits == 8
+                                         : kBits == 4 && kBlockM == 176 && !kZeros &&
+                                               !kAsymmetric && kPromotion != Promotion::kChannel;
+  static_assert(Config::kSharedBytes <=
+                    wgmma_gemm_a8_tile(kBits, kBlockM, kWarpgroups).shared_bytes,
                 "its tile promises less shared memory");
 
-  static __device__ void consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
-                                 CUtensorMap const& out_map, Params const& p, hopper::ThreadCoord<Config> const& coord);
+  static __device__ void consume(uint8_t* stages, float* staging,
+                                 hopper::Barriers<Config>& barriers, CUtensorMap const& out_map,
+                                 Params const& p, hopper::ThreadCoord<Config> const& coord);
 };
 
-// With zero points of the activations, a stage's sums start from the bits of kBias - za * (sum of the row's codes): in its
-// binade the unit is 1, so that int8 products add to them as to integers, and what they come to, kBias + I with |I| <= 255 *
-// 128 * 128 < 2^22, is a float again. That takes as many instructions as the way without zero points, which converts integers.
-// All of it is exact, but for a rounding of I * scale.
+// With zero points of the activations, a stage's sums start from the bits of kBias - za * (sum of
+// the row's codes): in its binade the unit is 1, so that int8 products add to them as to integers,
+// and what they come to, kBias + I with |I| <= 255 * 128 * 128 < 2^22, is a float again. That takes
+// as many instructions as the way without zero points, which converts integers. All of it is exact,
+// but for a rounding of I * scale.
 constexpr float kBias = 12582912.0f;  // 1.5 * 2^23
 
-// A scale whose product with kBias is a float: 22 bits of it, rounded. Narrower ones stay as they are.
+// A scale whose product with kBias is a float: 22 bits of it, rounded. Narrower ones
+// stay as they are.
 __device__ __forceinline__ float short_scale(float scale) {
   float high = __fmul_rn(scale, 5.0f);
   return __fsub_rn(high, __fsub_rn(high, scale));
 }
 
-// A stage's weights as they lie in shared memory, the fragments of 128 columns, and their scales and zero points for rows g and
-// g + 8.
+// A stage's weights as they lie in shared memory, the fragments of 128 columns, and their scales
+// and zero points for rows g and g + 8.
 template <class C>
 struct RawWeights {
   static constexpr int kLoads = C::kBits / 2;  // of 16 bytes
@@ -85,26 +101,31 @@ struct RawWeights {
   float scale[2];
   uint32_t zeros;  // two bytes, in one register
 
-  __device__ __forceinline__ void load(uint8_t const* stage, hopper::Params const& p, hopper::ThreadCoord<C> const& coord) {
+  __device__ __forceinline__ void load(uint8_t const* stage, hopper::Params const& p,
+                                       hopper::ThreadCoord<C> const& coord) {
     load_words(stage, coord);
     load_vectors(stage, p, coord);
   }
 
-  __device__ __forceinline__ void load_words(uint8_t const* stage, hopper::ThreadCoord<C> const& coord) {
+  __device__ __forceinline__ void load_words(uint8_t const* stage,
+                                             hopper::ThreadCoord<C> const& coord) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) load_piece(stage, coord, i);
   }
 
-  __device__ __forceinline__ void load_piece(uint8_t const* stage, hopper::ThreadCoord<C> const& coord, int i) {
+  __device__ __forceinline__ void load_piece(uint8_t const* stage,
+                                             hopper::ThreadCoord<C> const& coord, int i) {
     load_shared(cute::cast_smem_ptr_to_uint(stage) + coord.units + i * kUnitBytes, words[i]);
   }
 
-  __device__ __forceinline__ void load_prepared_scales(uint8_t const* stage, hopper::ThreadCoord<C> const& coord) {
+  __device__ __forceinline__ void load_prepared_scales(uint8_t const* stage,
+                                                       hopper::ThreadCoord<C> const& coord) {
     float2 v = *reinterpret_cast<float2 const*>(stage + coord.scales);
     scale[0] = v.x, scale[1] = v.y;
   }
 
-  // Zero points, and scales that nothing prepares. They are waited for where they are loaded: best while products run.
+  // Zero points, and scales that nothing prepares. They are waited for where they are loaded: best
+  // while products run.
   __device__ __forceinline__ void load_vectors(uint8_t const* stage, hopper::Params const& p,
                                                hopper::ThreadCoord<C> const& coord) {
     if (C::kLoadScales && !C::kPrepareScales) {
@@ -116,7 +137,8 @@ struct RawWeights {
         uint32_t v = *reinterpret_cast<uint32_t const*>(stage + coord.scales);
         float2 half = __half22float2(reinterpret_cast<__half2 const&>(v));
         bool is_half = p.weight.scale_type == DataType::kFloat16;
-        scale[0] = is_half ? half.x : __uint_as_float(v << 16), scale[1] = is_half ? half.y : __uint_as_float(v & 0xffff0000u);
+        scale[0] = is_half ? half.x : __uint_as_float(v << 16),
+        scale[1] = is_half ? half.y : __uint_as_float(v & 0xffff0000u);
       }
     }
     if (C::kZeros) zeros = *reinterpret_cast<uint16_t const*>(stage + coord.zeros);
@@ -131,16 +153,18 @@ __device__ __forceinline__ void decode_weights(RawWeights<C> const& raw, uint32_
     if constexpr (C::kBits == 8) {
       decode::Int8Int8::fragment(raw.words[i], a[i]);
     } else if constexpr (C::kZeros) {
-      decode::Int4MinusZeroInt8::fragment(raw.words[i / 2] + i % 2 * 2,
-                                          decode::Int4MinusZeroInt8::zero_constants(int8_t(raw.zeros), int8_t(raw.zeros >> 8)),
-                                          a[i]);
+      decode::Int4MinusZeroInt8::fragment(
+          raw.words[i / 2] + i % 2 * 2,
+          decode::Int4MinusZeroInt8::zero_constants(int8_t(raw.zeros), int8_t(raw.zeros >> 8)),
+          a[i]);
     } else {
       decode::Int4Int8::fragment(raw.words[i / 2] + i % 2 * 2, a[i]);
     }
   }
 }
 
-// Scales of the tile's rows of x: those of a thread's four in 16 come by one load, kAhead sixteens before their use.
+// Scales of the tile's rows of x: those of a thread's four in 16 come by one load, kAhead sixteens
+// before their use.
 template <class C>
 struct TokenFactors {
   static constexpr int kAhead = 2;
@@ -156,10 +180,12 @@ struct TokenFactors {
   }
 };
 
-// Fold the integers of eight rows of x into the fp32 sums. Register 4j + e: row g + 8 (e / 2), token 8j + 2t + e % 2. The same
-// three operations in two orders, of which each kernel runs faster in its own (by 2 to 5 %, measured on an H200).
+// Fold the integers of eight rows of x into the fp32 sums. Register 4j + e: row g + 8 (e / 2),
+// token 8j + 2t + e % 2. The same three operations in two orders, of which each kernel runs faster
+// in its own (by 2 to 5 %, measured on an H200).
 template <class C>
-__device__ __forceinline__ void promote(int j, float const* x_row, uint32_t const (&integers)[C::kSums],
+__device__ __forceinline__ void promote(int j, float const* x_row,
+                                        uint32_t const (&integers)[C::kSums],
                                         float const (&scale)[2], float (&sums)[C::kSums]) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
@@ -174,13 +200,14 @@ __device__ __forceinline__ void promote(int j, float const* x_row, uint32_t cons
   }
 }
 
-// This lane's part of the sums of 128 weights of rows g and g + 8: with them a product of codes becomes one of codes minus zero
-// points.
+// This lane's part of the sums of 128 weights of rows g and g + 8: with them a product of codes
+// becomes one of codes minus zero points.
 __device__ __forceinline__ void add_weights(uint32_t const (&a)[4][4], uint32_t (&sum)[2]) {
 #pragma unroll
   for (int k_slice = 0; k_slice < 4; ++k_slice) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i % 2] = uint32_t(__dp4a(int(a[k_slice][i]), 0x01010101, int(sum[i % 2])));
+    for (int i = 0; i < 4; ++i)
+      sum[i % 2] = uint32_t(__dp4a(int(a[k_slice][i]), 0x01010101, int(sum[i % 2])));
   }
 }
 
@@ -191,22 +218,27 @@ __device__ __forceinline__ T sum_of_row(T part) {
   return part + __shfl_xor_sync(0xffffffffu, part, 2);
 }
 
-// -1 times the sums of 128 codes of rows g and g + 8: a product with as many columns, on the tensor cores.
+// -1 times the sums of 128 codes of rows g and g + 8: a product with as many columns, on
+// the tensor cores.
 __device__ __forceinline__ void code_colsum(uint32_t const (&a)[4][4], float (&sums)[2]) {
   int products[4] = {};
 #pragma unroll
   for (int k_slice = 0; k_slice < 4; ++k_slice) {
     asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, {%0, %1, %2, %3};"
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+        "%8}, {%0, %1, %2, %3};"
         : "+r"(products[0]), "+r"(products[1]), "+r"(products[2]), "+r"(products[3])
-        : "r"(a[k_slice][0]), "r"(a[k_slice][1]), "r"(a[k_slice][2]), "r"(a[k_slice][3]), "r"(0xffffffffu));
+        : "r"(a[k_slice][0]), "r"(a[k_slice][1]), "r"(a[k_slice][2]), "r"(a[k_slice][3]),
+          "r"(0xffffffffu));
   }
   sums[0] = float(products[0]), sums[1] = float(products[2]);
 }
 
-// The zero points of a thread's four of sixteen rows of x, loaded to the registers of their integers.
+// The zero points of a thread's four of sixteen rows of x, loaded to the registers of their
+// integers.
 template <class C>
-__device__ __forceinline__ void load_zeros(int sixteen, uint32_t address, uint32_t (&integers)[C::kSums]) {
+__device__ __forceinline__ void load_zeros(int sixteen, uint32_t address,
+                                           uint32_t (&integers)[C::kSums]) {
   uint32_t zeros[4];
   load_shared(address + sixteen * 64, zeros);
 #pragma unroll
@@ -215,7 +247,8 @@ __device__ __forceinline__ void load_zeros(int sixteen, uint32_t address, uint32
 
 // What the next stage's sums start from, made of zero points where load_zeros() left them.
 template <class C>
-__device__ __forceinline__ void start_sums(float const (&codes)[2], uint32_t (&integers)[C::kSums]) {
+__device__ __forceinline__ void start_sums(float const (&codes)[2],
+                                           uint32_t (&integers)[C::kSums]) {
 #pragma unroll
   for (int i = 0; i < C::kBlockM / 16; ++i) {
 #pragma unroll
@@ -226,11 +259,13 @@ __device__ __forceinline__ void start_sums(float const (&codes)[2], uint32_t (&i
   }
 }
 
-// promote() for sixteen rows of x, whose integers have kBias added; `bias` is -kBias * scale. The products take the integers'
-// place: the compiler would give them too few separate registers to run in parallel.
+// promote() for sixteen rows of x, whose integers have kBias added; `bias` is -kBias * scale. The
+// products take the integers' place: the compiler would give them too few separate registers to
+// run in parallel.
 template <class C>
-__device__ __forceinline__ void promote_biased(int sixteen, float const (&x_row)[4], float const (&scale)[2],
-                                               float const (&bias)[2], uint32_t (&integers)[C::kSums],
+__device__ __forceinline__ void promote_biased(int sixteen, float const (&x_row)[4],
+                                               float const (&scale)[2], float const (&bias)[2],
+                                               uint32_t (&integers)[C::kSums],
                                                float (&sums)[C::kSums]) {
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
@@ -245,24 +280,28 @@ __device__ __forceinline__ void promote_biased(int sixteen, float const (&x_row)
   }
 }
 
-// Compensation of token zero points in a stage: one more product, whose second operand is the zero point in each of 32 columns
-// and whose first is -(sum of a row's weights), spread over as many bytes. What is beyond their range is left to subtract(),
-// which works where a row of the warp has such a sum. All of it is exact. (Sums that start from -za * colsum, as with block
-// zero points, take up to 6 % more time here, measured on an H200.)
+// Compensation of token zero points in a stage: one more product, whose second operand is the zero
+// point in each of 32 columns and whose first is -(sum of a row's weights), spread over as many
+// bytes. What is beyond their range is left to subtract(), which works where a row of the warp has
+// such a sum. All of it is exact. (Sums that start from -za * colsum, as with block zero points,
+// take up to 6 % more time here, measured on an H200.)
 template <class C>
 class ZeroPointProduct {
  public:
   uint32_t operand[4];
 
-  // This lane's part of the sums. The compiler would have it between the first products and the others, which then come late.
+  // This lane's part of the sums. The compiler would have it between the first products and the
+  // others, which then come late.
   __device__ __forceinline__ void add(uint32_t const (&weights)[4][4]) {
     int parts[4] = {};
 #pragma unroll
     for (int k_slice = 0; k_slice < 4; ++k_slice) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) asm volatile("dp4a.s32.s32 %0, %1, -1, %0;" : "+r"(parts[i]) : "r"(weights[k_slice][i]));
+      for (int i = 0; i < 4; ++i)
+        asm volatile("dp4a.s32.s32 %0, %1, -1, %0;" : "+r"(parts[i]) : "r"(weights[k_slice][i]));
     }
-    both_ = parts[0] + parts[2] + (parts[1] + parts[3]) * 65536;  // they reach 2^14: those of both rows share a word
+    // they reach 2^14: those of both rows share a word
+    both_ = parts[0] + parts[2] + (parts[1] + parts[3]) * 65536;
   }
 
   // The rows' sums, and from them the operand.
@@ -270,10 +309,11 @@ class ZeroPointProduct {
     int both = sum_of_row(both_), sums[2] = {int(int16_t(both)), (both - int16_t(both)) >> 16};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      int inside = min(max(sums[h], -32 * 127), 32 * 120);  // an eighth of a quarter, and up to 7 more, is a byte
+      // an eighth of a quarter, and up to 7 more, is a byte
+      int inside = min(max(sums[h], -32 * 127), 32 * 120);
       beyond_[h] = inside - sums[h];
-      // Lane t takes a quarter, rounded down after t is added, so that the four make up the sum. Each of its eight bytes has an
-      // eighth of that, rounded down, and one of them the rest.
+      // Lane t takes a quarter, rounded down after t is added, so that the four make up the sum.
+      // Each of its eight bytes has an eighth of that, rounded down, and one of them the rest.
       int quarter = (inside + int(threadIdx.x % 4)) >> 2, eighth = quarter >> 3;
       operand[h] = __byte_perm(eighth, eighth + (quarter & 7), 0x0004);
       operand[h + 2] = __byte_perm(eighth, 0, 0);
@@ -282,14 +322,16 @@ class ZeroPointProduct {
   }
 
   // When the products have ended. `zeros` has a token's zero point every 16 bytes.
-  __device__ __forceinline__ void subtract(uint8_t const* zeros, uint32_t (&integers)[C::kSums]) const {
+  __device__ __forceinline__ void subtract(uint8_t const* zeros,
+                                           uint32_t (&integers)[C::kSums]) const {
     if (__builtin_expect(!any_beyond_, 1)) return;
 #pragma unroll
     for (int j = 0; j < C::kBlockM / 8; ++j) {
       int coord = 8 * j + threadIdx.x % 4 * 2;
       char2 two = make_char2(zeros[coord * 16], zeros[(coord + 1) * 16]);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) integers[4 * j + e] -= uint32_t((e % 2 ? two.y : two.x) * beyond_[e / 2]);
+      for (int e = 0; e < 4; ++e)
+        integers[4 * j + e] -= uint32_t((e % 2 ? two.y : two.x) * beyond_[e / 2]);
     }
   }
 
@@ -298,12 +340,14 @@ class ZeroPointProduct {
   bool any_beyond_;
 };
 
-// A stage that compensates a window of tiles: products of 16-bit floats, whose weights are operands as they are loaded,
-// promoted like others.
+// A stage that compensates a window of tiles: products of 16-bit floats, whose weights are operands
+// as they are loaded, promoted like others.
 template <class C>
-__device__ __forceinline__ void compensate(int window, RawWeights<C>& raw, uint8_t* stages, hopper::Ring<C::kStages>& ring,
+__device__ __forceinline__ void compensate(int window, RawWeights<C>& raw, uint8_t* stages,
+                                           hopper::Ring<C::kStages>& ring,
                                            hopper::Barriers<C>& barriers, hopper::Params const& p,
-                                           hopper::ThreadCoord<C> const& coord, bool is_last, uint32_t (&integers)[C::kSums],
+                                           hopper::ThreadCoord<C> const& coord, bool is_last,
+                                           uint32_t (&integers)[C::kSums],
                                            float (&sums)[C::kSums]) {
   constexpr int kLoads = RawWeights<C>::kLoads, kSixteens = kLoads / 2;
   uint8_t const* stage = stages + ring.stage * C::kStageBytes;
@@ -343,27 +387,32 @@ __device__ __forceinline__ void compensate(int window, RawWeights<C>& raw, uint8
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       float& sum = sums[4 * j + e];
-      sum = fmaf(products[4 * j + e] * scale[e / 2], token_scales.sixteens[j / 2][j % 2 * 2 + e % 2], sum);
+      sum = fmaf(products[4 * j + e] * scale[e / 2],
+                 token_scales.sixteens[j / 2][j % 2 * 2 + e % 2], sum);
     }
   }
   if (coord.lane < C::kCluster) ClusterBarrier::arrive(empty, coord.lane, true);
 }
 
-// Where a token has one zero point: less that times all of a row's weights. `zeros` is shared memory for a warpgroup's rows of
-// x, which nothing waits for.
+// Where a token has one zero point: less that times all of a row's weights. `zeros` is shared
+// memory for a warpgroup's rows of x, which nothing waits for.
 template <class C>
-__device__ __forceinline__ void compensate_rows(float (&sums)[C::kSums], float* zeros, hopper::Params const& p,
-                                                hopper::ThreadCoord<C> const& coord, int row0, int m0) {
+__device__ __forceinline__ void compensate_rows(float (&sums)[C::kSums], float* zeros,
+                                                hopper::Params const& p,
+                                                hopper::ThreadCoord<C> const& coord, int row0,
+                                                int m0) {
   int const position = row0 + coord.warpgroup * kRowsPerPanel + coord.lane / 4 * 8 + coord.warp * 2;
   float2 rows = {};
-  if (position < p.n_pad) rows = __ldg(reinterpret_cast<float2 const*>(p.weight.total_colsum + position));
+  if (position < p.n_pad)
+    rows = __ldg(reinterpret_cast<float2 const*>(p.weight.total_colsum + position));
 #pragma unroll
   for (int x_row = coord.warp * 32 + coord.lane; x_row < C::kBlockM; x_row += 128)
     zeros[x_row] = float(__ldg(p.x.zeros + min(m0 + x_row, p.x.stride - 1)));
   cutlass::arch::NamedBarrier::sync(128, 1 + coord.warpgroup);
 #pragma unroll
   for (int i = 0; i < C::kSums; ++i) {
-    sums[i] = fmaf(-zeros[i / 4 * 8 + coord.lane % 4 * 2 + i % 2], i % 4 / 2 ? rows.y : rows.x, sums[i]);
+    sums[i] =
+        fmaf(-zeros[i / 4 * 8 + coord.lane % 4 * 2 + i % 2], i % 4 / 2 ? rows.y : rows.x, sums[i]);
   }
   cutlass::arch::NamedBarrier::sync(128, 1 + coord.warpgroup);
 }

@@ -52,7 +52,9 @@ def _reader(module: str) -> ModuleType:
     return import_module(f".{module}", __name__)
 
 
-def load_checkpoint(path: str | os.PathLike[str], *, zero_offset: Literal["auto", 0, 1] = "auto") -> Checkpoint:
+def load_checkpoint(
+    path: str | os.PathLike[str], *, zero_offset: Literal["auto", 0, 1] = "auto"
+) -> Checkpoint:
     """Open a checkpoint; of its data at most a few small tensors are read.
 
     Args:
@@ -85,9 +87,18 @@ def load_checkpoint(path: str | os.PathLike[str], *, zero_offset: Literal["auto"
         raise CheckpointError(error.filename or path, error.strerror or str(error)) from error
     if not path.exists():
         raise CheckpointError(path, "no such file or directory")
-    pickles = path.suffix in _PICKLES or (path.is_dir() and any(file.suffix in _PICKLES for file in path.iterdir()))
-    hint = "; pickles run code when they are opened, and never are: save the model as safetensors" if pickles else ""
-    raise CheckpointError(path, f"not a checkpoint of a known kind; known are {', '.join((*_FILES, _SAFETENSORS))}{hint}")
+    pickles = path.suffix in _PICKLES or (
+        path.is_dir() and any(file.suffix in _PICKLES for file in path.iterdir())
+    )
+    hint = (
+        "; pickles run code when they are opened, and never are: save the model as safetensors"
+        if pickles
+        else ""
+    )
+    raise CheckpointError(
+        path,
+        f"not a checkpoint of a known kind; known are {', '.join((*_FILES, _SAFETENSORS))}{hint}",
+    )
 
 
 def _read(source: Source, options: dict[str, Any]) -> Checkpoint:
@@ -100,7 +111,9 @@ def _read(source: Source, options: dict[str, Any]) -> Checkpoint:
     if (method := source.quantization.get("quant_method")) is not None:
         packing = source.quantization.get("packing_format")
         which = "" if packing is None else f" in the packing_format {packing!r:.100}"
-        raise CheckpointError(source.path, f"is quantised by {method!r:.100}{which}; known are {', '.join(_DIALECTS)}")
+        raise CheckpointError(
+            source.path, f"is quantised by {method!r:.100}{which}; known are {', '.join(_DIALECTS)}"
+        )
     return source.checkpoint("safetensors", ())
 
 

@@ -56,23 +56,34 @@ def read(source: Source) -> Checkpoint:
         CheckpointError: settings or shapes that are not AWQ's.
     """
     settings = source.quantization
-    version = next((settings[name] for name in ("version", "format") if settings.get(name) is not None), None)
+    version = next(
+        (settings[name] for name in ("version", "format") if settings.get(name) is not None), None
+    )
     if version is not None and str(version).lower() not in _VERSIONS:
-        raise CheckpointError(source.path, f"AWQ's version is {version!r:.100}; supported are {', '.join(_VERSIONS)}")
+        raise CheckpointError(
+            source.path, f"AWQ's version is {version!r:.100}; supported are {', '.join(_VERSIONS)}"
+        )
     if (bits := grouped.setting(source, settings, ("bits", "w_bit"), 4)) != 4:
         raise CheckpointError(source.path, f"AWQ with {bits} bits; 4 are supported")
     size = grouped.setting(source, settings, ("group_size", "q_group_size"), None)
     stated = None if version is None else str(version).lower()
-    entries = [_entry(source, module, stated, size) for module in source.modules("qweight", "qzeros")]
+    entries = [
+        _entry(source, module, stated, size) for module in source.modules("qweight", "qzeros")
+    ]
     return source.checkpoint("awq", entries, parts=_PARTS)
 
 
 def _layout(source: Source, module: str) -> str | None:
     """The version that a module's shapes are those of; None if they are of neither."""
     tensors = [source.tensors.get(f"{module}.{part}") for part in _PARTS]
-    if any(tensor is None or len(tensor.shape) != 2 for tensor in tensors) or f"{module}.g_idx" in source.tensors:
+    if (
+        any(tensor is None or len(tensor.shape) != 2 for tensor in tensors)
+        or f"{module}.g_idx" in source.tensors
+    ):
         return None
-    (rows, words), zeros, (first, second) = (tensor.shape for tensor in tensors if tensor is not None)
+    (rows, words), zeros, (first, second) = (
+        tensor.shape for tensor in tensors if tensor is not None
+    )
     if second == 8 * words and zeros == (first, words):
         return "gemm"
     if first == rows and zeros[0] == rows and second == 8 * zeros[1]:
@@ -86,8 +97,12 @@ def _entry(source: Source, module: str, version: str | None, stated: int | None)
     scales = grouped.float_scales(source, f"{module}.scales")
     layout = _layout(source, module)
     if layout is None or layout != (version or layout):
-        shapes = ", ".join(f"{part.name.rpartition('.')[2]} {list(part.shape)}" for part in (codes, zeros, scales))
-        raise CheckpointError(source.path, f"has {shapes}, not the shapes of {version or 'gemm or gemv'}", codes.name)
+        shapes = ", ".join(
+            f"{part.name.rpartition('.')[2]} {list(part.shape)}" for part in (codes, zeros, scales)
+        )
+        raise CheckpointError(
+            source.path, f"has {shapes}, not the shapes of {version or 'gemm or gemv'}", codes.name
+        )
     size: int | None
     if layout == "gemm":
         k, n = codes.shape[0], scales.shape[1]
@@ -96,9 +111,20 @@ def _entry(source: Source, module: str, version: str | None, stated: int | None)
         n, k = codes.shape[0], 8 * codes.shape[1]
         # The width of padded groups does not tell how many there are.
         sizes = (128, 64, 32) if stated is None else (k if stated == -1 else stated,)
-        size = next((size for size in sizes if size > 0 and _gemv_width(-(-k // size), size) == zeros.shape[1]), None)
+        size = next(
+            (
+                size
+                for size in sizes
+                if size > 0 and _gemv_width(-(-k // size), size) == zeros.shape[1]
+            ),
+            None,
+        )
     if size is None or 0 in (n, k):
-        raise CheckpointError(source.path, f"is {list(scales.shape)} for {[n, k]} codes in groups of {stated}", scales.name)
+        raise CheckpointError(
+            source.path,
+            f"is {list(scales.shape)} for {[n, k]} codes in groups of {stated}",
+            scales.name,
+        )
     return grouped.entry(
         source,
         module,
@@ -120,7 +146,11 @@ def _gemv_width(groups: int, size: int) -> int:
 
 
 def _gemm(codes: Entry, zeros: Entry, scales: Entry, groups: int) -> Stored:
-    return Stored(unpack_along_n(codes.values(), _ORDER), scales.values().t(), unpack_along_n(zeros.values(), _ORDER))
+    return Stored(
+        unpack_along_n(codes.values(), _ORDER),
+        scales.values().t(),
+        unpack_along_n(zeros.values(), _ORDER),
+    )
 
 
 def _gemv(codes: Entry, zeros: Entry, scales: Entry, groups: int) -> Stored:

@@ -73,8 +73,12 @@ def read(source: Source) -> Checkpoint:
     Raises:
         CheckpointError: a state that is missing or contradicts its tensors.
     """
-    modules = dict.fromkeys(name.removesuffix(".weight") for name in source.modules(*_PARTS) if name.endswith(".weight"))
-    modules |= dict.fromkeys(name.split(f".weight.{_STATE}")[0] for name in source.tensors if f".weight.{_STATE}" in name)
+    modules = dict.fromkeys(
+        name.removesuffix(".weight") for name in source.modules(*_PARTS) if name.endswith(".weight")
+    )
+    modules |= dict.fromkeys(
+        name.split(f".weight.{_STATE}")[0] for name in source.tensors if f".weight.{_STATE}" in name
+    )
     for module in source.modules("weight"):
         if module not in modules and source.tensors[f"{module}.weight"].dtype in _INTEGERS:
             _part(source, f"{module}.SCB", FLOAT_TYPES)
@@ -83,7 +87,9 @@ def read(source: Source) -> Checkpoint:
     return source.checkpoint("bitsandbytes", entries, parts=(*_PARTS, "SCB", "weight_format"))
 
 
-def _part(source: Source, name: str, types: tuple[torch.dtype, ...], count: int | None = None) -> Entry:
+def _part(
+    source: Source, name: str, types: tuple[torch.dtype, ...], count: int | None = None
+) -> Entry:
     """A tensor of ``count`` elements of one of these types."""
     entry = source.tensors.get(name)
     if entry is None:
@@ -91,7 +97,11 @@ def _part(source: Source, name: str, types: tuple[torch.dtype, ...], count: int 
     if entry.dtype not in types or (count is not None and math.prod(entry.shape) != count):
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in types)
         numbers = "" if count is None else f", {count} of them,"
-        raise CheckpointError(source.path, f"is {entry.kind} {list(entry.shape)}; {expected}{numbers} is expected", name)
+        raise CheckpointError(
+            source.path,
+            f"is {entry.kind} {list(entry.shape)}; {expected}{numbers} is expected",
+            name,
+        )
     return entry
 
 
@@ -100,21 +110,33 @@ def _part(source: Source, name: str, types: tuple[torch.dtype, ...], count: int 
 
 def _four_bits(source: Source, module: str) -> Entry:
     name = f"{module}.weight"
-    states = [f"{name}.{_STATE}{kind}" for kind in formats.CODE_BOOKS if f"{name}.{_STATE}{kind}" in source.tensors]
+    states = [
+        f"{name}.{_STATE}{kind}"
+        for kind in formats.CODE_BOOKS
+        if f"{name}.{_STATE}{kind}" in source.tensors
+    ]
     if len(states) != 1:
         kinds = " or ".join(formats.CODE_BOOKS)
-        raise CheckpointError(source.path, f"has {len(states)} tensors {_STATE}* of {kinds}; one is expected", name)
+        raise CheckpointError(
+            source.path, f"has {len(states)} tensors {_STATE}* of {kinds}; one is expected", name
+        )
     if name not in source.tensors:
         raise CheckpointError(source.path, "is missing", name)
     state = _json(source, states[0])
     shape = state.get("shape")
-    if not isinstance(shape, list) or not all(type(size) is int and 0 < size < 1 << 40 for size in shape):
-        raise CheckpointError(source.path, f"shape is {shape!r:.100}; a list of sizes is expected", states[0])
+    if not isinstance(shape, list) or not all(
+        type(size) is int and 0 < size < 1 << 40 for size in shape
+    ):
+        raise CheckpointError(
+            source.path, f"shape is {shape!r:.100}; a list of sizes is expected", states[0]
+        )
     blocksize = _one_of(source, states[0], state, "blocksize", formats.FLAT_BLOCK_SIZES)
     count = math.prod(shape)
     if source.tensors[name].nbytes != (count + 1) // 2:
         found = source.tensors[name].nbytes
-        raise CheckpointError(source.path, f"has {found} bytes; {shape} codes of 4 bits take {(count + 1) // 2}", name)
+        raise CheckpointError(
+            source.path, f"has {found} bytes; {shape} codes of 4 bits take {(count + 1) // 2}", name
+        )
     blocks = -(-count // blocksize)
     _part(source, f"{name}.quant_map", FLOAT_TYPES, 16)
     absmax = _part(source, f"{name}.absmax", (torch.uint8, *FLOAT_TYPES), blocks)
@@ -123,15 +145,27 @@ def _four_bits(source: Source, module: str) -> Entry:
         inner = _one_of(source, states[0], state, "nested_blocksize", range(1, 1 << 20))
         offset = state.get("nested_offset")
         if not isinstance(offset, float) and not (type(offset) is int and abs(offset) < 1 << 64):
-            raise CheckpointError(source.path, f"nested_offset is {offset!r:.100}; a number is expected", states[0])
+            raise CheckpointError(
+                source.path, f"nested_offset is {offset!r:.100}; a number is expected", states[0]
+            )
         _part(source, f"{name}.nested_quant_map", FLOAT_TYPES, 256)
         _part(source, f"{name}.nested_absmax", FLOAT_TYPES, -(-blocks // inner))
         nested = (inner, float(offset))
     elif unused := [part for part in _NESTED if f"{name}.{part}" in source.tensors]:
-        raise CheckpointError(source.path, f"belongs to absmax of 8 bits; it is {absmax.kind}", f"{name}.{unused[0]}")
+        raise CheckpointError(
+            source.path, f"belongs to absmax of 8 bits; it is {absmax.kind}", f"{name}.{unused[0]}"
+        )
     elif state.get("nested_blocksize") is not None:
-        raise CheckpointError(source.path, f"nested_blocksize is stated; absmax is {absmax.kind}, not of 8 bits", states[0])
-    parts = (name, *(f"{name}.{part}" for part in _PARTS if f"{name}.{part}" in source.tensors), states[0])
+        raise CheckpointError(
+            source.path,
+            f"nested_blocksize is stated; absmax is {absmax.kind}, not of 8 bits",
+            states[0],
+        )
+    parts = (
+        name,
+        *(f"{name}.{part}" for part in _PARTS if f"{name}.{part}" in source.tensors),
+        states[0],
+    )
     kind = states[0].rpartition("_")[2].upper()
     entry = Entry(
         name=module,
@@ -152,28 +186,41 @@ def _four_bits(source: Source, module: str) -> Entry:
         return replace(entry, problem=str(error))
     dtypes = {"scales": torch.float32 if nested else absmax.dtype, "book": torch.float32}
     read = partial(_flat_weight, source, name, (n, k), blocksize, nested)
-    return replace(entry, quantized=Quantized(bits=4, group_size=group_size, dtypes=dtypes, read=read))
+    return replace(
+        entry, quantized=Quantized(bits=4, group_size=group_size, dtypes=dtypes, read=read)
+    )
 
 
 def _json(source: Source, name: str) -> dict[str, Any]:
     entry = source.tensors[name]
     if entry.dtype != torch.uint8 or entry.nbytes > _MAX_STATE_BYTES:
         raise CheckpointError(
-            source.path, f"is {entry.kind} of {entry.nbytes} bytes; U8 of {_MAX_STATE_BYTES} at most is expected", name
+            source.path,
+            f"is {entry.kind} of {entry.nbytes} bytes; U8 of {_MAX_STATE_BYTES} at most is "
+            "expected",
+            name,
         )
     try:
         state = json.loads(bytes(entry.values().reshape(-1).numpy()))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(source.path, f"not JSON: {error}", name) from error
     if not isinstance(state, dict):
-        raise CheckpointError(source.path, f"is a JSON {type(state).__name__}; an object is expected", name)
+        raise CheckpointError(
+            source.path, f"is a JSON {type(state).__name__}; an object is expected", name
+        )
     return state
 
 
-def _one_of(source: Source, name: str, state: Mapping[str, Any], key: str, accepted: Collection[int]) -> int:
+def _one_of(
+    source: Source, name: str, state: Mapping[str, Any], key: str, accepted: Collection[int]
+) -> int:
     value = state.get(key)
     if type(value) is not int or value not in accepted:
-        listed = f"{accepted[0]} to {accepted[-1]}" if isinstance(accepted, range) else ", ".join(map(str, accepted))
+        listed = (
+            f"{accepted[0]} to {accepted[-1]}"
+            if isinstance(accepted, range)
+            else ", ".join(map(str, accepted))
+        )
         raise CheckpointError(source.path, f"{key} is {value!r:.100}; accepted: {listed}", name)
     return value
 
@@ -188,7 +235,8 @@ def _absmax(source: Source, name: str, nested: tuple[int, float] | None) -> Tens
     if nested is None:
         return absmax
     book, outer = (
-        source.tensors[f"{name}.{part}"].values().reshape(-1).float() for part in ("nested_quant_map", "nested_absmax")
+        source.tensors[f"{name}.{part}"].values().reshape(-1).float()
+        for part in ("nested_quant_map", "nested_absmax")
     )
     blocksize, offset = nested
     values = book[absmax.int()]
@@ -203,20 +251,40 @@ def _book(source: Source, name: str) -> Tensor:
 
 
 def _flat_weight(
-    source: Source, name: str, shape: tuple[int, int], blocksize: int, nested: tuple[int, float] | None
+    source: Source,
+    name: str,
+    shape: tuple[int, int],
+    blocksize: int,
+    nested: tuple[int, float] | None,
 ) -> QuantizedWeight:
     packed, absmax, book = _packed(source, name), _absmax(source, name, nested), _book(source, name)
-    return read_weight(source.path, name, lambda: QuantizedWeight.from_flat(packed, absmax, shape, blocksize, book))
+    return read_weight(
+        source.path, name, lambda: QuantizedWeight.from_flat(packed, absmax, shape, blocksize, book)
+    )
 
 
-def _values(source: Source, name: str, shape: tuple[int, ...], blocksize: int, nested: tuple[int, float] | None) -> Tensor:
+def _values(
+    source: Source,
+    name: str,
+    shape: tuple[int, ...],
+    blocksize: int,
+    nested: tuple[int, float] | None,
+) -> Tensor:
     count = math.prod(shape)
-    packed, absmax, book = _packed(source, name), _absmax(source, name, nested).float(), _book(source, name)
+    packed, absmax, book = (
+        _packed(source, name),
+        _absmax(source, name, nested).float(),
+        _book(source, name),
+    )
     values = torch.empty(count, dtype=torch.float32, device="cpu")
     for first in range(0, count, _CODES_AT_A_TIME):
         part = packed[first // 2 : (first + _CODES_AT_A_TIME) // 2]
-        codes = unpack_bytes(part[None], len(part), in_turn=True, high_first=True)[0, : count - first]
-        scales = absmax[first // blocksize : (first + _CODES_AT_A_TIME) // blocksize].repeat_interleave(blocksize)
+        codes = unpack_bytes(part[None], len(part), in_turn=True, high_first=True)[
+            0, : count - first
+        ]
+        scales = absmax[
+            first // blocksize : (first + _CODES_AT_A_TIME) // blocksize
+        ].repeat_interleave(blocksize)
         values[first : first + _CODES_AT_A_TIME] = book[codes.int()].mul_(scales[: len(codes)])
     return values.view(shape)
 
@@ -233,7 +301,11 @@ def _rows(source: Source) -> list[str]:
 def _eight_bits(source: Source, module: str) -> Entry:
     weight = _part(source, f"{module}.weight", (torch.int8,))
     _part(source, f"{module}.SCB", FLOAT_TYPES, weight.shape[0] if weight.shape else 1)
-    parts = [name for part in ("weight", "SCB", "weight_format") if (name := f"{module}.{part}") in source.tensors]
+    parts = [
+        name
+        for part in ("weight", "SCB", "weight_format")
+        if (name := f"{module}.{part}") in source.tensors
+    ]
     entry = Entry(
         name=module,
         source=weight.name,
@@ -245,25 +317,46 @@ def _eight_bits(source: Source, module: str) -> Entry:
         parts=tuple(parts),
     )
     if len(weight.shape) != 2:
-        return replace(entry, problem=f"has shape {list(weight.shape)}; a quantised weight has two dimensions")
+        return replace(
+            entry, problem=f"has shape {list(weight.shape)}; a quantised weight has two dimensions"
+        )
     if f"{module}.weight_format" in source.tensors:
-        layout = _part(source, f"{module}.weight_format", (torch.uint8, torch.int32, torch.int64), 1).values().item()
+        layout = (
+            _part(source, f"{module}.weight_format", (torch.uint8, torch.int32, torch.int64), 1)
+            .values()
+            .item()
+        )
         if layout != 0:
-            return replace(entry, problem=f"has weight_format {layout}, an order of older GPUs; 0 (rows) is supported")
+            return replace(
+                entry,
+                problem=f"has weight_format {layout}, an order of older GPUs; 0 (rows) is "
+                "supported",
+            )
     read = partial(_row_weight, source, module)
-    return replace(entry, quantized=Quantized(bits=8, group_size=-1, dtypes={"scales": torch.float32}, read=read))
+    return replace(
+        entry,
+        quantized=Quantized(bits=8, group_size=-1, dtypes={"scales": torch.float32}, read=read),
+    )
 
 
 def _row_weight(source: Source, module: str) -> QuantizedWeight:
-    codes, scale = source.tensors[f"{module}.weight"].values(), source.tensors[f"{module}.SCB"].values()
+    codes, scale = (
+        source.tensors[f"{module}.weight"].values(),
+        source.tensors[f"{module}.SCB"].values(),
+    )
     return read_weight(
         source.path,
         f"{module}.weight",
-        lambda: QuantizedWeight(codes.view(torch.uint8) ^ 128, scale.float().reshape(-1, 1) / 127, bits=8, group_size=-1),
+        lambda: QuantizedWeight(
+            codes.view(torch.uint8) ^ 128, scale.float().reshape(-1, 1) / 127, bits=8, group_size=-1
+        ),
     )
 
 
 def _row_values(source: Source, module: str) -> Tensor:
-    codes, scale = source.tensors[f"{module}.weight"].values(), source.tensors[f"{module}.SCB"].values()
+    codes, scale = (
+        source.tensors[f"{module}.weight"].values(),
+        source.tensors[f"{module}.SCB"].values(),
+    )
     # As the library multiplies.
     return codes.float().mul_(scale.float().reshape(-1, *[1] * (codes.dim() - 1))).mul_(1 / 127)

@@ -34,7 +34,11 @@ class Quantized:
     def with_bias(self, bias: Entry) -> Quantized:
         """The same with a bias that the file has beside it."""
         read = self.read
-        return replace(self, dtypes={**self.dtypes, "bias": bias.dtype}, read=lambda: replace(read(), bias=bias.values()))
+        return replace(
+            self,
+            dtypes={**self.dtypes, "bias": bias.dtype},
+            read=lambda: replace(read(), bias=bias.values()),
+        )
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,8 @@ class Entry:
         quantized: None if the file holds plain numbers.
         problem: why this quantised tensor cannot become a QuantizedWeight, or "".
         has_values: whether ``values`` can give them; False only where there is a ``problem``.
-        rounded: how the QuantizedWeight's values differ from ``values``, where by more than the last
-            place of fp32, or "".
+        rounded: how the QuantizedWeight's values differ from ``values``, where by more than the
+            last place of fp32, or "".
         experts: each expert's weight ``[N, K]``, where a tensor of codes stacks those of a layer.
         decoded: why ``values`` are of codes, and the tensor is a plain one all the same, or "".
         tied_to: the other module that uses the same weight, or "".
@@ -140,7 +144,11 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
     @property
     def others(self) -> dict[str, Entry]:
         """The tensors that are not quantised, by name; ``values()`` reads one."""
-        return {name: entry for name, entry in self.entries.items() if entry.quantized is None and not entry.problem}
+        return {
+            name: entry
+            for name, entry in self.entries.items()
+            if entry.quantized is None and not entry.problem
+        }
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:
         """Name and values of :attr:`others`, read one by one."""

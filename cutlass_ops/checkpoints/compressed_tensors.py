@@ -63,7 +63,14 @@ _CODES = (torch.int8, torch.float8_e4m3fn)
 #: Of an expression, as :func:`_ways` counts them: about a second.
 _MOST_WAYS = 26
 _STATIC = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
-_PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_global_scale")
+_PARTS = (
+    "weight_packed",
+    "weight_shape",
+    "weight_scale",
+    "weight_zero_point",
+    "weight_g_idx",
+    "weight_global_scale",
+)
 
 
 @dataclass(frozen=True)
@@ -88,11 +95,16 @@ class _Group:
 
 
 def recognise(source: Source) -> bool:
-    """Whether the config says so or, where it says nothing, a module has the names of packed codes."""
+    """Whether the config says so or, where it says nothing, a module has the names
+    of packed codes.
+    """
     settings = source.quantization
     if settings.get("quant_method") is not None or "config_groups" in settings:
         return bool(settings.get("quant_method", "compressed-tensors") == "compressed-tensors")
-    return any({f"{m}.weight_scale", f"{m}.weight_shape"} <= source.tensors.keys() for m in source.modules("weight_packed"))
+    return any(
+        {f"{m}.weight_scale", f"{m}.weight_shape"} <= source.tensors.keys()
+        for m in source.modules("weight_packed")
+    )
 
 
 def read(source: Source) -> Checkpoint:
@@ -102,18 +114,32 @@ def read(source: Source) -> Checkpoint:
         CheckpointError: settings or shapes that are not the format's.
     """
     settings = source.quantization
-    for name, kind in (("sparsity_config", "sparse weights"), ("transform_config", "rotated activations")):
+    for name, kind in (
+        ("sparsity_config", "sparse weights"),
+        ("transform_config", "rotated activations"),
+    ):
         held = settings.get(name)
-        if held and not (isinstance(held, dict) and (held.get("format") == "dense" or held.get("config_groups") == {})):
+        if held and not (
+            isinstance(held, dict)
+            and (held.get("format") == "dense" or held.get("config_groups") == {})
+        ):
             raise CheckpointError(source.path, f"has a {name}: {kind} are not supported")
     groups = tuple(_groups(source))
     # A file's regular expressions may be made to take for ever.
     deadline = time.monotonic() + 10
-    entries = [_packed(source, module, groups, deadline) for module in source.modules("weight_packed", "weight_shape")]
+    entries = [
+        _packed(source, module, groups, deadline)
+        for module in source.modules("weight_packed", "weight_shape")
+    ]
     for module in source.modules("weight"):
-        if f"{module}.weight_scale" in source.tensors or source.tensors[f"{module}.weight"].dtype in _CODES:
+        if (
+            f"{module}.weight_scale" in source.tensors
+            or source.tensors[f"{module}.weight"].dtype in _CODES
+        ):
             entries.append(_plain(source, module, groups, deadline))
-    unused = sum(name.rpartition(".")[2] == "input_scale" for entry in entries for name in entry.parts)
+    unused = sum(
+        name.rpartition(".")[2] == "input_scale" for entry in entries for name in entry.parts
+    )
     facts = {"static activations": f"input_scale of {unused} modules is not used"} if unused else {}
     found = source.checkpoint("compressed-tensors", entries, facts, (*_PARTS, *_STATIC))
     return replace(found, activations=_activations(source))
@@ -125,7 +151,9 @@ def read(source: Source) -> Checkpoint:
 def _groups(source: Source) -> Iterator[_Group]:
     groups = source.quantization.get("config_groups", {})
     if not isinstance(groups, dict):
-        raise CheckpointError(source.path, f"config_groups is {groups!r:.100}; an object is expected")
+        raise CheckpointError(
+            source.path, f"config_groups is {groups!r:.100}; an object is expected"
+        )
     for name, group in groups.items():
         targets = group.get("targets") if isinstance(group, dict) else None
         weights = group.get("weights") if isinstance(group, dict) else None
@@ -135,7 +163,8 @@ def _groups(source: Source) -> Iterator[_Group]:
             or not isinstance(weights, (dict, type(None)))
         ):
             raise CheckpointError(
-                source.path, f"config group {name!r:.100} has no list of targets, or weights that are no object"
+                source.path,
+                f"config group {name!r:.100} has no list of targets, or weights that are no object",
             )
         weights = weights or {}
         block = weights.get("block_structure")
@@ -143,7 +172,9 @@ def _groups(source: Source) -> Iterator[_Group]:
             block = None
         yield _Group(
             targets=tuple(targets),
-            bits=grouped.setting(source, weights, ("num_bits",), None) if weights.get("type", "int") == "int" else None,
+            bits=grouped.setting(source, weights, ("num_bits",), None)
+            if weights.get("type", "int") == "int"
+            else None,
             size=grouped.setting(source, weights, ("group_size",), None),
             block=None if block is None else (block[0], block[1]),
             symmetric=_flag(source, weights, "symmetric", True),
@@ -160,7 +191,13 @@ def _flag(source: Source, settings: dict[str, Any], name: str, default: bool) ->
 
 
 def _check_promises(
-    source: Source, module: str, groups: tuple[_Group, ...], deadline: float, counted: int, zeros: Entry | None, index: bool
+    source: Source,
+    module: str,
+    groups: tuple[_Group, ...],
+    deadline: float,
+    counted: int,
+    zeros: Entry | None,
+    index: bool,
 ) -> None:
     """Refuse a module without the zero points or the act order that its config group states."""
     if all(group.symmetric and not group.act_order for group in groups):
@@ -170,10 +207,14 @@ def _check_promises(
         return
     if not scheme.symmetric and zeros is None:
         name = f"{module}.weight_zero_point"
-        raise CheckpointError(source.path, "is missing; the config says that the weights are not symmetric", name)
+        raise CheckpointError(
+            source.path, "is missing; the config says that the weights are not symmetric", name
+        )
     if scheme.act_order and not index and counted > 1:
         name = f"{module}.weight_g_idx"
-        raise CheckpointError(source.path, 'is missing; the config says actorder "group", which needs it', name)
+        raise CheckpointError(
+            source.path, 'is missing; the config says actorder "group", which needs it', name
+        )
 
 
 def _activations(source: Source) -> tuple[str, bool] | None:
@@ -183,18 +224,32 @@ def _activations(source: Source) -> tuple[str, bool] | None:
         settings = group.get("input_activations")
         if not isinstance(settings, dict):
             return None
-        online = settings.get("dynamic") is True and settings.get("num_bits") == 8 and settings.get("type", "int") == "int"
+        online = (
+            settings.get("dynamic") is True
+            and settings.get("num_bits") == 8
+            and settings.get("type", "int") == "int"
+        )
         strategy = settings.get("strategy")
-        mode = {"token": "token", "group": "block"}.get(strategy) if isinstance(strategy, str) and online else None
+        mode = (
+            {"token": "token", "group": "block"}.get(strategy)
+            if isinstance(strategy, str) and online
+            else None
+        )
         found.add(None if mode is None else (mode, settings.get("symmetric", True) is not False))
     return found.pop() if len(found) == 1 else None
 
 
 def _is_block(block: Any) -> bool:
-    return isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    return (
+        isinstance(block, list)
+        and len(block) == 2
+        and all(type(size) is int and size > 0 for size in block)
+    )
 
 
-def _scheme(source: Source, module: str, groups: tuple[_Group, ...], deadline: float) -> _Group | None:
+def _scheme(
+    source: Source, module: str, groups: tuple[_Group, ...], deadline: float
+) -> _Group | None:
     """The config group of a module: by its name, an expression, its class, or the only one."""
     if len(groups) == 1:
         return groups[0]
@@ -218,12 +273,16 @@ def _by_expression(source: Source, module: str, target: str) -> bool:
     expression = target.removeprefix("re:")
     if len(module) > 256 or len(expression) > 1000 or _ways(expression, len(module)) > _MOST_WAYS:
         raise CheckpointError(
-            source.path, f"the target {target!r:.100} is an expression that may take too long on {module!r:.100}"
+            source.path,
+            f"the target {target!r:.100} is an expression that may take too long on "
+            f"{module!r:.100}",
         )
     try:
         return re.match(expression, module) is not None
     except (re.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(source.path, f"the target {target!r:.100} is no regular expression: {error}") from error
+        raise CheckpointError(
+            source.path, f"the target {target!r:.100} is no regular expression: {error}"
+        ) from error
 
 
 def _ways(expression: str, length: int) -> float:
@@ -262,11 +321,19 @@ def _packed(source: Source, module: str, groups: tuple[_Group, ...], deadline: f
     if codes.dtype == torch.uint8:
         return _mxfp4(source, codes, module)
     if len(codes.shape) != 2:
-        return _unsupported(source, codes, module, codes.shape, f"has {len(codes.shape)} dimensions; a linear weight has two")
+        return _unsupported(
+            source,
+            codes,
+            module,
+            codes.shape,
+            f"has {len(codes.shape)} dimensions; a linear weight has two",
+        )
     shape = grouped.checked(source, f"{module}.weight_shape", _INTEGERS, (2,))
     n, k = (int(size) for size in shape.values().tolist())
     if n < 1 or k < 1 or n != codes.shape[0]:
-        raise CheckpointError(source.path, f"is {[n, k]}; the codes are {list(codes.shape)}", shape.name)
+        raise CheckpointError(
+            source.path, f"is {[n, k]}; the codes are {list(codes.shape)}", shape.name
+        )
     bits = _packed_bits(source, codes, module, k, groups, deadline)
     scales = grouped.float_scales(source, f"{module}.weight_scale")
     vector = _vector(source, scales, n, k, None)
@@ -282,7 +349,15 @@ def _packed(source: Source, module: str, groups: tuple[_Group, ...], deadline: f
         parts.append(name)
         if bool((grouped.checked(source, name, _INTEGERS, (k,)).values() != -1).any()):
             index = partial(grouped.group_index, source, name, k, vector[1])
-    _check_promises(source, module, groups, deadline, vector[1], zeros, f"{module}.weight_g_idx" in source.tensors)
+    _check_promises(
+        source,
+        module,
+        groups,
+        deadline,
+        vector[1],
+        zeros,
+        f"{module}.weight_g_idx" in source.tensors,
+    )
     return _entry(
         source,
         module,
@@ -304,12 +379,29 @@ def _mxfp4(source: Source, codes: Entry, module: str) -> Entry:
         ("weight_zero_point", "holds floats of 4 bits with zero points"),
     ):
         if f"{module}.{part}" in source.tensors:
-            return _unsupported(source, codes, module, codes.shape, f"{what}, which is not supported")
+            return _unsupported(
+                source, codes, module, codes.shape, f"{what}, which is not supported"
+            )
     if len(codes.shape) != 2 or 0 in codes.shape:
-        return _unsupported(source, codes, module, codes.shape, f"is {list(codes.shape)}; a linear weight is [N, K / 2]")
+        return _unsupported(
+            source,
+            codes,
+            module,
+            codes.shape,
+            f"is {list(codes.shape)}; a linear weight is [N, K / 2]",
+        )
     n, k = codes.shape[0], 2 * codes.shape[1]
-    scales = grouped.checked(source, f"{module}.weight_scale", (torch.uint8,), (n, formats.group_count(k, formats.MXFP4_GROUP)))
-    parts = (codes.name, scales.name, *(name for part in _STATIC if (name := f"{module}.{part}") in source.tensors))
+    scales = grouped.checked(
+        source,
+        f"{module}.weight_scale",
+        (torch.uint8,),
+        (n, formats.group_count(k, formats.MXFP4_GROUP)),
+    )
+    parts = (
+        codes.name,
+        scales.name,
+        *(name for part in _STATIC if (name := f"{module}.{part}") in source.tensors),
+    )
     dtypes = {"scales": torch.bfloat16, "book": torch.float32}
     read = partial(_read_mxfp4, source, codes, scales)
     return Entry(
@@ -336,21 +428,29 @@ def _read_mxfp4(source: Source, codes: Entry, scales: Entry) -> QuantizedWeight:
     return read_weight(
         source.path,
         codes.name,
-        lambda: QuantizedWeight(unpacked, powers, bits=4, group_size=formats.MXFP4_GROUP, book=book),
+        lambda: QuantizedWeight(
+            unpacked, powers, bits=4, group_size=formats.MXFP4_GROUP, book=book
+        ),
     )
 
 
-def _packed_bits(source: Source, codes: Entry, module: str, k: int, groups: tuple[_Group, ...], deadline: float) -> int:
+def _packed_bits(
+    source: Source, codes: Entry, module: str, k: int, groups: tuple[_Group, ...], deadline: float
+) -> int:
     """The bits by which k codes fill the words, if the config has such."""
     fitting = {bits for bits in range(1, 9) if -(-k * bits // 32) == codes.shape[1]}
-    stated = {group.bits for group in groups if group.bits in fitting} if groups else fitting & {4, 8}
+    stated = (
+        {group.bits for group in groups if group.bits in fitting} if groups else fitting & {4, 8}
+    )
     if len(stated) > 1:
         scheme = _scheme(source, module, groups, deadline)
         stated &= {scheme.bits if scheme else None}
     if len(stated) != 1:
         known = ", ".join(str(group.bits) for group in groups) or "none"
         raise CheckpointError(
-            source.path, f"has {codes.shape[1]} words for {k} codes, which fits no bits of its config ({known})", codes.name
+            source.path,
+            f"has {codes.shape[1]} words for {k} codes, which fits no bits of its config ({known})",
+            codes.name,
         )
     return stated.pop() or 0
 
@@ -361,11 +461,17 @@ def _plain(source: Source, module: str, groups: tuple[_Group, ...], deadline: fl
         what = f"holds {codes.kind} beside a scale; int8 and F8_E4M3 are supported"
         return _unsupported(source, codes, module, codes.shape, what)
     if len(codes.shape) != 2 or 0 in codes.shape:
-        return _unsupported(source, codes, module, codes.shape, f"is {list(codes.shape)}; a linear weight is [N, K]")
+        return _unsupported(
+            source, codes, module, codes.shape, f"is {list(codes.shape)}; a linear weight is [N, K]"
+        )
     n, k = codes.shape
     floats = codes.dtype == torch.float8_e4m3fn
     bits = set() if floats else {group.bits for group in groups if group.bits is not None}
-    scheme = _scheme(source, module, groups, deadline) if len(bits) > 1 or any(group.block for group in groups) else None
+    scheme = (
+        _scheme(source, module, groups, deadline)
+        if len(bits) > 1 or any(group.block for group in groups)
+        else None
+    )
     if len(bits) > 1:
         bits = {scheme.bits if scheme and scheme.bits else 8}
     b = bits.pop() if bits else 8
@@ -380,7 +486,9 @@ def _plain(source: Source, module: str, groups: tuple[_Group, ...], deadline: fl
     size = block[1] if block else _size(source, scales, k, vector[1], groups, False)
     if floats:
         if zeros is not None:
-            raise CheckpointError(source.path, "belongs to floats of 8 bits, which have none", zeros.name)
+            raise CheckpointError(
+                source.path, "belongs to floats of 8 bits, which have none", zeros.name
+            )
         return _entry(
             source,
             module,
@@ -390,7 +498,9 @@ def _plain(source: Source, module: str, groups: tuple[_Group, ...], deadline: fl
             [codes.name, scales.name],
             scales,
             None,
-            lambda: Stored(codes.values().view(torch.uint8), _spread(scales.values(), n, block), None),
+            lambda: Stored(
+                codes.values().view(torch.uint8), _spread(scales.values(), n, block), None
+            ),
             size,
             None,
             formats.E4M3,
@@ -444,11 +554,17 @@ def _entry(
     )
 
 
-def _unsupported(source: Source, codes: Entry, module: str, shape: tuple[int, ...], what: str) -> Entry:
+def _unsupported(
+    source: Source, codes: Entry, module: str, shape: tuple[int, ...], what: str
+) -> Entry:
     def values() -> Tensor:
         raise CheckpointError(source.path, what, codes.name)
 
-    parts = [name for name in source.tensors if name.rpartition(".")[0] == module and name != f"{module}.bias"]
+    parts = [
+        name
+        for name in source.tensors
+        if name.rpartition(".")[0] == module and name != f"{module}.bias"
+    ]
     return Entry(
         name=module,
         source=codes.name,
@@ -463,7 +579,9 @@ def _unsupported(source: Source, codes: Entry, module: str, shape: tuple[int, ..
     )
 
 
-def _vector(source: Source, scales: Entry, n: int, k: int, block: tuple[int, int] | None) -> tuple[int, int]:
+def _vector(
+    source: Source, scales: Entry, n: int, k: int, block: tuple[int, int] | None
+) -> tuple[int, int]:
     """The shape that the scales have once they are spread over the rows."""
     if block:
         return n, scales.shape[1]
@@ -471,16 +589,31 @@ def _vector(source: Source, scales: Entry, n: int, k: int, block: tuple[int, int
         return n, 1
     if len(scales.shape) == 2 and scales.shape[0] == n and 1 <= scales.shape[1] <= k:
         return n, scales.shape[1]
-    raise CheckpointError(source.path, f"is {list(scales.shape)}; for {[n, k]} codes [N, G] or [1] is expected", scales.name)
+    raise CheckpointError(
+        source.path,
+        f"is {list(scales.shape)}; for {[n, k]} codes [N, G] or [1] is expected",
+        scales.name,
+    )
 
 
-def _size(source: Source, scales: Entry, k: int, groups: int, stated: tuple[_Group, ...], any_lengths: bool) -> int:
+def _size(
+    source: Source,
+    scales: Entry,
+    k: int,
+    groups: int,
+    stated: tuple[_Group, ...],
+    any_lengths: bool,
+) -> int:
     sizes = [group.size or -1 for group in stated]
     size = grouped.group_size(k, groups, sizes)
     if size is None and any_lengths:
         return next((size for size in sizes if size > 0), -(-k // groups))
     if size is None:
-        raise CheckpointError(source.path, f"is {list(scales.shape)} for K = {k}; no known size of groups fits", scales.name)
+        raise CheckpointError(
+            source.path,
+            f"is {list(scales.shape)} for K = {k}; no known size of groups fits",
+            scales.name,
+        )
     return size
 
 
@@ -490,7 +623,9 @@ def _spread(values: Tensor, n: int, block: tuple[int, int] | None) -> Tensor:
     return (values if values.dim() == 2 else values.view(1, 1)).expand(n, -1)
 
 
-def _read_packed(codes: Entry, scales: Entry, zeros: Entry | None, shape: tuple[int, int], bits: int) -> Stored:
+def _read_packed(
+    codes: Entry, scales: Entry, zeros: Entry | None, shape: tuple[int, int], bits: int
+) -> Stored:
     n, k = shape
     spread = _spread(scales.values(), n, None)
     z = None
@@ -502,13 +637,21 @@ def _read_packed(codes: Entry, scales: Entry, zeros: Entry | None, shape: tuple[
 
 
 def _read_plain(
-    source: Source, codes: Entry, scales: Entry, zeros: Entry | None, bits: int, block: tuple[int, int] | None
+    source: Source,
+    codes: Entry,
+    scales: Entry,
+    zeros: Entry | None,
+    bits: int,
+    block: tuple[int, int] | None,
 ) -> Stored:
     values = codes.values()
     half = formats.midpoint(bits)
     if bits < 8 and not -half <= int(values.min()) <= int(values.max()) < half:
         raise CheckpointError(
-            source.path, f"holds {int(values.min())} to {int(values.max())}; {bits} bits are {-half} to {half - 1}", codes.name
+            source.path,
+            f"holds {int(values.min())} to {int(values.max())}; {bits} bits are {-half} to "
+            f"{half - 1}",
+            codes.name,
         )
     n = codes.shape[0]
     z = None if zeros is None else _unsigned(_spread(zeros.values(), n, block), bits)

@@ -22,11 +22,21 @@ from torch import Tensor
 from ..weights import formats
 from ..weights.weight import CheckpointError
 from .checkpoint import FLOAT_TYPES, Checkpoint, Entry
-from .safetensors_files import INDEX, SETTINGS, TYPES, json_object, mapped, opened, placement, tensor_names
+from .safetensors_files import (
+    INDEX,
+    SETTINGS,
+    TYPES,
+    json_object,
+    mapped,
+    opened,
+    placement,
+    tensor_names,
+)
 
 #: Scales of a quantised KV cache, in the places where other tools keep them.
 _KV_CACHE = re.compile(
-    r"(^|\.)(self_attn|self_attention|attention|attn|mixer)(\.[a-z]{1,3}_proj|\.attn)?\.(q|k|v|kv|prob)_(scale|zero_point)$"
+    r"(^|\.)(self_attn|self_attention|attention|attn|mixer)(\.[a-z]{1,3}_proj|\.attn)?\.(q|k|v|kv|"
+    r"prob)_(scale|zero_point)$"
 )
 #: Ends of the names of codes, by the formats of all readers.
 CODES = (".weight", ".qweight", ".weight_packed", ".W_q", "._weight_qdata", "_blocks")
@@ -72,8 +82,8 @@ class Source:
 
         A float ``<module>.bias`` of the right length becomes part of the quantised weight
         ``<module>``. No other tensor may belong to it: what a reader does not know may change the
-        values. Codes of another format become entries with a problem. Scales of a KV cache, which is
-        kept in floats here, are left out.
+        values. Codes of another format become entries with a problem. Scales of a KV cache, which
+        is kept in floats here, are left out.
 
         Args:
             dialect: its name.
@@ -90,7 +100,9 @@ class Source:
             entry = self._with_bias(entry)
             for part in entry.parts:
                 if part in owners:
-                    raise CheckpointError(self.path, f"belongs to {owners[part].name!r} and to {entry.name!r}", part)
+                    raise CheckpointError(
+                        self.path, f"belongs to {owners[part].name!r} and to {entry.name!r}", part
+                    )
                 owners[part] = entry
         quantized = {entry.name for entry in owners.values() if entry.quantized is not None}
         entries: dict[str, Entry] = {}
@@ -100,17 +112,36 @@ class Source:
             if owners and name not in owners and _KV_CACHE.search(name):
                 unused.append(name)
                 continue
-            if owners and name not in owners and name.endswith(CODES) and tensor.dtype not in _PLAIN and len(tensor.shape) > 1:
+            if (
+                owners
+                and name not in owners
+                and name.endswith(CODES)
+                and tensor.dtype not in _PLAIN
+                and len(tensor.shape) > 1
+            ):
                 tensor = _unread(self.path, tensor, dialect)
             if name not in owners and part in parts:
-                raise CheckpointError(self.path, f"belongs to no quantised weight; {dialect} has such tensors only there", name)
-            if name not in owners and part != "weight" and module.removesuffix(".weight") in quantized:
                 raise CheckpointError(
-                    self.path, f"is {tensor.kind} {list(tensor.shape)}, no part of a quantised weight that is known", name
+                    self.path,
+                    f"belongs to no quantised weight; {dialect} has such tensors only there",
+                    name,
+                )
+            if (
+                name not in owners
+                and part != "weight"
+                and module.removesuffix(".weight") in quantized
+            ):
+                raise CheckpointError(
+                    self.path,
+                    f"is {tensor.kind} {list(tensor.shape)}, no part of a quantised weight "
+                    "that is known",
+                    name,
                 )
             entry = owners.get(name, tensor)
             if entries.setdefault(entry.name, entry) is not entry:
-                raise CheckpointError(self.path, f"has the same name as a module that is quantised: {name!r}", name)
+                raise CheckpointError(
+                    self.path, f"has the same name as a module that is quantised: {name!r}", name
+                )
         return Checkpoint(
             path=self.path,
             dialect=dialect,
@@ -124,7 +155,12 @@ class Source:
     def _with_bias(self, entry: Entry) -> Entry:
         bias = self.tensors.get(f"{entry.name}.bias")
         weight = entry.quantized
-        if weight is None or bias is None or bias.dtype not in FLOAT_TYPES or bias.shape != entry.shape[:1]:
+        if (
+            weight is None
+            or bias is None
+            or bias.dtype not in FLOAT_TYPES
+            or bias.shape != entry.shape[:1]
+        ):
             return entry
         return replace(
             entry,
@@ -141,7 +177,10 @@ _UNUSED = "{} scales of a quantised KV cache ({}, ...) are not used: the cache i
 
 def _unread(path: Path, tensor: Entry, dialect: str) -> Entry:
     """Codes beside those of the dialect, which it does not read."""
-    problem = f"is {tensor.kind} {list(tensor.shape)}: codes of another format than {dialect}, which one checkpoint cannot mix"
+    problem = (
+        f"is {tensor.kind} {list(tensor.shape)}: codes of another format than {dialect}, which one "
+        "checkpoint cannot mix"
+    )
 
     def values() -> Tensor:
         raise CheckpointError(path, problem, tensor.name)
@@ -178,15 +217,22 @@ def read(path: Path) -> Source:
 
 
 def _main_file(directory: Path) -> Path:
-    for found in (sorted(directory.glob("*.safetensors.index.json")), sorted(directory.glob("*.safetensors"))):
-        usual = directory / (INDEX if found and found[0].name.endswith(".json") else "model.safetensors")
+    for found in (
+        sorted(directory.glob("*.safetensors.index.json")),
+        sorted(directory.glob("*.safetensors")),
+    ):
+        usual = directory / (
+            INDEX if found and found[0].name.endswith(".json") else "model.safetensors"
+        )
         if usual in found:
             return usual
         if len(found) == 1:
             return found[0]
         if found:
             raise CheckpointError(
-                directory, f"holds {len(found)} {found[0].suffix[1:]} files and no {usual.name}; name one of them"
+                directory,
+                f"holds {len(found)} {found[0].suffix[1:]} files and no {usual.name}; name "
+                "one of them",
             )
     raise CheckpointError(directory, "holds no safetensors file")
 
@@ -209,10 +255,15 @@ def _read_file(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             identity = _identity(os.fstat(raw.fileno()))
             begin = 8 + int.from_bytes(raw.read(8), "little")
             offsets = json.loads(raw.read(begin - 8))
-        return {name: _entry(path, name, headers[name], offsets.get(name), begin, identity) for name in headers}, metadata
+        return {
+            name: _entry(path, name, headers[name], offsets.get(name), begin, identity)
+            for name in headers
+        }, metadata
 
 
-def _entry(path: Path, name: str, header: Any, place: Any, begin: int, identity: tuple[int, ...]) -> Entry:
+def _entry(
+    path: Path, name: str, header: Any, place: Any, begin: int, identity: tuple[int, ...]
+) -> Entry:
     kind, shape = header.get_dtype(), tuple(header.get_shape())
     if kind not in TYPES:
         raise CheckpointError(path, f"has type {kind}; known are {', '.join(TYPES)}", name)
@@ -229,12 +280,20 @@ def _entry(path: Path, name: str, header: Any, place: Any, begin: int, identity:
         shape=shape,
         nbytes=nbytes,
         dtype=dtype,
-        values=partial(_values, path, name, dtype, shape, begin + place["data_offsets"][0], nbytes, identity),
+        values=partial(
+            _values, path, name, dtype, shape, begin + place["data_offsets"][0], nbytes, identity
+        ),
     )
 
 
 def _values(
-    path: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...], start: int, nbytes: int, identity: tuple[int, ...]
+    path: Path,
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    start: int,
+    nbytes: int,
+    identity: tuple[int, ...],
 ) -> Tensor:
     """The tensor over a map of its part of the file, which is unmapped with the tensor."""
     if nbytes == 0:
@@ -268,7 +327,9 @@ def _read_index(index: Path) -> tuple[tuple[Path, ...], dict[str, Entry], dict[s
             if weight_map.get(tensor) == name:
                 tensors[tensor] = entry
             elif tensor in weight_map:
-                raise CheckpointError(file, f"the index places it in {weight_map[tensor]!r}", tensor)
+                raise CheckpointError(
+                    file, f"the index places it in {weight_map[tensor]!r}", tensor
+                )
             else:
                 raise CheckpointError(file, "the index does not name it", tensor)
     for tensor, name in weight_map.items():
@@ -286,7 +347,9 @@ def _quantization(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         for key in ("quantization_config", "compression_config"):
             if (found := holder.get(key)) is not None:
                 if not isinstance(found, dict):
-                    raise CheckpointError(directory / "config.json", f"{key} is {found!r:.100}; an object is expected")
+                    raise CheckpointError(
+                        directory / "config.json", f"{key} is {found!r:.100}; an object is expected"
+                    )
                 return found
     for name in SETTINGS:
         if found := json_object(directory / name):

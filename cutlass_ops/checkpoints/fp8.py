@@ -47,10 +47,16 @@ def read(source: Source) -> Checkpoint:
     """
     if (kind := source.quantization.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
         raise CheckpointError(source.path, f"fmt is {kind!r:.100}; e4m3 is supported")
-    floats = [name for name, tensor in source.tensors.items() if tensor.dtype == torch.float8_e4m3fn]
+    floats = [
+        name for name, tensor in source.tensors.items() if tensor.dtype == torch.float8_e4m3fn
+    ]
     for name in floats:
         if not name.endswith(".weight"):
-            raise CheckpointError(source.path, "is F8_E4M3, and no <module>.weight; stacked experts are not supported", name)
+            raise CheckpointError(
+                source.path,
+                "is F8_E4M3, and no <module>.weight; stacked experts are not supported",
+                name,
+            )
     entries = [_entry(source, name.removesuffix(".weight")) for name in floats]
     unused = sum(name.rpartition(".")[2] in _STATIC for entry in entries for name in entry.parts)
     facts = {"static activations": f"input_scale of {unused} modules is not used"} if unused else {}
@@ -60,10 +66,16 @@ def read(source: Source) -> Checkpoint:
 def _entry(source: Source, module: str) -> Entry:
     codes = source.tensors[f"{module}.weight"]
     if len(codes.shape) != 2 or 0 in codes.shape:
-        raise CheckpointError(source.path, f"is {list(codes.shape)}; a linear weight is [N, K]", codes.name)
+        raise CheckpointError(
+            source.path, f"is {list(codes.shape)}; a linear weight is [N, K]", codes.name
+        )
     held = [name for part in _SCALES if (name := f"{module}.{part}") in source.tensors]
     if len(held) != 1:
-        what = "has two kinds of scales" if held else "has no weight_scale_inv or weight_scale beside it"
+        what = (
+            "has two kinds of scales"
+            if held
+            else "has no weight_scale_inv or weight_scale beside it"
+        )
         raise CheckpointError(source.path, what, codes.name)
     scales = grouped.checked(source, held[0], (*FLOAT_TYPES, torch.float8_e8m0fnu))
     others = [name for part in _STATIC if (name := f"{module}.{part}") in source.tensors]
@@ -91,10 +103,19 @@ def _block(source: Source, scales: Entry, shape: tuple[int, ...]) -> tuple[int, 
             return n, k
         if scales.shape in ((n,), (n, 1)):
             return 1, k
-        raise CheckpointError(source.path, f"is {list(scales.shape)}; one scale, or {n} are expected", scales.name)
+        raise CheckpointError(
+            source.path, f"is {list(scales.shape)}; one scale, or {n} are expected", scales.name
+        )
     block = source.quantization.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
-        raise CheckpointError(source.path, f"weight_block_size is {block!r:.100}; rows and columns of a block are expected")
+    if (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(type(size) is int and size > 0 for size in block)
+    ):
+        raise CheckpointError(
+            source.path,
+            f"weight_block_size is {block!r:.100}; rows and columns of a block are expected",
+        )
     rows, columns = min(block[0], n), min(block[1], k)
     grouped.checked(source, scales.name, (scales.dtype,), (-(-n // rows), -(-k // columns)))
     return rows, columns

@@ -33,7 +33,14 @@ from . import directory
 from .checkpoint import Checkpoint, Entry, Quantized, read_weight
 from .gguf_blocks import BLOCK_TYPES, GROUP_SIZE, convert_blocks
 from .gguf_header import ADDS_BOS, TensorInfo, read_header
-from .gguf_models import ARCHITECTURES, MAX_ROPE_FACTORS, Architecture, ConfigError, model_config, rope_tensors
+from .gguf_models import (
+    ARCHITECTURES,
+    MAX_ROPE_FACTORS,
+    Architecture,
+    ConfigError,
+    model_config,
+    rope_tensors,
+)
 
 _PLAIN = {
     "F32": torch.float32,
@@ -91,14 +98,23 @@ def read(path: Path) -> Checkpoint:
         config, config_problem = {}, str(error)
     # What the configuration says is no tensor of the model.
     skipped = rope_tensors(name) if config else ()
-    found = [_entry(file, info, architecture, keys) for file in files for info in file.tensors if info.name not in skipped]
+    found = [
+        _entry(file, info, architecture, keys)
+        for file in files
+        for info in file.tensors
+        if info.name not in skipped
+    ]
     if architecture is not None and all(entry.source != "output.weight" for entry in found):
-        found = [_as_head(entry) if entry.source == "token_embd.weight" else entry for entry in found]
+        found = [
+            _as_head(entry) if entry.source == "token_embd.weight" else entry for entry in found
+        ]
     entries: dict[str, Entry] = {}
     for entry in _with_biases(found):
         if entry.name in entries:
             other = entries[entry.name].source
-            raise CheckpointError(path, f"has the same name as {other!r}: {entry.name!r}", entry.source)
+            raise CheckpointError(
+                path, f"has the same name as {other!r}: {entry.name!r}", entry.source
+            )
         entries[entry.name] = entry
     return Checkpoint(
         path=path,
@@ -106,7 +122,9 @@ def read(path: Path) -> Checkpoint:
         files=tuple(file.path for file in files),
         entries=entries,
         metadata={
-            k: str(v) for k, v in keys.items() if k == ADDS_BOS or (not k.startswith("tokenizer.") and len(str(v)) <= 200)
+            k: str(v)
+            for k, v in keys.items()
+            if k == ADDS_BOS or (not k.startswith("tokenizer.") and len(str(v)) <= 200)
         },
         config=config,
         config_problem=config_problem,
@@ -130,18 +148,29 @@ def _parts(path: Path) -> list[_File]:
     named = _file(path)
     count = named.keys.get("split.count", 1)
     if type(count) is not int or count < 1:
-        raise CheckpointError(path, f"key split.count is {count!r:.100}; a count of at least 1 is expected")
+        raise CheckpointError(
+            path, f"key split.count is {count!r:.100}; a count of at least 1 is expected"
+        )
     if count == 1:
         return [named]
     match = _PART.fullmatch(path.name)
     if match is None or int(match[3]) != count:
         raise CheckpointError(
-            path, f"is one of {count} parts of a model, which are found by their names: NAME-00001-of-{count:05}.gguf"
+            path,
+            f"is one of {count} parts of a model, which are found by their names: "
+            f"NAME-00001-of-{count:05}.gguf",
         )
-    paths = [path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    paths = [
+        path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf")
+        for number in range(1, count + 1)
+    ]
     if missing := [other.name for other in paths if not other.is_file()]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise CheckpointError(path, f"is one of {count} parts of a model; beside it there is no {', '.join(missing[:3])}{more}")
+        raise CheckpointError(
+            path,
+            f"is one of {count} parts of a model; beside it there is no "
+            f"{', '.join(missing[:3])}{more}",
+        )
     parts = [named if other == path else _file(other) for other in paths]
     for number, part in enumerate(parts):
         stated = part.keys.get("split.no"), part.keys.get("split.count")
@@ -153,7 +182,10 @@ def _parts(path: Path) -> list[_File]:
             )
     held, total = sum(len(part.tensors) for part in parts), parts[0].keys.get("split.tensors.count")
     if total is not None and total != held:
-        raise CheckpointError(path, f"key split.tensors.count is {total!r:.100}; the {count} parts have {held} tensors")
+        raise CheckpointError(
+            path,
+            f"key split.tensors.count is {total!r:.100}; the {count} parts have {held} tensors",
+        )
     return parts
 
 
@@ -166,7 +198,9 @@ def _file(path: Path) -> _File:
     return _File(path, data, *read_header(path, data))
 
 
-def _model_config(files: Sequence[_File], architecture: str, keys: dict[str, Any]) -> dict[str, Any]:
+def _model_config(
+    files: Sequence[_File], architecture: str, keys: dict[str, Any]
+) -> dict[str, Any]:
     tensors = [(file, info) for file in files for info in file.tensors]
     shapes = {info.name: info.shape for _, info in tensors}
     kinds = {info.kind.name for _, info in tensors if len(info.shape) == 2}
@@ -203,7 +237,8 @@ def _head_rows(
     if type(heads) is not int or heads < 1 or rows % (parts * heads):
         raise CheckpointError(
             path,
-            f"its {rows} rows cannot be put back in order: the file gives {heads!r} heads of attention",
+            f"its {rows} rows cannot be put back in order: the file gives {heads!r} heads "
+            "of attention",
             info.name,
         )
     shape = (parts, heads, -1) if parts == 3 else (heads, -1, parts)
@@ -247,7 +282,9 @@ def _read_with_bias(weight: Quantized, bias: Entry) -> QuantizedWeight:
     return replace(weight.read(), bias=bias.values())
 
 
-def _entry(file: _File, info: TensorInfo, architecture: Architecture | None, keys: dict[str, Any]) -> Entry:
+def _entry(
+    file: _File, info: TensorInfo, architecture: Architecture | None, keys: dict[str, Any]
+) -> Entry:
     path, data = file.path, file.data
     name = info.name if architecture is None else architecture.rename(info.name) or info.name
     rows = _head_rows(path, info, architecture, keys)
@@ -268,7 +305,9 @@ def _entry(file: _File, info: TensorInfo, architecture: Architecture | None, key
         problem = f"has type {kind}; of the quantised types, {', '.join(BLOCK_TYPES)} are supported"
         return replace(entry, problem=problem, has_values=_is_decoded(info))
     if len(info.shape) != 2:
-        return replace(entry, problem=f"has shape {list(info.shape)}; a quantised weight has two dimensions")
+        return replace(
+            entry, problem=f"has shape {list(info.shape)}; a quantised weight has two dimensions"
+        )
     into = BLOCK_TYPES[kind]
     dtypes = {"scales": into.scales} | ({} if into.offsets is None else {"offsets": into.offsets})
     read = partial(_weight, path, data, info, rows)
@@ -293,7 +332,9 @@ def _undone(entry: Entry, architecture: Architecture) -> Entry:
     if architecture.norms_plus_one and entry.source.endswith("norm.weight"):
         return replace(entry, dtype=torch.float32, values=lambda: read().float() - 1)
     if entry.source.endswith(architecture.squeezed) and len(entry.shape) == 2:
-        return replace(entry, shape=(entry.shape[0], 1, entry.shape[1]), values=lambda: read().unsqueeze(1))
+        return replace(
+            entry, shape=(entry.shape[0], 1, entry.shape[1]), values=lambda: read().unsqueeze(1)
+        )
     return entry
 
 
@@ -306,7 +347,9 @@ def _tensor(array: npt.NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.array(array, order="C"))
 
 
-def _weight(path: Path, data: mmap.mmap, info: TensorInfo, rows: npt.NDArray[np.int64] | None) -> QuantizedWeight:
+def _weight(
+    path: Path, data: mmap.mmap, info: TensorInfo, rows: npt.NDArray[np.int64] | None
+) -> QuantizedWeight:
     n, k = info.shape
     raw = _bytes(data, info).reshape(n, -1)
     if rows is not None:
@@ -325,7 +368,9 @@ def _weight(path: Path, data: mmap.mmap, info: TensorInfo, rows: npt.NDArray[np.
     )
 
 
-def _values(path: Path, data: mmap.mmap, info: TensorInfo, rows: npt.NDArray[np.int64] | None) -> Tensor:
+def _values(
+    path: Path, data: mmap.mmap, info: TensorInfo, rows: npt.NDArray[np.int64] | None
+) -> Tensor:
     import gguf
 
     raw = _bytes(data, info)
@@ -333,9 +378,12 @@ def _values(path: Path, data: mmap.mmap, info: TensorInfo, rows: npt.NDArray[np.
         values = _tensor(raw).view(dtype).view(info.shape)
     else:
         try:
-            with np.errstate(all="ignore"):  # numpy warns of NaN and infinity, which a plain tensor may hold
+            # numpy warns of NaN and infinity, which a plain tensor may hold
+            with np.errstate(all="ignore"):
                 values = _tensor(gguf.dequantize(raw.reshape(*info.shape[:-1], -1), info.kind))
         except (NotImplementedError, ValueError) as error:
-            raise CheckpointError(path, f"type {info.kind.name} cannot be dequantised: {error}", info.name) from error
+            raise CheckpointError(
+                path, f"type {info.kind.name} cannot be dequantised: {error}", info.name
+            ) from error
         values = values.view(info.shape)
     return values if rows is None else values[torch.from_numpy(rows)]

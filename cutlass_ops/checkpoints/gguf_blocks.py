@@ -55,7 +55,9 @@ _Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 _Array: TypeAlias = "npt.NDArray[Any]"
 
 
-def convert_blocks(rows: _Bytes, kind: gguf.GGMLQuantizationType) -> tuple[Tensor, Tensor, Tensor | None]:
+def convert_blocks(
+    rows: _Bytes, kind: gguf.GGMLQuantizationType
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes ``[B, elements]``, and scales and offsets ``[B, elements / 32]``, of B blocks."""
     import gguf
 
@@ -64,16 +66,23 @@ def convert_blocks(rows: _Bytes, kind: gguf.GGMLQuantizationType) -> tuple[Tenso
     blocks = rows.reshape(-1, nbytes)
     start, stop, run = block_type.halves
     if run:
-        codes = unpack_bytes(torch.from_numpy(blocks)[:, start:stop], run, in_turn=False, high_first=False)
+        codes = unpack_bytes(
+            torch.from_numpy(blocks)[:, start:stop], run, in_turn=False, high_first=False
+        )
     else:
         codes = torch.empty(len(blocks), size, dtype=torch.uint8, device="cpu")
     groups = (len(blocks), size // GROUP_SIZE)
     scales = torch.empty(groups, dtype=block_type.scales, device="cpu")
-    offsets = None if block_type.offsets is None else torch.empty(groups, dtype=block_type.offsets, device="cpu")
+    offsets = (
+        None
+        if block_type.offsets is None
+        else torch.empty(groups, dtype=block_type.offsets, device="cpu")
+    )
     step = max(1, _BYTES_AT_A_TIME // nbytes)
     for first in range(0, len(blocks), step):
         part = slice(first, first + step)
-        with np.errstate(all="ignore"):  # read_weight refuses scales and offsets that are not finite
+        # read_weight refuses scales and offsets that are not finite
+        with np.errstate(all="ignore"):
             block_type.convert(
                 blocks[part],
                 codes[part].numpy(),
@@ -126,7 +135,9 @@ def _q5_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> Non
     packed = blocks[:, 16:48].view(run).copy().view(np.uint8)
     fifth = np.empty_like(codes)
     for group in range(8):  # bit g of byte i belongs to element i of group g
-        fifth.view(run)[:, group : group + 1] = ((packed >> np.uint8(group) & np.uint8(1)) << np.uint8(4)).view(run)
+        fifth.view(run)[:, group : group + 1] = (
+            (packed >> np.uint8(group) & np.uint8(1)) << np.uint8(4)
+        ).view(run)
     codes += fifth
     codes += np.uint8(128)
 
@@ -142,7 +153,10 @@ def _k_scales(blocks: _Bytes, scales: _Array, minima: _Array) -> None:
     six, four, two = np.uint32(0x3F3F3F3F), np.uint32(0x0F0F0F0F), np.uint32(0x30303030)
     both = np.empty((2, len(blocks), 2), np.uint32)
     both[0, :, 0], both[0, :, 1] = low & six, high & four | low >> np.uint32(2) & two
-    both[1, :, 0], both[1, :, 1] = middle & six, high >> np.uint32(4) & four | middle >> np.uint32(2) & two
+    both[1, :, 0], both[1, :, 1] = (
+        middle & six,
+        high >> np.uint32(4) & four | middle >> np.uint32(2) & two,
+    )
     d, dmin = (np.repeat(_number(blocks, start).astype(np.float32), 8, axis=1) for start in (0, 2))
     np.multiply(both[0].view(np.uint8), d, out=scales)
     np.multiply(both[1].view(np.uint8), -dmin, out=minima)
@@ -162,7 +176,9 @@ def _q6_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> Non
     most = np.maximum(np.abs(first), np.abs(second)).astype(np.float32)
     # q - 32 is -32 .. 31, and -128 .. 127 are there for (q - 32) sc / g.
     exact = (most <= 4 * divisor) & (np.minimum(first, second) >= -3 * divisor)
-    np.multiply(np.where(exact, divisor, most * np.float32(32 / 127)), _number(blocks, 208), out=scales)
+    np.multiply(
+        np.where(exact, divisor, most * np.float32(32 / 127)), _number(blocks, 208), out=scales
+    )
     unit = np.where(exact, divisor, np.maximum(most, 1)).astype(np.float32)
     factors = of_16 / np.repeat(unit, 2, axis=1)
     factors *= np.repeat(np.where(exact, np.float32(1), np.float32(127 / 32)), 2, axis=1)
@@ -217,7 +233,8 @@ class BlockType:
 
 
 _Q6_K_ROUNDED = (
-    "Q6_K may be rounded to codes of 8 bits, by at most 0.13 of its step, which is 0.5 to 0.8 % of the weight in all"
+    "Q6_K may be rounded to codes of 8 bits, by at most 0.13 of its step, which is 0.5 to 0.8 % of "
+    "the weight in all"
 )
 
 BLOCK_TYPES = {

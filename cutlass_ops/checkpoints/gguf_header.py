@@ -79,7 +79,9 @@ class _Header:
     def number(self, form: str, what: str) -> Any:
         size = struct.calcsize(form)
         if size > len(self.data) - self.position:
-            raise CheckpointError(self.path, f"the file ends at byte {len(self.data)}, inside {what}")
+            raise CheckpointError(
+                self.path, f"the file ends at byte {len(self.data)}, inside {what}"
+            )
         (value,) = struct.unpack_from(form, self.data, self.position)
         self.position += size
         return value
@@ -88,7 +90,9 @@ class _Header:
         """Advance by ``size`` bytes; returns the position before."""
         if size > len(self.data) - self.position:
             raise CheckpointError(
-                self.path, f"{what} takes {size} bytes, of which the file has {len(self.data) - self.position}"
+                self.path,
+                f"{what} takes {size} bytes, of which the file has "
+                f"{len(self.data) - self.position}",
             )
         before = self.position
         self.position += size
@@ -116,13 +120,18 @@ class _Header:
         elif item == _STRING:
             self.skip_texts(count, what)
         else:
-            raise CheckpointError(self.path, f"{what} is an array of type {item}; arrays of numbers and strings are known")
+            raise CheckpointError(
+                self.path,
+                f"{what} is an array of type {item}; arrays of numbers and strings are known",
+            )
         return f"{count} values"
 
     def skip_texts(self, count: int, what: str) -> None:
         # Every string takes 8 bytes at least, so a count that fits bounds the loop.
         if count > (len(self.data) - self.position) // 8:
-            raise CheckpointError(self.path, f"{what} has {count} strings, more than the rest of the file can hold")
+            raise CheckpointError(
+                self.path, f"{what} has {count} strings, more than the rest of the file can hold"
+            )
         position, end, size = self.position, len(self.data), struct.Struct("<Q").unpack_from
         for _ in range(count):
             if position + 8 > end:
@@ -136,20 +145,30 @@ class _Header:
         import gguf
 
         if self.data[:4] != b"GGUF":
-            raise CheckpointError(self.path, f"starts with {self.data[:4]!r}; a GGUF file starts with b'GGUF'")
+            raise CheckpointError(
+                self.path, f"starts with {self.data[:4]!r}; a GGUF file starts with b'GGUF'"
+            )
         self.position = 4
         version = self.number("<I", "the version")
         if version not in (2, 3):
             swapped = " (a big-endian file?)" if version & 0xFFFF == 0 else ""
-            raise CheckpointError(self.path, f"GGUF version {version}{swapped}; versions 2 and 3, little-endian, are known")
+            raise CheckpointError(
+                self.path,
+                f"GGUF version {version}{swapped}; versions 2 and 3, little-endian, are known",
+            )
         tensor_count = self.number("<Q", "the number of tensors")
         key_count = self.number("<Q", "the number of keys")
         # The shortest key takes 13 bytes and the shortest tensor 32: no list can outgrow the file.
         for count, size, what in ((key_count, 13, "keys"), (tensor_count, 32, "tensors")):
             if count * size > len(self.data):
-                raise CheckpointError(self.path, f"claims {count} {what}, more than its {len(self.data)} bytes can hold")
+                raise CheckpointError(
+                    self.path,
+                    f"claims {count} {what}, more than its {len(self.data)} bytes can hold",
+                )
             if count > _MAX_COUNT:
-                raise CheckpointError(self.path, f"has {count} {what}; at most {_MAX_COUNT} are read")
+                raise CheckpointError(
+                    self.path, f"has {count} {what}; at most {_MAX_COUNT} are read"
+                )
         keys: dict[str, Any] = {}
         for index in range(key_count):
             name = self.text(f"the name of key {index}")
@@ -158,7 +177,9 @@ class _Header:
             keys[name] = self.value(self.number("<I", f"key {name!r}"), f"key {name!r}")
         alignment = keys.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise CheckpointError(self.path, f"general.alignment is {alignment!r}; a power of two is expected")
+            raise CheckpointError(
+                self.path, f"general.alignment is {alignment!r}; a power of two is expected"
+            )
         tensors: dict[str, TensorInfo] = {}
         for index in range(tensor_count):
             info = self.tensor(index, alignment)
@@ -175,16 +196,22 @@ class _Header:
         what = f"the description of tensor {name!r}"
         dimensions = self.number("<I", what)
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            raise CheckpointError(self.path, f"has {dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are possible", name)
+            raise CheckpointError(
+                self.path, f"has {dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are possible", name
+            )
         shape = tuple(reversed([self.number("<Q", what) for _ in range(dimensions)]))
         number = self.number("<I", what)
         try:
             kind = gguf.GGMLQuantizationType(number)
         except ValueError:
-            raise CheckpointError(self.path, f"has type {number}, which this version of gguf does not know", name) from None
+            raise CheckpointError(
+                self.path, f"has type {number}, which this version of gguf does not know", name
+            ) from None
         offset = self.number("<Q", what)
         if offset % alignment:
-            raise CheckpointError(self.path, f"starts at {offset}, which is no multiple of {alignment}", name)
+            raise CheckpointError(
+                self.path, f"starts at {offset}, which is no multiple of {alignment}", name
+            )
         elements = 1
         for size in shape:
             elements *= size
@@ -192,7 +219,8 @@ class _Header:
         if elements == 0 or shape[-1] % block:
             raise CheckpointError(
                 self.path,
-                f"has shape {list(shape)}; {kind.name} needs rows of a multiple of {block}, none empty",
+                f"has shape {list(shape)}; {kind.name} needs rows of a multiple of "
+                f"{block}, none empty",
                 name,
             )
         return TensorInfo(name, kind, shape, offset, elements // block * block_bytes)

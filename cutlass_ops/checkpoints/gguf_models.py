@@ -41,7 +41,11 @@ _LLAMA = {
     "ffn_down": "mlp.down_proj",
 }
 _PHI3 = {
-    **{name: module for name, module in _LLAMA.items() if name not in ("attn_q", "attn_k", "attn_v", "ffn_gate")},
+    **{
+        name: module
+        for name, module in _LLAMA.items()
+        if name not in ("attn_q", "attn_k", "attn_v", "ffn_gate")
+    },
     "attn_qkv": "self_attn.qkv_proj",
     "ffn_up": "mlp.gate_up_proj",
 }
@@ -52,7 +56,9 @@ _GEMMA2 = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _STARCODER2 = {**_LLAMA, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
-_STABLELM = {name: module for name, module in _LLAMA.items() if name not in ("attn_q_norm", "attn_k_norm")}
+_STABLELM = {
+    name: module for name, module in _LLAMA.items() if name not in ("attn_q_norm", "attn_k_norm")
+}
 _BLOOM = {
     "token_embd": "transformer.word_embeddings",
     "token_embd_norm": "transformer.word_embeddings_layernorm",
@@ -65,7 +71,9 @@ _BLOOM = {
     "ffn_up": "mlp.dense_h_to_4h",
     "ffn_down": "mlp.dense_4h_to_h",
 }
-_FALCON = {name: module for name, module in _BLOOM.items() if name not in ("token_embd_norm", "ffn_norm")}
+_FALCON = {
+    name: module for name, module in _BLOOM.items() if name not in ("token_embd_norm", "ffn_norm")
+}
 _LFM2 = {
     "token_embd": "model.embed_tokens",
     "token_embd_norm": "model.embedding_norm",
@@ -137,11 +145,13 @@ _QK = ("attn_q", "attn_k")
 #: By ``general.architecture``.
 ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", _LLAMA, permuted=_QK, optional=_HEAD_DIM),
-    "mistral": Architecture("mistral", "MistralForCausalLM", _LLAMA, permuted=_QK, optional=_HEAD_DIM, sliding=True),
+    "mistral": Architecture("mistral", "MistralForCausalLM", _LLAMA, permuted=_QK,
+                            optional=_HEAD_DIM, sliding=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _LLAMA),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _LLAMA, optional=_HEAD_DIM),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", _PHI3, sliding=True),
-    "gemma": Architecture("gemma", "GemmaForCausalLM", _LLAMA, norms_plus_one=True, optional=_HEAD_DIM),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", _LLAMA, norms_plus_one=True,
+                          optional=_HEAD_DIM),
     "gemma2": Architecture(
         "gemma2",
         "Gemma2ForCausalLM",
@@ -163,9 +173,11 @@ ARCHITECTURES = {
         sliding=True,
     ),
     "starcoder2": Architecture(
-        "starcoder2", "Starcoder2ForCausalLM", _STARCODER2, eps="norm_epsilon", layer_norm=True, sliding=True
+        "starcoder2", "Starcoder2ForCausalLM", _STARCODER2, eps="norm_epsilon", layer_norm=True,
+        sliding=True
     ),
-    "stablelm": Architecture("stablelm", "StableLmForCausalLM", _STABLELM, eps="layer_norm_eps", layer_norm=True),
+    "stablelm": Architecture("stablelm", "StableLmForCausalLM", _STABLELM, eps="layer_norm_eps",
+                             layer_norm=True),
     "nemotron": Architecture(
         "nemotron",
         "NemotronForCausalLM",
@@ -191,7 +203,8 @@ ARCHITECTURES = {
         layers="transformer.h",
         eps="layer_norm_epsilon",
         layer_norm=True,
-        fixed={"multi_query": True, "new_decoder_architecture": False, "parallel_attn": True, "alibi": False},
+        fixed={"multi_query": True, "new_decoder_architecture": False, "parallel_attn": True,
+               "alibi": False},
     ),
     "lfm2": Architecture(
         "lfm2",
@@ -227,14 +240,23 @@ class _Keys:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = default if self.get(key) is None else self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ConfigError(f"key {self.architecture}.{key} is {value!r:.100}; a number above 0 is expected")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < float("inf")
+        ):
+            raise ConfigError(
+                f"key {self.architecture}.{key} is {value!r:.100}; a number above 0 is expected"
+            )
         return float(value)
 
     def count(self, key: str, default: int | None = None) -> int:
         value = default if self.get(key) is None else self.get(key)
         if type(value) is not int or not 0 < value < 1 << 31:
-            raise ConfigError(f"key {self.architecture}.{key} is {value!r:.100}; a count of at least 1 is expected")
+            raise ConfigError(
+                f"key {self.architecture}.{key} is {value!r:.100}; a count of at least 1 "
+                "is expected"
+            )
         return value
 
 
@@ -260,19 +282,33 @@ def model_config(
     """
     known = ARCHITECTURES.get(architecture)
     if known is None:
-        raise ConfigError(f"architecture {architecture!r:.100} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        raise ConfigError(
+            f"architecture {architecture!r:.100} is not supported; supported are "
+            f"{', '.join(ARCHITECTURES)}"
+        )
     for name in shapes:
         if "_exps." in name or "ffn_gate_inp." in name:
-            raise ConfigError(f"tensor {name!r:.100} belongs to a mixture of experts, which is not supported")
+            raise ConfigError(
+                f"tensor {name!r:.100} belongs to a mixture of experts, which is not supported"
+            )
         if known.rename(name) is None and name not in factors:
-            raise ConfigError(f"tensor {name!r:.100} has no place in a model of architecture {architecture!r}")
+            raise ConfigError(
+                f"tensor {name!r:.100} has no place in a model of architecture {architecture!r}"
+            )
     if len(table := shapes.get("token_embd.weight", ())) != 2:
         raise ConfigError("the file has no matrix token_embd.weight")
     has = _Keys(architecture, keys)
-    layers, heads, hidden = (has.count(key) for key in ("block_count", "attention.head_count", "embedding_length"))
-    found = {int(match[1]) for name in shapes if (match := re.match(r"blk\.(\d{1,9})\.", name, re.ASCII))}
+    layers, heads, hidden = (
+        has.count(key) for key in ("block_count", "attention.head_count", "embedding_length")
+    )
+    found = {
+        int(match[1]) for name in shapes if (match := re.match(r"blk\.(\d{1,9})\.", name, re.ASCII))
+    }
     if len(found) != layers or found != set(range(layers)):
-        raise ConfigError(f"key {architecture}.block_count is {layers}; the file has tensors of {len(found)} layers")
+        raise ConfigError(
+            f"key {architecture}.block_count is {layers}; the file has tensors of "
+            f"{len(found)} layers"
+        )
     config: dict[str, Any] = {
         "model_type": known.model_type,
         "architectures": [known.model_class],
@@ -292,7 +328,10 @@ def model_config(
             config[name] = has.count(key) if name == "head_dim" else has.number(key)
     if architecture == "bloom":
         if has.count("feed_forward_length", 4 * hidden) != 4 * hidden:
-            raise ConfigError(f"key bloom.feed_forward_length is {has.get('feed_forward_length')}; {4 * hidden} is expected")
+            raise ConfigError(
+                f"key bloom.feed_forward_length is {has.get('feed_forward_length')}; "
+                f"{4 * hidden} is expected"
+            )
         return {**config, "n_layer": layers, "n_head": heads}
     config["num_hidden_layers"] = layers
     config["num_attention_heads"] = heads
@@ -307,8 +346,12 @@ def model_config(
         config["intermediate_size"] = has.count("feed_forward_length")
         if architecture == "lfm2":  # one number a layer, 0 for those without attention
             attention = [shapes.get(f"blk.{layer}.attn_k.weight") for layer in range(layers)]
-            config["layer_types"] = ["conv" if shape is None else "full_attention" for shape in attention]
-            config["num_key_value_heads"] = max((shape[0] // head_dim for shape in attention if shape), default=heads)
+            config["layer_types"] = [
+                "conv" if shape is None else "full_attention" for shape in attention
+            ]
+            config["num_key_value_heads"] = max(
+                (shape[0] // head_dim for shape in attention if shape), default=heads
+            )
             config["conv_L_cache"] = has.count("shortconv.l_cache")
             config["conv_bias"] = "blk.0.shortconv.in_proj.bias" in shapes
         else:
@@ -317,7 +360,9 @@ def model_config(
     if known.sliding:
         window = has.get("attention.sliding_window") or None
         if window or architecture not in ("gemma2", "gemma3"):  # those two have one in any case
-            config["sliding_window"] = None if window is None else has.count("attention.sliding_window")
+            config["sliding_window"] = (
+                None if window is None else has.count("attention.sliding_window")
+            )
     if architecture in ("gemma2", "gemma3"):
         # The models of 27B scale by another value than the size of a head; llama.cpp recognises
         # them by their layers.
@@ -327,8 +372,8 @@ def model_config(
 
 
 def exceeds_fp16(model: str) -> bool:
-    """Whether a model's activations exceed the range of fp16, by transformers' or the file's name of
-    its architecture.
+    """Whether a model's activations exceed the range of fp16, by transformers' or the file's name
+    of its architecture.
 
     Sums of gemma's residual stream do, from the first layers on: they become infinite, then NaN.
     """
@@ -347,7 +392,10 @@ def _parts(architecture: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
         return f"blk.0.{module}" in shapes
 
     if architecture == "stablelm":
-        return {"use_qkv_bias": has("attn_q.bias"), "use_parallel_residual": not has("ffn_norm.weight")}
+        return {
+            "use_qkv_bias": has("attn_q.bias"),
+            "use_parallel_residual": not has("ffn_norm.weight"),
+        }
     if architecture == "starcoder2":
         return {"use_bias": has("attn_q.bias")}
     if architecture in ("llama", "nemotron"):
@@ -366,7 +414,8 @@ def _rope(has: _Keys, head_dim: int, factors: Mapping[str, Sequence[float]]) -> 
         settings["partial_rotary_factor"] = turned / head_dim
     elif turned != head_dim:
         raise ConfigError(
-            f"key {has.architecture}.rope.dimension_count is {turned}; {head_dim}, the size of a head, is expected"
+            f"key {has.architecture}.rope.dimension_count is {turned}; {head_dim}, the size of a "
+            "head, is expected"
         )
     kind = has.get("rope.scaling.type") or ("linear" if has.get("rope.scaling.factor") else "none")
     context = has.count("context_length")
@@ -375,10 +424,15 @@ def _rope(has: _Keys, head_dim: int, factors: Mapping[str, Sequence[float]]) -> 
         short = factors.get("rope_factors_short.weight", values[0])
         long = factors.get("rope_factors_long.weight", values[0])
         if any(len(part) != turned // 2 for part in values):
-            raise ConfigError(f"{', '.join(factors)}: {[len(part) for part in values]} values; {turned // 2} are expected")
+            raise ConfigError(
+                f"{', '.join(factors)}: {[len(part) for part in values]} values; "
+                f"{turned // 2} are expected"
+            )
         settings["rope_type"] = "longrope"
         settings |= {"short_factor": list(short), "long_factor": list(long)}
-        settings["original_max_position_embeddings"] = has.count("rope.scaling.original_context_length", context)
+        settings["original_max_position_embeddings"] = has.count(
+            "rope.scaling.original_context_length", context
+        )
         settings["attention_factor"] = has.number("rope.scaling.attn_factor", 1.0)
         # transformers divides them where the configuration has both
         settings["factor"] = context / settings["original_max_position_embeddings"]
@@ -388,9 +442,14 @@ def _rope(has: _Keys, head_dim: int, factors: Mapping[str, Sequence[float]]) -> 
         settings |= {"rope_type": "linear", "factor": has.number("rope.scaling.factor", 1.0)}
     elif kind == "yarn":
         settings |= {"rope_type": "yarn", "factor": has.number("rope.scaling.factor")}
-        settings["original_max_position_embeddings"] = has.count("rope.scaling.original_context_length")
+        settings["original_max_position_embeddings"] = has.count(
+            "rope.scaling.original_context_length"
+        )
     elif kind != "none":
-        raise ConfigError(f"key {has.architecture}.rope.scaling.type is {kind!r:.100}; linear and yarn are supported")
+        raise ConfigError(
+            f"key {has.architecture}.rope.scaling.type is {kind!r:.100}; linear and yarn "
+            "are supported"
+        )
     if has.architecture == "gemma3":
         local = {"rope_type": "default", "rope_theta": has.number("rope.freq_base_swa", 10000.0)}
         return {"rope_parameters": {"full_attention": settings, "sliding_attention": local}}

@@ -87,10 +87,16 @@ class _Settings:
 def recognise(source: Source) -> bool:
     """Whether the config says so or, if it says nothing, the tensors are GPTQ's."""
     if (method := source.quantization.get("quant_method")) is not None:
-        return method == "gptq" or (method == "auto-round" and str(source.quantization.get("packing_format")) in _AUTO_ROUND)
+        return method == "gptq" or (
+            method == "auto-round" and str(source.quantization.get("packing_format")) in _AUTO_ROUND
+        )
     for module in source.modules("qweight"):
         codes, scales = source.tensors[f"{module}.qweight"], source.tensors.get(f"{module}.scales")
-        if scales is not None and len(scales.shape) == len(codes.shape) == 2 and scales.shape[1] == codes.shape[1]:
+        if (
+            scales is not None
+            and len(scales.shape) == len(codes.shape) == 2
+            and scales.shape[1] == codes.shape[1]
+        ):
             return f"{module}.qzeros" in source.tensors
     return False
 
@@ -113,23 +119,42 @@ def read(source: Source, zero_offset: int | None = None) -> Checkpoint:
     for module in source.modules("qweight", "qzeros"):
         entry, offset = _entry(source, module, settings)
         entries.append(entry)
-        offsets[f"{offset}" if offset == settings.offset else f"{offset} by their values (metadata: {settings.offset})"] += 1
-    facts = {"zero_offset": ", ".join(f"{offset} in {count} modules" for offset, count in offsets.items())}
+        offsets[
+            f"{offset}"
+            if offset == settings.offset
+            else f"{offset} by their values (metadata: {settings.offset})"
+        ] += 1
+    facts = {
+        "zero_offset": ", ".join(
+            f"{offset} in {count} modules" for offset, count in offsets.items()
+        )
+    }
     return source.checkpoint("gptq", entries, facts, _PARTS)
 
 
 def _settings(source: Source, zero_offset: int | None) -> _Settings:
     settings = source.quantization
-    kind = next((settings[name] for name in ("checkpoint_format", "format") if settings.get(name) is not None), None)
+    kind = next(
+        (
+            settings[name]
+            for name in ("checkpoint_format", "format")
+            if settings.get(name) is not None
+        ),
+        None,
+    )
     if not isinstance(kind, (str, type(None))) or kind not in _OFFSETS:
         known = ", ".join(repr(name) for name in _OFFSETS if name)
-        raise CheckpointError(source.path, f"GPTQ's checkpoint_format is {kind!r:.100}; known are {known}")
+        raise CheckpointError(
+            source.path, f"GPTQ's checkpoint_format is {kind!r:.100}; known are {known}"
+        )
     stated = _OFFSETS[kind]
     if settings.get("quant_method") == "auto-round":
         stated = _AUTO_ROUND[settings["packing_format"]]
     for name in ("sym", "desc_act"):
         if (value := settings.get(name)) is not None and type(value) is not bool:
-            raise CheckpointError(source.path, f"{name} is {value!r:.100}; true or false is expected")
+            raise CheckpointError(
+                source.path, f"{name} is {value!r:.100}; true or false is expected"
+            )
     places = [settings, *_overrides(source)]
     bits = [grouped.setting(source, place, ("bits",), None) for place in places]
     sizes = [grouped.setting(source, place, ("group_size",), None) for place in places]
@@ -148,13 +173,16 @@ def _overrides(source: Source) -> Iterator[dict[str, Any]]:
     for name in ("dynamic", "extra_config"):
         overrides = source.quantization.get(name) or {}
         if not isinstance(overrides, dict):
-            raise CheckpointError(source.path, f"{name} is {overrides!r:.100}; an object is expected")
+            raise CheckpointError(
+                source.path, f"{name} is {overrides!r:.100}; an object is expected"
+            )
         for pattern, values in overrides.items():
             # "-:pattern" leaves modules as they are; its value says nothing.
             if not pattern.startswith("-:"):
                 if not isinstance(values, dict):
                     raise CheckpointError(
-                        source.path, f"{name} has {values!r:.100} for {pattern!r:.100}; an object is expected"
+                        source.path,
+                        f"{name} has {values!r:.100} for {pattern!r:.100}; an object is expected",
                     )
                 yield values
 
@@ -172,21 +200,29 @@ def _entry(source: Source, module: str, settings: _Settings) -> tuple[Entry, int
     index = source.tensors.get(f"{module}.g_idx")
     shape = _shape(codes, zeros, scales, index, settings.bits)
     if shape is None:
-        shapes = ", ".join(f"{part.name.rpartition('.')[2]} {list(part.shape)}" for part in (codes, zeros, scales))
+        shapes = ", ".join(
+            f"{part.name.rpartition('.')[2]} {list(part.shape)}" for part in (codes, zeros, scales)
+        )
         known = " or ".join(map(str, settings.bits))
-        raise CheckpointError(source.path, f"has {shapes}, which do not fit each other at {known} bits", codes.name)
+        raise CheckpointError(
+            source.path, f"has {shapes}, which do not fit each other at {known} bits", codes.name
+        )
     n, k, bits = shape
     groups = scales.shape[0]
     size = grouped.group_size(k, groups, settings.sizes)
     if index is None and settings.act_order and groups > 1:
-        raise CheckpointError(source.path, "is missing; the config says desc_act, which needs it", f"{module}.g_idx")
+        raise CheckpointError(
+            source.path, "is missing; the config says desc_act, which needs it", f"{module}.g_idx"
+        )
     if index is not None:
         parts.append(index.name)
         if size is None:  # groups of any lengths: the size is but a wish
             size = settings.sizes[0] if settings.sizes else -(-k // groups)
     if size is None:
         raise CheckpointError(
-            source.path, f"has scales {list(scales.shape)} for K = {k}; no known size of groups fits", codes.name
+            source.path,
+            f"has scales {list(scales.shape)} for K = {k}; no known size of groups fits",
+            codes.name,
         )
 
     raw = unpack_along_k(zeros.values(), n, bits)
@@ -204,11 +240,14 @@ def _entry(source: Source, module: str, settings: _Settings) -> tuple[Entry, int
         scales=scales.dtype,
         has_zeros=has_zeros,
         read=partial(_read, codes, zeros, scales, (n, k), bits, offset, has_zeros),
-        index=None if index is None else partial(grouped.group_index, source, index.name, k, groups),
+        index=None
+        if index is None
+        else partial(grouped.group_index, source, index.name, k, groups),
     )
     if lost:
         problem = (
-            f"{lost} words of qzeros end in two codes of all ones, as AutoGPTQ leaves them when it overwrites zero points; "
+            f"{lost} words of qzeros end in two codes of all ones, as AutoGPTQ leaves them when it "
+            "overwrites zero points; "
             "if another tool made the file, zero_offset=1 (--zero-offset 1) reads them"
         )
         refuse = partial(_refuse, source, zeros.name, problem)
@@ -216,7 +255,9 @@ def _entry(source: Source, module: str, settings: _Settings) -> tuple[Entry, int
     return entry, offset
 
 
-def _shape(codes: Entry, zeros: Entry, scales: Entry, index: Entry | None, bits: Iterable[int]) -> tuple[int, int, int] | None:
+def _shape(
+    codes: Entry, zeros: Entry, scales: Entry, index: Entry | None, bits: Iterable[int]
+) -> tuple[int, int, int] | None:
     """N, K and bits by which the shapes fit each other."""
     if any(len(part.shape) != 2 or 0 in part.shape for part in (codes, zeros, scales)):
         return None
@@ -250,7 +291,9 @@ def _offset(raw: Tensor, bits: int, settings: _Settings) -> int:
 def _lost(words: Tensor, bits: int) -> int:
     """How many words end, at their high bits, in two codes of all ones."""
     begins = _LAST_TWO[bits]
-    return sum(int(((words[:, i :: len(begins)] >> begin) == -1).sum()) for i, begin in enumerate(begins))
+    return sum(
+        int(((words[:, i :: len(begins)] >> begin) == -1).sum()) for i, begin in enumerate(begins)
+    )
 
 
 def _zeros(zeros: Entry, n: int, bits: int, offset: int) -> Tensor:
@@ -262,7 +305,15 @@ def _zeros(zeros: Entry, n: int, bits: int, offset: int) -> Tensor:
     return unpack_along_k(words + offset * (((1 << 32) - 1) // ((1 << bits) - 1)), n, bits)
 
 
-def _read(codes: Entry, zeros: Entry, scales: Entry, shape: tuple[int, int], bits: int, offset: int, has_zeros: bool) -> Stored:
+def _read(
+    codes: Entry,
+    zeros: Entry,
+    scales: Entry,
+    shape: tuple[int, int],
+    bits: int,
+    offset: int,
+    has_zeros: bool,
+) -> Stored:
     n, k = shape
     return Stored(
         unpack_along_k(codes.values().t(), k, bits),

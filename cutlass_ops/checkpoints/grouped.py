@@ -71,12 +71,16 @@ def group_index(source: Source, name: str, k: int, groups: int) -> Tensor:
     index = checked(source, name, (torch.int32, torch.int64), (k,)).values().long()
     if int(index.min()) < 0 or int(index.max()) >= groups:
         raise CheckpointError(
-            source.path, f"holds groups {int(index.min())} to {int(index.max())}; there are {groups} of them", name
+            source.path,
+            f"holds groups {int(index.min())} to {int(index.max())}; there are {groups} of them",
+            name,
         )
     return index
 
 
-def checked(source: Source, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None) -> Entry:
+def checked(
+    source: Source, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None
+) -> Entry:
     """A tensor of the file.
 
     Raises:
@@ -89,7 +93,8 @@ def checked(source: Source, name: str, dtypes: tuple[torch.dtype, ...], shape: t
         accepted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise CheckpointError(
             source.path,
-            f"is {entry.kind} {list(entry.shape)}; {accepted}{'' if shape is None else f' {list(shape)}'} is expected",
+            f"is {entry.kind} {list(entry.shape)}; "
+            f"{accepted}{'' if shape is None else f' {list(shape)}'} is expected",
             name,
         )
     return entry
@@ -142,8 +147,14 @@ def entry(
     )
     order = express(known(), size)
     if order is None:
-        what = f"has groups of {size}" if index is None else "has groups of inputs that are not multiples of 32"
-        return replace(found, problem=f"{what}; sizes of 32, 64, multiples of 128 and all of K are supported")
+        what = (
+            f"has groups of {size}"
+            if index is None
+            else "has groups of inputs that are not multiples of 32"
+        )
+        return replace(
+            found, problem=f"{what}; sizes of 32, 64, multiples of 128 and all of K are supported"
+        )
     dtypes = {"scales": scales}
     if has_zeros:
         dtypes["zeros"] = torch.uint8
@@ -241,16 +252,30 @@ def _weight(
             bits=_container(bits),
             group_size=order.group_size,
             perm=order.perm,
-            book=None if book is None else torch.tensor(book, dtype=torch.float32, device=codes.device),
+            book=None
+            if book is None
+            else torch.tensor(book, dtype=torch.float32, device=codes.device),
         ),
     )
 
 
-def _values(bits: int, index: Callable[[], Tensor], read: Callable[[], Stored], book: tuple[float, ...] | None) -> Tensor:
+def _values(
+    bits: int,
+    index: Callable[[], Tensor],
+    read: Callable[[], Stored],
+    book: tuple[float, ...] | None,
+) -> Tensor:
     stored = read()
     if book is not None:
-        return torch.tensor(book, dtype=torch.float32, device="cpu")[stored.codes.int()].mul_(stored.scales.float()[:, index()])
-    return dequantize(stored.codes, stored.scales, formats.midpoint(bits) if stored.zeros is None else stored.zeros, index())
+        return torch.tensor(book, dtype=torch.float32, device="cpu")[stored.codes.int()].mul_(
+            stored.scales.float()[:, index()]
+        )
+    return dequantize(
+        stored.codes,
+        stored.scales,
+        formats.midpoint(bits) if stored.zeros is None else stored.zeros,
+        index(),
+    )
 
 
 def float_scales(source: Source, name: str, shape: tuple[int, ...] | None = None) -> Entry:
@@ -263,7 +288,9 @@ def powers_of_two(exponents: Tensor) -> Tensor:
     return exponents.view(torch.float8_e8m0fnu).to(torch.bfloat16)
 
 
-def setting(source: Source, settings: Mapping[str, object], names: tuple[str, ...], default: int | None) -> int | None:
+def setting(
+    source: Source, settings: Mapping[str, object], names: tuple[str, ...], default: int | None
+) -> int | None:
     """An integer of the quantisation's settings, under the first of ``names`` that is there.
 
     Raises:
@@ -272,6 +299,8 @@ def setting(source: Source, settings: Mapping[str, object], names: tuple[str, ..
     for name in names:
         if (value := settings.get(name)) is not None:
             if type(value) is not int:
-                raise CheckpointError(source.path, f"{name} is {value!r:.100}; an integer is expected")
+                raise CheckpointError(
+                    source.path, f"{name} is {value!r:.100}; an integer is expected"
+                )
             return value
     return default

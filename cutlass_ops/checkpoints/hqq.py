@@ -74,7 +74,10 @@ def recognise(source: Source) -> bool:
     """Whether the config says so, or a module has the package's names of parts."""
     if (method := source.quantization.get("quant_method")) is not None:
         return bool(method == "hqq")
-    return any({f"{m}.scale", f"{m}.zero", f"{m}.nbits"} <= source.tensors.keys() for m in source.modules("W_q"))
+    return any(
+        {f"{m}.scale", f"{m}.zero", f"{m}.nbits"} <= source.tensors.keys()
+        for m in source.modules("W_q")
+    )
 
 
 def read(source: Source) -> Checkpoint:
@@ -91,11 +94,15 @@ def read(source: Source) -> Checkpoint:
 def _entry(source: Source, module: str) -> Entry:
     n, k = _integers(source, f"{module}.shape", 2)
     if n < 1 or k < 1:
-        raise CheckpointError(source.path, f"is {[n, k]}; [N, K], both at least 1, is expected", f"{module}.shape")
+        raise CheckpointError(
+            source.path, f"is {[n, k]}; [N, K], both at least 1, is expected", f"{module}.shape"
+        )
     (axis,) = _integers(source, f"{module}.axis", 1)
     if axis not in (0, 1):
         raise CheckpointError(source.path, f"is {axis}; 0 and 1 are known", f"{module}.axis")
-    parts = [source.tensors[name] for part in _STATE if (name := f"{module}.{part}") in source.tensors]
+    parts = [
+        source.tensors[name] for part in _STATE if (name := f"{module}.{part}") in source.tensors
+    ]
     bits = _part(source, f"{module}.nbits").values().reshape(-1).tolist()[:2]
     entry = Entry(
         name=module,
@@ -109,45 +116,71 @@ def _entry(source: Source, module: str) -> Entry:
         parts=tuple(part.name for part in parts),
     )
     if bits not in ([4], [5], [6], [8]):
-        return replace(entry, problem=f"has codes of {bits} bits; HQQ's 4, 5, 6 and 8 bits are supported")
+        return replace(
+            entry, problem=f"has codes of {bits} bits; HQQ's 4, 5, 6 and 8 bits are supported"
+        )
     for flag in ("quant_scale", "quant_zero"):
-        if f"{module}.{flag}" in source.tensors and _integers(source, f"{module}.{flag}", 1) != (0,):
-            return replace(entry, problem="has scales or zero points that are quantised themselves; that is not supported")
+        if f"{module}.{flag}" in source.tensors and _integers(source, f"{module}.{flag}", 1) != (
+            0,
+        ):
+            return replace(
+                entry,
+                problem="has scales or zero points that are quantised themselves; that is not "
+                "supported",
+            )
     width = int(bits[0])  # 1.58 bits make it a float
     stored = 4 if width == 4 else 8
     name = f"{module}.packing"
-    packing = bytes(_part(source, name).values().reshape(-1)[:16].to(torch.uint8).tolist()).decode(errors="replace")
+    packing = bytes(_part(source, name).values().reshape(-1)[:16].to(torch.uint8).tolist()).decode(
+        errors="replace"
+    )
     if packing != f"{stored}bit_u8":
-        return replace(entry, problem=f"is packed as {packing!r}; {width} bits are expected as '{stored}bit_u8'")
+        return replace(
+            entry,
+            problem=f"is packed as {packing!r}; {width} bits are expected as '{stored}bit_u8'",
+        )
     # Without a size the package divides the weight into its rows or, with axis 0, its columns.
     group = k if axis == 1 else n
     if f"{module}.group_size" in source.tensors:
         (group,) = _integers(source, f"{module}.group_size", 1)
     if group < 1 or n * k % group:
-        raise CheckpointError(source.path, f"is {group}, which does not divide {n} x {k} weights", f"{module}.group_size")
+        raise CheckpointError(
+            source.path,
+            f"is {group}, which does not divide {n} x {k} weights",
+            f"{module}.group_size",
+        )
     codes, scale, zero = (_part(source, f"{module}.{part}") for part in ("W_q", "scale", "zero"))
     if codes.nbytes * 8 != n * k * stored:
         raise CheckpointError(
-            source.path, f"has {codes.nbytes} bytes; {n} x {k} codes of {stored} bits take {n * k * stored / 8:g}", codes.name
+            source.path,
+            f"has {codes.nbytes} bytes; {n} x {k} codes of {stored} bits take "
+            f"{n * k * stored / 8:g}",
+            codes.name,
         )
     for part in (scale, zero):
         if part.dtype not in FLOAT_TYPES or math.prod(part.shape) not in (1, n * k // group):
             raise CheckpointError(
                 source.path,
-                f"is {part.kind} {list(part.shape)}; {n * k // group} floats, one for each group of {group}, are expected",
+                f"is {part.kind} {list(part.shape)}; {n * k // group} floats, one for each group "
+                f"of {group}, are expected",
                 part.name,
             )
     whole = math.prod(scale.shape) == math.prod(zero.shape) == 1
-    entry = replace(entry, values=partial(_values, source, module, (n, k), width, group, axis), has_values=True)
+    entry = replace(
+        entry, values=partial(_values, source, module, (n, k), width, group, axis), has_values=True
+    )
     if axis == 0 and not whole:
         return replace(
             entry,
-            problem="has groups that run across output features (axis 0); groups of input features (axis 1) are supported",
+            problem="has groups that run across output features (axis 0); groups of input features "
+            "(axis 1) are supported",
         )
     if whole or group == k:
         group = -1
     elif k % group:
-        return replace(entry, problem=f"has groups of {group} that go on from one row of {k} to the next")
+        return replace(
+            entry, problem=f"has groups of {group} that go on from one row of {k} to the next"
+        )
     try:
         formats.check_group_size(group)
     except ValueError as error:
@@ -165,14 +198,18 @@ def _entry(source: Source, module: str) -> Entry:
 
 def _part(source: Source, name: str) -> Entry:
     if name not in source.tensors:
-        raise CheckpointError(source.path, "is missing; every module that HQQ quantised has one", name)
+        raise CheckpointError(
+            source.path, "is missing; every module that HQQ quantised has one", name
+        )
     return source.tensors[name]
 
 
 def _integers(source: Source, name: str, count: int) -> tuple[int, ...]:
     part = _part(source, name)
     if part.dtype.is_floating_point or part.dtype.is_complex or math.prod(part.shape) != count:
-        raise CheckpointError(source.path, f"is {part.kind} {list(part.shape)}; {count} integers are expected", name)
+        raise CheckpointError(
+            source.path, f"is {part.kind} {list(part.shape)}; {count} integers are expected", name
+        )
     return tuple(int(value) for value in part.values().reshape(-1).tolist())
 
 
@@ -183,15 +220,22 @@ def _codes(source: Source, module: str, bits: int) -> Tensor:
         return unpack_bytes(packed[None], len(packed), in_turn=False, high_first=True)
     if bits < 8 and (largest := int(packed.max())) >> bits:
         raise CheckpointError(
-            source.path, f"holds {largest}; with {bits} bits the largest is {(1 << bits) - 1}", f"{module}.W_q"
+            source.path,
+            f"holds {largest}; with {bits} bits the largest is {(1 << bits) - 1}",
+            f"{module}.W_q",
         )
     return packed
 
 
-def _weight(source: Source, module: str, shape: tuple[int, int], bits: int, group: int) -> QuantizedWeight:
+def _weight(
+    source: Source, module: str, shape: tuple[int, int], bits: int, group: int
+) -> QuantizedWeight:
     n, k = shape
     groups = formats.group_count(k, group)
-    scale, zero = (source.tensors[f"{module}.{part}"].values().reshape(-1).expand(n * groups) for part in ("scale", "zero"))
+    scale, zero = (
+        source.tensors[f"{module}.{part}"].values().reshape(-1).expand(n * groups)
+        for part in ("scale", "zero")
+    )
     offsets = scale.float() * (formats.midpoint(bits) - zero.float())
     codes = _codes(source, module, bits).view(shape)
     stored = 4 if bits == 4 else 8
@@ -214,9 +258,13 @@ def _refuse(source: Source, module: str) -> Tensor:
     raise CheckpointError(source.path, "is of a kind whose values are not read", f"{module}.W_q")
 
 
-def _values(source: Source, module: str, shape: tuple[int, int], bits: int, group: int, axis: int) -> Tensor:
+def _values(
+    source: Source, module: str, shape: tuple[int, int], bits: int, group: int, axis: int
+) -> Tensor:
     values = _codes(source, module, bits).float()
     values = values.view(-1, group) if axis == 1 else values.view(group, -1)
-    scale, zero = (source.tensors[f"{module}.{part}"].values().float() for part in ("scale", "zero"))
+    scale, zero = (
+        source.tensors[f"{module}.{part}"].values().float() for part in ("scale", "zero")
+    )
     across = (-1, 1) if axis == 1 else (1, -1)
     return values.sub_(zero.reshape(across)).mul_(scale.reshape(across)).view(shape)

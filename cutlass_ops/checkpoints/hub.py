@@ -38,5 +38,8 @@ def local_path(source: str | os.PathLike[str]) -> Path:
         ) from error
     try:
         return Path(snapshot_download(name, allow_patterns=list(_WANTED)))
-    except (OSError, ValueError) as error:  # what is not found or not reached, offline or not allowed
-        raise CheckpointError(path, f"there is no such directory, and the Hub gives no model of that name: {error}") from error
+    # what is not found or not reached, offline or not allowed
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            path, f"there is no such directory, and the Hub gives no model of that name: {error}"
+        ) from error

@@ -59,7 +59,9 @@ _MAX_HEADER = 1 + 4 * 4 + 1 + 256
 
 
 def recognise(path: Path) -> bool:
-    """Whether the name is that of an exported model, or the directory holds one and no safetensors."""
+    """Whether the name is that of an exported model, or the directory holds one
+    and no safetensors.
+    """
     if path.is_dir():
         return any(path.glob(f"*{_JSON}")) and not any(path.glob("*.safetensors"))
     return path.is_file() and path.name.endswith((_JSON, _WEIGHT, ".mnn"))
@@ -80,7 +82,10 @@ def read(path: Path) -> Checkpoint:
     else:
         graph = path.with_name(re.sub(r"\.mnn(\.json|\.weight)?$", _JSON, path.name))
     data = graph.with_name(graph.name.removesuffix(_JSON) + _WEIGHT)
-    for file, hint in ((graph, "; MNNConvert -f MNN --modelFile M.mnn --JsonFile M.mnn.json writes it"), (data, "")):
+    for file, hint in (
+        (graph, "; MNNConvert -f MNN --modelFile M.mnn --JsonFile M.mnn.json writes it"),
+        (data, ""),
+    ):
         if not file.is_file():
             raise CheckpointError(file, f"no such file{hint}")
     content = json_object(graph)
@@ -91,7 +96,11 @@ def read(path: Path) -> Checkpoint:
             if entry.name in entries:
                 raise CheckpointError(graph, "appears twice", entry.name)
             entries[entry.name] = entry
-    facts: dict[str, str] = {key: str(content[key])[:100] for key in ("bizCode", "mnn_uuid", "sourceType") if key in content}
+    facts: dict[str, str] = {
+        key: str(content[key])[:100]
+        for key in ("bizCode", "mnn_uuid", "sourceType")
+        if key in content
+    }
     return Checkpoint(path, "mnn", (graph, data), entries, facts)
 
 
@@ -119,7 +128,10 @@ class _Blob:
 def _operators(path: Path, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The operators of the model and of its subgraphs (experts)."""
     graphs = content.get("subgraphs", [])
-    for nodes in (content.get("oplists"), *(graph.get("nodes") for graph in _objects(path, "subgraphs", graphs))):
+    for nodes in (
+        content.get("oplists"),
+        *(graph.get("nodes") for graph in _objects(path, "subgraphs", graphs)),
+    ):
         yield from _objects(path, "oplists", nodes)
 
 
@@ -131,7 +143,11 @@ def _objects(path: Path, what: str, value: Any) -> list[dict[str, Any]]:
 
 def _entries(path: Path, blob: _Blob, operator: Mapping[str, Any]) -> list[Entry]:
     kind, main, name = operator.get("type"), operator.get("main"), operator.get("name")
-    if kind not in ("Convolution", "LayerNorm") or not isinstance(main, dict) or "external" not in main:
+    if (
+        kind not in ("Convolution", "LayerNorm")
+        or not isinstance(main, dict)
+        or "external" not in main
+    ):
         return []
     if not isinstance(name, str) or not name:
         raise CheckpointError(path, f"a {kind} has the name {name!r:.100}; a text is expected")
@@ -144,20 +160,38 @@ def _entries(path: Path, blob: _Blob, operator: Mapping[str, Any]) -> list[Entry
     ):
         raise CheckpointError(
             path,
-            f"external is {external!r:.100}; a position and two sizes or more, within {blob.size} bytes, are expected",
+            f"external is {external!r:.100}; a position and two sizes or more, within {blob.size} "
+            "bytes, are expected",
             name,
         )
     if kind == "LayerNorm":
         first, gamma, beta, *_ = external
         parts = (("gamma", first, gamma), ("beta", first + gamma, beta))
-        return [_floats(path, blob, f"{name}.{part}", name, at, (size // 4,), size, 4) for part, at, size in parts if size]
+        return [
+            _floats(path, blob, f"{name}.{part}", name, at, (size // 4,), size, 4)
+            for part, at, size in parts
+            if size
+        ]
     return _linear(path, blob, name, main, external)
 
 
-def _floats(path: Path, blob: _Blob, name: str, source: str, at: int, shape: tuple[int, ...], size: int, each: int) -> Entry:
+def _floats(
+    path: Path,
+    blob: _Blob,
+    name: str,
+    source: str,
+    at: int,
+    shape: tuple[int, ...],
+    size: int,
+    each: int,
+) -> Entry:
     """A tensor of fp32 or fp16 (``each`` is 4 or 2 bytes)."""
     if math.prod(shape) * each != size:
-        raise CheckpointError(path, f"has {size} bytes; {list(shape)} of {each} bytes take {math.prod(shape) * each}", source)
+        raise CheckpointError(
+            path,
+            f"has {size} bytes; {list(shape)} of {each} bytes take {math.prod(shape) * each}",
+            source,
+        )
     dtype = torch.float32 if each == 4 else torch.float16
     return Entry(
         name=name,
@@ -222,61 +256,105 @@ class _Linear:
         """Codes uint8 [N, K], scales and offsets [N, blocks]."""
         n, k = self.shape
         count = n * k
-        packed = self.blob.read(self.name, self.codes, (count * self.index_bits + 7) // 8, torch.uint8)
+        packed = self.blob.read(
+            self.name, self.codes, (count * self.index_bits + 7) // 8, torch.uint8
+        )
         if self.index_bits == 4:
-            packed = unpack_bytes(packed[None], len(packed), in_turn=True, high_first=True)[0, :count]
+            packed = unpack_bytes(packed[None], len(packed), in_turn=True, high_first=True)[
+                0, :count
+            ]
         first = formats.midpoint(self.bits) + self.values[0]
         if self.values != tuple(range(self.values[0], self.values[0] + len(self.values))):
             table = torch.zeros(256, dtype=torch.uint8, device="cpu")
-            table[: len(self.values)] = torch.tensor(self.values, dtype=torch.int64, device="cpu") + formats.midpoint(self.bits)
+            table[: len(self.values)] = torch.tensor(
+                self.values, dtype=torch.int64, device="cpu"
+            ) + formats.midpoint(self.bits)
         else:
             table = None
-        if len(self.values) < 1 << self.index_bits and (largest := int(packed.max())) >= len(self.values):
-            raise CheckpointError(self.blob.path, f"holds index {largest} of {len(self.values)} values", self.name)
+        if len(self.values) < 1 << self.index_bits and (largest := int(packed.max())) >= len(
+            self.values
+        ):
+            raise CheckpointError(
+                self.blob.path, f"holds index {largest} of {len(self.values)} values", self.name
+            )
         codes = table[packed.int()] if table is not None else packed + first if first else packed
         parts = 1 if self.low is None else 2
-        alpha = self.blob.read(self.name, self.alpha, n * self.blocks * parts, self.alpha_type).view(n, self.blocks, parts)
+        alpha = self.blob.read(
+            self.name, self.alpha, n * self.blocks * parts, self.alpha_type
+        ).view(n, self.blocks, parts)
         if self.factor != 1:
             alpha = alpha.float() * torch.tensor(self.factor, dtype=torch.float32, device="cpu")
         scales = alpha[..., -1].contiguous()
         if self.low is None:
             return codes.view(n, k), scales, None
         offsets = alpha[..., 0].contiguous()
-        return codes.view(n, k), scales, offsets if self.low == 0 else offsets.float() - self.low * scales.float()
+        return (
+            codes.view(n, k),
+            scales,
+            offsets if self.low == 0 else offsets.float() - self.low * scales.float(),
+        )
 
     def weight(self) -> QuantizedWeight:
         """The weight with its bias."""
         codes, scales, offsets = self.tensors()
-        bias = None if self.bias is None else self.blob.read(self.name, self.bias, self.shape[0], torch.float32)
+        bias = (
+            None
+            if self.bias is None
+            else self.blob.read(self.name, self.bias, self.shape[0], torch.float32)
+        )
         return read_weight(
             self.blob.path,
             self.name,
-            lambda: QuantizedWeight(codes, scales, offsets=offsets, bits=self.bits, group_size=_group_size(self), bias=bias),
+            lambda: QuantizedWeight(
+                codes,
+                scales,
+                offsets=offsets,
+                bits=self.bits,
+                group_size=_group_size(self),
+                bias=bias,
+            ),
         )
 
     def floats(self) -> Tensor:
         """The values [N, K]."""
         codes, scales, offsets = self.tensors()
         values = (
-            codes.float().sub_(formats.midpoint(self.bits)).view(self.shape[0], self.blocks, -1).mul_(scales.float()[..., None])
+            codes.float()
+            .sub_(formats.midpoint(self.bits))
+            .view(self.shape[0], self.blocks, -1)
+            .mul_(scales.float()[..., None])
         )
-        return (values if offsets is None else values.add_(offsets.float()[..., None])).view(self.shape)
+        return (values if offsets is None else values.add_(offsets.float()[..., None])).view(
+            self.shape
+        )
 
 
 def _group_size(linear: _Linear) -> int:
     return -1 if linear.blocks == 1 else linear.shape[1] // linear.blocks
 
 
-def _linear(path: Path, blob: _Blob, name: str, main: Mapping[str, Any], external: list[int]) -> list[Entry]:
+def _linear(
+    path: Path, blob: _Blob, name: str, main: Mapping[str, Any], external: list[int]
+) -> list[Entry]:
     common, quan = main.get("common"), main.get("quanParameter")
     if not isinstance(common, dict) or not (quan is None or isinstance(quan, dict)):
-        raise CheckpointError(path, "has no common parameters, or a quanParameter that is no object", name)
+        raise CheckpointError(
+            path, "has no common parameters, or a quanParameter that is no object", name
+        )
     n, k, x, y, group = (
         _integer(path, name, common, key, default)
-        for key, default in (("outputCount", 0), ("inputCount", 0), ("kernelX", 1), ("kernelY", 1), ("group", 1))
+        for key, default in (
+            ("outputCount", 0),
+            ("inputCount", 0),
+            ("kernelX", 1),
+            ("kernelY", 1),
+            ("group", 1),
+        )
     )
     if min(n, k, x, y, group) < 1:
-        raise CheckpointError(path, f"has {n} outputs, {k} inputs, a kernel of {x} x {y} and {group} groups", name)
+        raise CheckpointError(
+            path, f"has {n} outputs, {k} inputs, a kernel of {x} x {y} and {group} groups", name
+        )
     module = _module(name)
     if x * y * group != 1:
         if quan is None:
@@ -287,34 +365,84 @@ def _linear(path: Path, blob: _Blob, name: str, main: Mapping[str, Any], externa
     kind = 0 if quan is None else _integer(path, name, quan, "type", 0)
     if quan is None or kind == 3:
         # Without quanParameter there is no alpha: position, weight, bias.
-        bias_size = external[2] if quan is None else external[2] + (external[3] if len(external) > 3 else 0)
-        found = [_floats(path, blob, f"{module}.weight", name, external[0], (n, k), external[1], 4 if quan is None else 2)]
+        bias_size = (
+            external[2] if quan is None else external[2] + (external[3] if len(external) > 3 else 0)
+        )
+        found = [
+            _floats(
+                path,
+                blob,
+                f"{module}.weight",
+                name,
+                external[0],
+                (n, k),
+                external[1],
+                4 if quan is None else 2,
+            )
+        ]
         if bias_size:
-            found.append(_floats(path, blob, f"{module}.bias", name, external[0] + external[1], (n,), bias_size, 4))
+            found.append(
+                _floats(
+                    path,
+                    blob,
+                    f"{module}.bias",
+                    name,
+                    external[0] + external[1],
+                    (n,),
+                    bias_size,
+                    4,
+                )
+            )
         return found
     if kind != 1:
-        return [_refused(blob, module, name, (n, k), external, f"has a quanParameter of type {kind}; 1 and 3 are supported")]
+        return [
+            _refused(
+                blob,
+                module,
+                name,
+                (n, k),
+                external,
+                f"has a quanParameter of type {kind}; 1 and 3 are supported",
+            )
+        ]
     if len(external) < 4:
-        raise CheckpointError(path, f"external is {external}; a position and three sizes are expected", name)
+        raise CheckpointError(
+            path, f"external is {external}; a position and three sizes are expected", name
+        )
     first, weight_size, alpha_size, bias_size, *more = external
     if any(more):
-        raise CheckpointError(path, f"external is {external}; sparse weights, which have a fifth part, are not supported", name)
-    index_bits, values, head = _head(path, blob, name, first, weight_size, (n, k), quan.get("shapeInt32") is True)
+        raise CheckpointError(
+            path,
+            f"external is {external}; sparse weights, which have a fifth part, are not supported",
+            name,
+        )
+    index_bits, values, head = _head(
+        path, blob, name, first, weight_size, (n, k), quan.get("shapeInt32") is True
+    )
     factor = quan.get("quantScale", 0.0)
-    if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not 0 < abs(factor) < 1e38:
-        raise CheckpointError(path, f"quantScale is {factor!r:.100}; a number that is not 0 is expected", name)
+    if (
+        not isinstance(factor, (int, float))
+        or isinstance(factor, bool)
+        or not 0 < abs(factor) < 1e38
+    ):
+        raise CheckpointError(
+            path, f"quantScale is {factor!r:.100}; a number that is not 0 is expected", name
+        )
     if quan.get("has_scaleInt") is True:
         factor = 1.0
     storage = quan.get("scaleStorage", "FP32")
     if storage not in ("FP32", "FP16", 0, 1):
-        raise CheckpointError(path, f"scaleStorage is {storage!r:.100}; FP32 and FP16 are known", name)
+        raise CheckpointError(
+            path, f"scaleStorage is {storage!r:.100}; FP32 and FP16 are known", name
+        )
     alpha_type = torch.float16 if storage in ("FP16", 1) else torch.float32
     parts = 1 if _integer(path, name, quan, "readType", 0) == 0 else 2
     blocks, rest = divmod(alpha_size, n * parts * alpha_type.itemsize)
     if blocks < 1 or rest or k % blocks:
         raise CheckpointError(
             path,
-            f"has {alpha_size} bytes of alpha, which are not {n} x blocks x {parts} {alpha_type} with blocks that divide {k}",
+            f"has {alpha_size} bytes of alpha, which are not {n} x blocks x {parts} {alpha_type} "
+            f"with blocks that divide {k}",
             name,
         )
     if bias_size not in (0, 4 * n):
@@ -347,14 +475,31 @@ def _linear(path: Path, blob: _Blob, name: str, main: Mapping[str, Any], externa
         formats.check_group_size(_group_size(linear))
     except ValueError as error:
         return [replace(entry, problem=str(error))]
-    return [replace(entry, quantized=Quantized(linear.bits, _group_size(linear), linear.dtypes, linear.weight))]
+    return [
+        replace(
+            entry,
+            quantized=Quantized(linear.bits, _group_size(linear), linear.dtypes, linear.weight),
+        )
+    ]
 
 
-def _refused(blob: _Blob, module: str, name: str, shape: tuple[int, int], external: list[int], problem: str) -> Entry:
+def _refused(
+    blob: _Blob, module: str, name: str, shape: tuple[int, int], external: list[int], problem: str
+) -> Entry:
     def values() -> Tensor:
         raise CheckpointError(blob.path, "its values are not read", name)
 
-    return Entry(module, name, "MNN", shape, sum(external[1:]), torch.float32, values, problem=problem, has_values=False)
+    return Entry(
+        module,
+        name,
+        "MNN",
+        shape,
+        sum(external[1:]),
+        torch.float32,
+        values,
+        problem=problem,
+        has_values=False,
+    )
 
 
 def _head(
@@ -366,22 +511,32 @@ def _head(
     dimensions = head[0] if head else 0
     values_at = 1 + dimensions * each
     if not 1 <= dimensions <= 4 or values_at >= len(head):
-        raise CheckpointError(path, f"its weight has {dimensions} dimensions in {len(head)} bytes; 1 to 4 are possible", name)
+        raise CheckpointError(
+            path,
+            f"its weight has {dimensions} dimensions in {len(head)} bytes; 1 to 4 are possible",
+            name,
+        )
     sizes = [int.from_bytes(head[at : at + each], "little") for at in range(1, values_at, each)]
     if sizes[0] != shape[0] or math.prod(sizes) != math.prod(shape):
         raise CheckpointError(path, f"its weight says {sizes}, its layer {list(shape)}", name)
     count = head[values_at] or 256
-    values = sorted(value - 256 * (value > 127) for value in head[values_at + 1 : values_at + 1 + count])
+    values = sorted(
+        value - 256 * (value > 127) for value in head[values_at + 1 : values_at + 1 + count]
+    )
     bits = (count - 1).bit_length()
     end = values_at + 1 + count
     if len(values) != count or bits not in (4, 8):
         raise CheckpointError(
-            path, f"its weight has {count} values; 9 to 16 (4 bits) and 129 to 256 (8 bits) are supported", name
+            path,
+            f"its weight has {count} values; 9 to 16 (4 bits) and 129 to 256 (8 bits) are "
+            "supported",
+            name,
         )
     if end + (math.prod(shape) * bits + 7) // 8 != size:
         raise CheckpointError(
             path,
-            f"its weight takes {size} bytes; {list(shape)} of {bits} bits take {end + (math.prod(shape) * bits + 7) // 8}",
+            f"its weight takes {size} bytes; {list(shape)} of {bits} bits take "
+            f"{end + (math.prod(shape) * bits + 7) // 8}",
             name,
         )
     return bits, tuple(values), end

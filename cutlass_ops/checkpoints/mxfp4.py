@@ -52,7 +52,10 @@ def _entry(source: Source, blocks: Entry) -> Entry:
     grouped.checked(source, blocks.name, (torch.uint8,))
     *leading, groups, size = blocks.shape if len(blocks.shape) in (3, 4) else (0, 0, 0)
     if 0 in blocks.shape or size != _SIZE // 2:
-        what = f"is {list(blocks.shape)}; [N, K / {_SIZE}, {_SIZE // 2}], or experts of these, is expected"
+        what = (
+            f"is {list(blocks.shape)}; [N, K / {_SIZE}, {_SIZE // 2}], or experts of "
+            "these, is expected"
+        )
         raise CheckpointError(source.path, what, blocks.name)
     scales = grouped.checked(source, f"{module}_scales", (torch.uint8,), (*leading, groups))
     parts = [blocks.name, scales.name]
@@ -66,7 +69,8 @@ def _entry(source: Source, blocks: Entry) -> Entry:
             dtype=torch.bfloat16,
             values=partial(_stack, source, blocks, scales),
             experts=tuple(_quantized(source, module, blocks, scales, e) for e in range(leading[0])),
-            decoded="it stacks experts, which are packed in models whose experts transformers describes",
+            decoded="it stacks experts, which are packed in models whose experts transformers "
+            "describes",
             parts=tuple(parts),
         )
     if f"{module}_bias" in source.tensors:
@@ -75,7 +79,9 @@ def _entry(source: Source, blocks: Entry) -> Entry:
     return _matrix(source, module.removesuffix(".weight"), blocks, scales)
 
 
-def _matrix(source: Source, module: str, blocks: Entry, scales: Entry, expert: int | None = None) -> Entry:
+def _matrix(
+    source: Source, module: str, blocks: Entry, scales: Entry, expert: int | None = None
+) -> Entry:
     """A matrix of the file, or that of one expert."""
     n, groups, _ = blocks.shape[-3:]
     shape = n, groups * _SIZE
@@ -104,7 +110,9 @@ def _read(blocks: Entry, scales: Entry, shape: tuple[int, int], expert: int | No
     stored, exponents = blocks.values(), scales.values()
     if expert is not None:
         stored, exponents = stored[expert], exponents[expert]
-    codes = unpack_bytes(stored.reshape(shape[0], -1), shape[1] // 2, in_turn=True, high_first=False)
+    codes = unpack_bytes(
+        stored.reshape(shape[0], -1), shape[1] // 2, in_turn=True, high_first=False
+    )
     return Stored(codes, grouped.powers_of_two(exponents), None)
 
 
@@ -115,10 +123,19 @@ def _stack(source: Source, blocks: Entry, scales: Entry) -> Tensor:
     values = torch.empty(experts, groups * _SIZE, n, dtype=torch.bfloat16, device="cpu")
     book = torch.tensor(formats.E2M1, dtype=torch.bfloat16, device="cpu")
     for e in range(experts):  # one at a time, for the copies that each takes
-        unpacked = unpack_bytes(codes[e].reshape(n, -1), groups * _SIZE // 2, in_turn=True, high_first=False)
-        matrix = book[unpacked.int()].view(n, groups, _SIZE) * grouped.powers_of_two(exponents[e])[..., None]
+        unpacked = unpack_bytes(
+            codes[e].reshape(n, -1), groups * _SIZE // 2, in_turn=True, high_first=False
+        )
+        matrix = (
+            book[unpacked.int()].view(n, groups, _SIZE)
+            * grouped.powers_of_two(exponents[e])[..., None]
+        )
         if not bool(matrix.isfinite().all()):
-            raise CheckpointError(source.path, f"holds scales of expert {e} that are no numbers, or too large", scales.name)
+            raise CheckpointError(
+                source.path,
+                f"holds scales of expert {e} that are no numbers, or too large",
+                scales.name,
+            )
         values[e] = matrix.view(n, -1).t()
     return values
 

@@ -61,7 +61,9 @@ _TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 @contextmanager
 def errors_name(path: Path) -> Iterator[None]:
-    """A time in which an OSError that names no file, such as that of a full disk, gets this name."""
+    """A time in which an OSError that names no file, such as that of a full
+    disk, gets this name.
+    """
     try:
         yield
     except OSError as error:
@@ -106,7 +108,9 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Spec]]:
         for name in tensor_names(path, file):
             part = file.get_slice(name)
             if part.get_dtype() not in TYPES:
-                raise CheckpointError(path, f"has type {part.get_dtype()}; known are {', '.join(TYPES)}", name)
+                raise CheckpointError(
+                    path, f"has type {part.get_dtype()}; known are {', '.join(TYPES)}", name
+                )
             specs[name] = (TYPES[part.get_dtype()], tuple(part.get_shape()))
         return file.metadata() or {}, specs
 
@@ -125,9 +129,13 @@ def _check_count(path: Path, count: int) -> None:
 
 
 def placement(index: Path) -> dict[str, str]:
-    """The file of each tensor by an index; each name is checked to be one of the index's directory."""
+    """The file of each tensor by an index; each name is checked to be one of the
+    index's directory.
+    """
     weight_map = json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
         raise CheckpointError(index, 'has no "weight_map" from tensors to files')
     _check_count(index, len(weight_map))
     for tensor, name in weight_map.items():
@@ -155,10 +163,14 @@ def json_object(path: Path) -> dict[str, Any]:
         raise CheckpointError(path, f"is a JSON {type(content).__name__}; an object is expected")
     level: list[Any] = [content]
     for _ in range(_MAX_DEPTH):
-        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+        level = [
+            inner for item in level for inner in (item.values() if isinstance(item, dict) else item)
+        ]
         level = [inner for inner in level if isinstance(inner, (dict, list))]
     if level:
-        raise CheckpointError(path, f"has objects and lists in each other, more than {_MAX_DEPTH} deep")
+        raise CheckpointError(
+            path, f"has objects and lists in each other, more than {_MAX_DEPTH} deep"
+        )
     return content
 
 
@@ -208,9 +220,15 @@ def stream_safetensors(
 
             def write(name: str, tensor: Tensor) -> None:
                 if name not in missing:
-                    raise ValueError(f"tensor {name!r} was {'written before' if name in specs else 'not announced'}")
+                    raise ValueError(
+                        f"tensor {name!r} was "
+                        f"{'written before' if name in specs else 'not announced'}"
+                    )
                 if (tensor.dtype, tuple(tensor.shape)) != specs[name]:
-                    raise ValueError(f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}; announced was {specs[name]}")
+                    raise ValueError(
+                        f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}; "
+                        f"announced was {specs[name]}"
+                    )
                 missing.remove(name)
                 # One after another, so that a GPU's tensor has one copy on the host at a time.
                 data, digest = _bytes(tensor), hashlib.sha256()
@@ -223,7 +241,9 @@ def stream_safetensors(
 
             yield write
             if missing:
-                raise ValueError(f"tensors announced and never written: {', '.join(sorted(missing))}")
+                raise ValueError(
+                    f"tensors announced and never written: {', '.join(sorted(missing))}"
+                )
             with errors_name(target):
                 _write_all(file.fileno(), _header(specs, metadata, sums)[0], 0)
                 os.fsync(file.fileno())
@@ -262,12 +282,19 @@ def _header(
     sizes = {name: spec_bytes(spec) for name, spec in specs.items()}
     begins: dict[str, int] = {}
     checksums = json.dumps({name: sums.get(name, _NO_SUM) for name in specs})
-    header: dict[str, Any] = {"__metadata__": {**metadata, "checksums": checksums, "header_sha256": _NO_SUM}}
+    header: dict[str, Any] = {
+        "__metadata__": {**metadata, "checksums": checksums, "header_sha256": _NO_SUM}
+    }
     end = 0
-    for name in sorted(sizes, key=lambda name: sizes[name] & -sizes[name] or math.inf, reverse=True):
+    for name in sorted(
+        sizes, key=lambda name: sizes[name] & -sizes[name] or math.inf, reverse=True
+    ):
         dtype, shape = specs[name]
         if dtype not in _TYPE_NAMES:
-            raise ValueError(f"tensor {name!r} has dtype {dtype}; supported are {', '.join(map(str, _TYPE_NAMES))}")
+            raise ValueError(
+                f"tensor {name!r} has dtype {dtype}; supported are "
+                f"{', '.join(map(str, _TYPE_NAMES))}"
+            )
         begins[name], end = end, end + sizes[name]
         header[name] = {
             "dtype": _TYPE_NAMES[dtype],
@@ -277,7 +304,9 @@ def _header(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     if len(text) > _MAX_HEADER_BYTES:
-        raise ValueError(f"the header takes {len(text)} bytes; safetensors allows {_MAX_HEADER_BYTES}")
+        raise ValueError(
+            f"the header takes {len(text)} bytes; safetensors allows {_MAX_HEADER_BYTES}"
+        )
     start = 8 + len(text)
     head = len(text).to_bytes(8, "little") + text
     head = head.replace(_sum_field(_NO_SUM), _sum_field(hashlib.sha256(head).hexdigest()), 1)
@@ -295,10 +324,15 @@ def header_is_intact(path: Path) -> bool:
     with path.open("rb") as file:
         length = file.read(8)
         head = length + file.read(int.from_bytes(length, "little"))
-    return hashlib.sha256(head.replace(_sum_field(recorded), _sum_field(_NO_SUM), 1)).hexdigest() == recorded
+    return (
+        hashlib.sha256(head.replace(_sum_field(recorded), _sum_field(_NO_SUM), 1)).hexdigest()
+        == recorded
+    )
 
 
-def is_written(path: str | os.PathLike[str], specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> bool:
+def is_written(
+    path: str | os.PathLike[str], specs: Mapping[str, Spec], metadata: Mapping[str, str]
+) -> bool:
     """Whether :func:`stream_safetensors` has written a file of this header: it is whole if it is
     there.
 

@@ -76,7 +76,9 @@ class _Stored:
     def sizes(self, key: str) -> tuple[int, ...]:
         """A list of sizes in the metadata."""
         value = self.data.get(key)
-        if not isinstance(value, list) or not all(type(size) is int and 0 < size < 1 << 40 for size in value):
+        if not isinstance(value, list) or not all(
+            type(size) is int and 0 < size < 1 << 40 for size in value
+        ):
             raise self.error(f"{key} is {value!r:.100}; a list of sizes is expected")
         return tuple(value)
 
@@ -87,7 +89,9 @@ class _Stored:
         entry = self.parts[name]
         if entry.shape != shape or entry.dtype not in types:
             expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in types)
-            raise self.error(f"{name} is {entry.kind} {list(entry.shape)}; {expected} {list(shape)} is expected")
+            raise self.error(
+                f"{name} is {entry.kind} {list(entry.shape)}; {expected} {list(shape)} is expected"
+            )
         return entry
 
 
@@ -127,7 +131,11 @@ def read(source: Source) -> Checkpoint:
     described = {_NAMES}
     for tensor in source.tensors:
         module, _, part = tensor.rpartition(".")
-        found = re.fullmatch(r"_\w+?_(scale|zero_point|scale_and_zero|act_\w+)", part) if module else None
+        found = (
+            re.fullmatch(r"_\w+?_(scale|zero_point|scale_and_zero|act_\w+)", part)
+            if module
+            else None
+        )
         if found and (codes := f"{tensor.removesuffix(found[1])}qdata") not in source.tensors:
             raise CheckpointError(source.path, f"is missing; {tensor!r} belongs to it", codes)
         if module and part.startswith("_") and part.endswith(_QDATA):
@@ -141,10 +149,18 @@ def read(source: Source) -> Checkpoint:
 
 
 def _stored(source: Source, name: str, prefix: str) -> _Stored:
-    parts = {tensor.removeprefix(prefix): entry for tensor, entry in source.tensors.items() if tensor.startswith(prefix)}
+    parts = {
+        tensor.removeprefix(prefix): entry
+        for tensor, entry in source.tensors.items()
+        if tensor.startswith(prefix)
+    }
     text = source.header.get(name)
     if text is None:
-        raise CheckpointError(source.path, f"the file's metadata does not describe it; {prefix}* are its tensors", name)
+        raise CheckpointError(
+            source.path,
+            f"the file's metadata does not describe it; {prefix}* are its tensors",
+            name,
+        )
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -152,11 +168,17 @@ def _stored(source: Source, name: str, prefix: str) -> _Stored:
     kind = content.get("_type") if isinstance(content, dict) else None
     data = content.get("_data") if isinstance(content, dict) else None
     if not isinstance(kind, str) or not isinstance(data, dict):
-        raise CheckpointError(source.path, f'its metadata is {text:.100}; "_type" and "_data" are expected', name)
-    named = content.get("_tensor_data_names")
-    if named is not None and (not isinstance(named, list) or sorted(map(str, named)) != sorted(parts)):
         raise CheckpointError(
-            source.path, f"its metadata names the parts {named!r:.200}; the file has {', '.join(sorted(parts))}", name
+            source.path, f'its metadata is {text:.100}; "_type" and "_data" are expected', name
+        )
+    named = content.get("_tensor_data_names")
+    if named is not None and (
+        not isinstance(named, list) or sorted(map(str, named)) != sorted(parts)
+    ):
+        raise CheckpointError(
+            source.path,
+            f"its metadata names the parts {named!r:.200}; the file has {', '.join(sorted(parts))}",
+            name,
         )
     return _Stored(source, name, kind, data, parts)
 
@@ -178,7 +200,11 @@ def _entry(stored: _Stored) -> Entry:
     if stored.kind not in _KINDS:
         return replace(entry, problem=f"is a {stored.kind:.50}; {', '.join(_KINDS)} are supported")
     if "act_pre_scale" in stored.parts:
-        return replace(entry, problem="has an act_pre_scale, by which activations are multiplied; that is not supported")
+        return replace(
+            entry,
+            problem="has an act_pre_scale, by which activations are multiplied; that is not "
+            "supported",
+        )
     if len(stored.sizes("block_size")) != 2:
         return replace(entry, problem="is of more than two dimensions; a quantised weight has two")
     form = _KINDS[stored.kind](stored)
@@ -202,7 +228,9 @@ def _weight(stored: _Stored, form: _Form) -> QuantizedWeight:
     return read_weight(
         stored.source.path,
         stored.name,
-        lambda: QuantizedWeight(codes, scales, zeros, offsets, bits=form.bits, group_size=form.group_size),
+        lambda: QuantizedWeight(
+            codes, scales, zeros, offsets, bits=form.bits, group_size=form.group_size
+        ),
     )
 
 
@@ -237,7 +265,9 @@ def _int4(stored: _Stored) -> _Form:
     scale, zero = (stored.part(name, groups, FLOAT_TYPES) for name in ("scale", "zero_point"))
 
     def tensors() -> tuple[Tensor, Tensor, None, Tensor]:
-        codes = unpack_bytes(qdata.values().view(torch.uint8), k // 2, in_turn=True, high_first=False)
+        codes = unpack_bytes(
+            qdata.values().view(torch.uint8), k // 2, in_turn=True, high_first=False
+        )
         codes ^= 8  # signed: -8 .. 7 become 0 .. 15
         return codes, scale.values().t().contiguous(), None, zero.values().t().contiguous()
 
@@ -252,7 +282,9 @@ def _tile_packed(stored: _Stored) -> _Form:
     n_pad, k_pad = -(-n // 8) * 8, -(-k // 1024) * 1024
     rows, size = stored.sizes("block_size")
     if rows != 1 or k_pad % size:
-        raise stored.error(f"block_size is {[rows, size]}; one row and a divisor of {k_pad} are expected")
+        raise stored.error(
+            f"block_size is {[rows, size]}; one row and a divisor of {k_pad} are expected"
+        )
     qdata = stored.part("qdata", (n_pad // 8, k_pad // 128, 32, 4), (torch.int32,))
     both = stored.part("scale_and_zero", (k_pad // size, n_pad, 2), FLOAT_TYPES)
     group = -1 if size >= k else size
@@ -281,29 +313,43 @@ def _intx(stored: _Stored) -> _Form:
 def _plain(stored: _Stored, bits: int, used: int) -> _Form:
     """Codes of ``used`` bits, one a byte, as codes of ``bits``."""
     if len(stored.parts["qdata"].shape) != 2:
-        raise stored.error(f"qdata has shape {list(stored.parts['qdata'].shape)}; [N, K] is expected")
+        raise stored.error(
+            f"qdata has shape {list(stored.parts['qdata'].shape)}; [N, K] is expected"
+        )
     n, k = stored.parts["qdata"].shape
     if n < 1 or k < 1:
         raise stored.error(f"qdata has shape {[n, k]}; sizes of at least 1 are expected")
     qdata = stored.part("qdata", (n, k), (torch.int8,))
     rows, size = stored.sizes("block_size")
     if (rows, size) not in ((1, size), (n, k)) or k % size:
-        raise stored.error(f"block_size is {[rows, size]}; one row and a divisor of {k}, or all of {[n, k]}, is expected")
+        raise stored.error(
+            f"block_size is {[rows, size]}; one row and a divisor of {k}, or all of "
+            f"{[n, k]}, is expected"
+        )
     shape = (n // rows, k // size)
     scale = stored.part("scale", shape, FLOAT_TYPES)
-    zero = stored.part("zero_point", shape, (torch.int8, *FLOAT_TYPES)) if "zero_point" in stored.parts else None
+    zero = (
+        stored.part("zero_point", shape, (torch.int8, *FLOAT_TYPES))
+        if "zero_point" in stored.parts
+        else None
+    )
     # The package writes zeros for a symmetric weight. Those of whole rows are few enough to look.
     if zero is not None and zero.dtype == torch.int8 and shape[1] == 1 and not zero.values().any():
         zero = None
     middle, limit = formats.midpoint(bits), 1 << (used - 1)
     dtypes = {"scales": scale.dtype}
     if zero is not None:
-        dtypes["zeros" if zero.dtype == torch.int8 else "offsets"] = torch.uint8 if zero.dtype == torch.int8 else torch.float32
+        dtypes["zeros" if zero.dtype == torch.int8 else "offsets"] = (
+            torch.uint8 if zero.dtype == torch.int8 else torch.float32
+        )
 
     def shifted(values: Tensor, name: str) -> Tensor:
         low, high = (int(bound) for bound in values.aminmax())
         if low < -limit or high >= limit:
-            raise stored.error(f"{name} has values from {low} to {high}; with {used} bits -{limit} .. {limit - 1} are possible")
+            raise stored.error(
+                f"{name} has values from {low} to {high}; with {used} bits -{limit} .. "
+                f"{limit - 1} are possible"
+            )
         return (values.view(torch.uint8) + middle) & ((1 << bits) - 1)
 
     def tensors() -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -14,9 +14,14 @@ _ROWS = 256
 
 
 def _strides(words: Tensor) -> tuple[int, int]:
-    if words.dtype not in (torch.int32, torch.uint32) or words.dim() != 2 or words.device.type != "cpu":
+    if (
+        words.dtype not in (torch.int32, torch.uint32)
+        or words.dim() != 2
+        or words.device.type != "cpu"
+    ):
         raise TypeError(
-            f"words are {words.dtype} {list(words.shape)} on {words.device}; an int32 matrix on the CPU is expected"
+            f"words are {words.dtype} {list(words.shape)} on {words.device}; an int32 matrix on "
+            "the CPU is expected"
         )
     return words.stride(0), words.stride(1)
 
@@ -43,13 +48,20 @@ def unpack_along_k(words: Tensor, k: int, bits: int) -> Tensor:
     n_stride, k_stride = _strides(words)
     n, columns = words.shape
     if columns != -(-k * bits // 32):
-        raise ValueError(f"words are {[n, columns]}; {k} codes of {bits} bits take {-(-k * bits // 32)} words a row")
+        raise ValueError(
+            f"words are {[n, columns]}; {k} codes of {bits} bits take {-(-k * bits // 32)} "
+            "words a row"
+        )
     codes = torch.empty(n, k, dtype=torch.uint8, device="cpu")
     if bits not in (4, 8):
         for begin in range(0, n, _ROWS):  # a byte for each bit is a lot
             raw = words[begin : begin + _ROWS].contiguous().numpy().view(np.uint8)
-            ones = np.unpackbits(raw, axis=1, count=k * bits, bitorder="little").reshape(-1, k, bits)
-            codes[begin : begin + _ROWS] = torch.from_numpy(np.packbits(ones, axis=2, bitorder="little")[..., 0])
+            ones = np.unpackbits(raw, axis=1, count=k * bits, bitorder="little").reshape(
+                -1, k, bits
+            )
+            codes[begin : begin + _ROWS] = torch.from_numpy(
+                np.packbits(ones, axis=2, bitorder="little")[..., 0]
+            )
         return codes
     _C.unpack_along_k(words.data_ptr(), n_stride, k_stride, codes.data_ptr(), n, k, bits)
     return codes
@@ -99,7 +111,8 @@ def unpack_tiles(words: Tensor) -> Tensor:
         or words.device.type != "cpu"
     ):
         raise TypeError(
-            f"words are {words.dtype} {list(words.shape)} on {words.device}; contiguous int32 [n, k, 32, 4] is expected"
+            f"words are {words.dtype} {list(words.shape)} on {words.device}; contiguous int32 [n, "
+            "k, 32, 4] is expected"
         )
     n, k = 8 * words.shape[0], 128 * words.shape[1]
     codes = torch.empty(n, k, dtype=torch.uint8, device="cpu")
@@ -124,9 +137,15 @@ def unpack_bytes(packed: Tensor, run: int, *, in_turn: bool, high_first: bool) -
         TypeError: another dtype, rank, device or stride inside rows.
         ValueError: a run that does not divide S.
     """
-    if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.device.type != "cpu" or packed.stride(1) != 1:
+    if (
+        packed.dtype != torch.uint8
+        or packed.dim() != 2
+        or packed.device.type != "cpu"
+        or packed.stride(1) != 1
+    ):
         raise TypeError(
-            f"packed is {packed.dtype} {list(packed.shape)} on {packed.device}, strides {packed.stride()}; "
+            f"packed is {packed.dtype} {list(packed.shape)} on {packed.device}, strides "
+            f"{packed.stride()}; "
             "a uint8 matrix on the CPU with rows in one piece is expected"
         )
     blocks, size = packed.shape
@@ -135,7 +154,9 @@ def unpack_bytes(packed: Tensor, run: int, *, in_turn: bool, high_first: bool) -
     codes = torch.empty(blocks, 2 * size, dtype=torch.uint8, device="cpu")
     stride = max(packed.stride(0), size)  # of a single row it says nothing
     if codes.numel():
-        _C.unpack_bytes(packed.data_ptr(), blocks, stride, size, run, in_turn, high_first, codes.data_ptr())
+        _C.unpack_bytes(
+            packed.data_ptr(), blocks, stride, size, run, in_turn, high_first, codes.data_ptr()
+        )
     return codes
 
 
@@ -151,5 +172,7 @@ def permute_columns(codes: Tensor, perm: Tensor) -> Tensor:
     """
     permuted = torch.empty_like(codes)
     order = perm.to(torch.int32).contiguous()
-    _C.permute_columns(codes.data_ptr(), permuted.data_ptr(), codes.shape[0], codes.shape[1], order.data_ptr())
+    _C.permute_columns(
+        codes.data_ptr(), permuted.data_ptr(), codes.shape[0], codes.shape[1], order.data_ptr()
+    )
     return permuted

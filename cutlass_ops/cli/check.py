@@ -12,14 +12,26 @@ from rich.markup import escape
 from ..files.packed_file import packed_info
 from ..files.verify import diff_packed, rank_directories, verify_packed
 from ..nn.progress import progress
-from .common import FAILED, JsonOption, app, keep_freed_memory, make_console, print_json, read_checkpoint, reported
+from .common import (
+    FAILED,
+    JsonOption,
+    app,
+    keep_freed_memory,
+    make_console,
+    print_json,
+    read_checkpoint,
+    reported,
+)
 
 
 @app.command()
 def verify(
     file: Annotated[Path, typer.Argument(help="A packed file, or a directory that reorder made.")],
     against: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="The checkpoint it was made from, to compare every value with.")
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="The checkpoint it was made from, to compare every value with."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -37,7 +49,9 @@ def verify(
         total = sum(shard.stat().st_size for info in infos for shard in info.files)
         checkpoint = None
         if against is not None:
-            checkpoint = read_checkpoint(against, str(infos[0].options.get("zero_offset", "auto")) if infos else "auto")
+            checkpoint = read_checkpoint(
+                against, str(infos[0].options.get("zero_offset", "auto")) if infos else "auto"
+            )
             total += len(infos) * sum(entry.nbytes for entry in checkpoint.entries.values())
         with progress("verifying", total) as advance:
             found = verify_packed(file, checkpoint, progress=advance)
@@ -52,10 +66,15 @@ def verify(
         console.print(f"checked  {found.weights} weights, {found.tensors} tensors", highlight=False)
         if against is not None:
             same = "has" if found.same_source else "does not have"
-            console.print(f"source   {escape(str(against))} {same} the recorded sha256", soft_wrap=True, highlight=False)
+            console.print(
+                f"source   {escape(str(against))} {same} the recorded sha256",
+                soft_wrap=True,
+                highlight=False,
+            )
         if found.largest_difference is not None:
             console.print(
-                f"values   differ by {found.largest_difference:.6g} at most, in {escape(found.largest_at)}",
+                f"values   differ by {found.largest_difference:.6g} at most, in "
+                f"{escape(found.largest_at)}",
                 soft_wrap=True,
                 highlight=False,
             )
@@ -75,7 +94,9 @@ def diff(
     """
     with reported():
         infos = [packed_info(path) for path in (first, second)]
-        with progress("comparing", sum(file.stat().st_size for info in infos for file in info.files)) as advance:
+        with progress(
+            "comparing", sum(file.stat().st_size for info in infos for file in info.files)
+        ) as advance:
             found = diff_packed(first, second, progress=advance)
     differ = bool(found.only_first or found.only_second or found.changed)
     if as_json:
@@ -84,9 +105,13 @@ def diff(
         console = make_console()
         for path, names in ((first, found.only_first), (second, found.only_second)):
             for name in names:
-                console.print(f"only in {escape(str(path))}: {escape(name)}", soft_wrap=True, highlight=False)
+                console.print(
+                    f"only in {escape(str(path))}: {escape(name)}", soft_wrap=True, highlight=False
+                )
         for name, changes in found.changed.items():
-            console.print(f"{escape(name)}: {escape('; '.join(changes))}", soft_wrap=True, highlight=False)
+            console.print(
+                f"{escape(name)}: {escape('; '.join(changes))}", soft_wrap=True, highlight=False
+            )
         console.print(f"{found.same} equal, {len(found.changed)} differ", highlight=False)
     if differ:
         raise typer.Exit(FAILED)

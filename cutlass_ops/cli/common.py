@@ -23,8 +23,10 @@ from ..checkpoints import Checkpoint, load_checkpoint
 FAILED, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
 app = typer.Typer(
     name="cutlass-ops",
-    help="Reorder quantised weights offline, into the order in which GPU kernels read them, and look after the files.",
-    epilog="A first run: cutlass-ops inspect model.gguf; cutlass-ops reorder model.gguf -o model.safetensors; "
+    help="Reorder quantised weights offline, into the order in which GPU kernels read them, and "
+    "look after the files.",
+    epilog="A first run: cutlass-ops inspect model.gguf; cutlass-ops reorder model.gguf -o "
+    "model.safetensors; "
     "cutlass-ops verify model.safetensors --against model.gguf",
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -33,7 +35,10 @@ app = typer.Typer(
 )
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 ZeroOffset = Annotated[
-    str, typer.Option(metavar="auto|0|1", help="GPTQ: what to add to stored zero points, where its metadata lies.")
+    str,
+    typer.Option(
+        metavar="auto|0|1", help="GPTQ: what to add to stored zero points, where its metadata lies."
+    ),
 ]
 
 

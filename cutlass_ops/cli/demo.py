@@ -16,14 +16,21 @@ from .common import JsonOption, app, make_console, print_json, reported
 @app.command()
 def demo(
     model: Annotated[
-        Path | None, typer.Argument(help="A GGUF model. Without it, SmolLM2-135M-Instruct, fetched once (93 MB).")
+        Path | None,
+        typer.Argument(
+            help="A GGUF model. Without it, SmolLM2-135M-Instruct, fetched once (93 MB)."
+        ),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="What to ask the model.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to generate.")] = 48,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; a GPU if there is one, when not given.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:1; a GPU if there is one, when not given.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Reorder a real model, generate text with it in 4 bits, and compare with its dequantised self."""
+    """Reorder a real model, generate text with it in 4 bits, and compare with its
+    dequantised self.
+    """
     with reported():
         # It imports nothing heavy itself, but belongs to this command alone.
         from .run_demo import PROMPT, run_demo, show

@@ -36,7 +36,10 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     for entry in checkpoint.entries.values():
         weight, note, described = entry.quantized, entry.problem, _PLAIN
         if weight is not None:
-            parts = {part: dtype_name(PACKED_DTYPES.get(part, dtype)) for part, dtype in weight.dtypes.items()}
+            parts = {
+                part: dtype_name(PACKED_DTYPES.get(part, dtype))
+                for part, dtype in weight.dtypes.items()
+            }
             described = _quantized_fields(weight.bits, weight.group_size, parts)
             note = _note(weight.bits, weight.group_size, parts)
         note += "".join(f"; {text}" for text in (entry.rounded, entry.decoded) if text)
@@ -70,7 +73,13 @@ _PLAIN = {"bits": None, "group_size": None, "symmetric": None, "act_order": None
 
 def _quantized_fields(bits: int, group_size: int, parts: dict[str, str]) -> dict[str, Any]:
     symmetric = not any(part in parts for part in _KINDS)
-    return {"bits": bits, "group_size": group_size, "symmetric": symmetric, "act_order": "perm" in parts, "parts": parts}
+    return {
+        "bits": bits,
+        "group_size": group_size,
+        "symmetric": symmetric,
+        "act_order": "perm" in parts,
+        "parts": parts,
+    }
 
 
 def describe_packed(info: PackedInfo) -> dict[str, Any]:
@@ -79,12 +88,16 @@ def describe_packed(info: PackedInfo) -> dict[str, Any]:
     for name, (n, k, bits, group_size) in info.weights.items():
         parts = {part: dtype_name(dtype) for part, (dtype, _) in info.parts[name].items()}
         kernel = list(info.kernels.get(name, ()))
-        note = _note(bits, group_size, parts) + (f", kernel {'x'.join(map(str, kernel))}" if kernel else "")
+        note = _note(bits, group_size, parts) + (
+            f", kernel {'x'.join(map(str, kernel))}" if kernel else ""
+        )
         tensors.append(
             {
                 "name": name,
                 "type": "packed",
-                "shape": [*info.experts[name][:2], k] if name in info.experts else [n, k // math.prod(kernel), *kernel],
+                "shape": [*info.experts[name][:2], k]
+                if name in info.experts
+                else [n, k // math.prod(kernel), *kernel],
                 "bytes": sum(map(spec_bytes, info.parts[name].values())),
                 "note": note,
                 "kernel_size": kernel,
@@ -121,21 +134,39 @@ ROWS_OF_X = (1, 4096)
 
 
 def add_kernels(tensors: list[dict[str, Any]], gpus: list[str], act_quant: str) -> None:
-    """Give each tensor ``kernels``: by GPU and number of rows of x, or {} if it is no packed weight."""
+    """Give each tensor ``kernels``: by GPU and number of rows of x, or {} if it is no packed
+    weight.
+    """
     # What every kernel takes: if this fails, the user's words are wrong.
     for name in gpus:
-        explain(1, empty_packed(64, 128, 4, 128, {"scales": torch.float16}), act_quant=act_quant, device=name)
+        explain(
+            1,
+            empty_packed(64, 128, 4, 128, {"scales": torch.float16}),
+            act_quant=act_quant,
+            device=name,
+        )
     known: dict[tuple[Any, ...], dict[str, dict[str, str]]] = {}
     for tensor in tensors:
         tensor["kernels"] = {}
         if tensor["parts"] is None or tensor.get("kernel_size"):
             continue
-        shape, bits, group_size, parts = tensor["shape"], tensor["bits"], tensor["group_size"], tensor["parts"]
+        shape, bits, group_size, parts = (
+            tensor["shape"],
+            tensor["bits"],
+            tensor["group_size"],
+            tensor["parts"],
+        )
         key = (*shape, bits, group_size, *parts.items())
         if key not in known:
-            dtypes = {part: getattr(torch, dtype) for part, dtype in parts.items() if part != "codes"}
-            weight = empty_packed(shape[-2], shape[-1], bits, group_size, dtypes)  # one of the experts
-            known[key] = {name: {str(m): _kernel(m, weight, act_quant, name) for m in ROWS_OF_X} for name in gpus}
+            dtypes = {
+                part: getattr(torch, dtype) for part, dtype in parts.items() if part != "codes"
+            }
+            # one of the experts
+            weight = empty_packed(shape[-2], shape[-1], bits, group_size, dtypes)
+            known[key] = {
+                name: {str(m): _kernel(m, weight, act_quant, name) for m in ROWS_OF_X}
+                for name in gpus
+            }
         tensor["kernels"] = known[key]
 
 

@@ -35,18 +35,38 @@ def doctor(as_json: JsonOption = False) -> None:
         devices += [f"cuda:{index}" for index in range(len(facts["gpus"]))]
     facts["kernels"] = {device: _kernels(device) for device in devices}
     facts["self_test"] = {device: _self_test(device) for device in devices}
-    failed = [result for tests in facts["self_test"].values() for result in tests.values() if result != "ok"]
+    failed = [
+        result
+        for tests in facts["self_test"].values()
+        for result in tests.values()
+        if result != "ok"
+    ]
     facts["ok"] = not failed
     if as_json:
         print_json(facts)
     else:
         console = make_console()
-        for key in ("cutlass_ops", "build", "cutlass", "python", "platform", "torch", "cuda_driver", "cuda_runtime"):
+        for key in (
+            "cutlass_ops",
+            "build",
+            "cutlass",
+            "python",
+            "platform",
+            "torch",
+            "cuda_driver",
+            "cuda_runtime",
+        ):
             console.print(f"{key:14}{escape(facts[key])}", soft_wrap=True, highlight=False)
         for index, gpu in enumerate(facts["gpus"] or ["none"]):
-            console.print(f"{f'gpu {index}' if facts['gpus'] else 'gpu':14}{escape(gpu)}", soft_wrap=True, highlight=False)
+            console.print(
+                f"{f'gpu {index}' if facts['gpus'] else 'gpu':14}{escape(gpu)}",
+                soft_wrap=True,
+                highlight=False,
+            )
         for note in facts["missing"]:
-            console.print(f"{'missing':14}[yellow]{escape(note)}[/yellow]", soft_wrap=True, highlight=False)
+            console.print(
+                f"{'missing':14}[yellow]{escape(note)}[/yellow]", soft_wrap=True, highlight=False
+            )
         for device in devices:
             for name, kernel in facts["kernels"][device].items():
                 result = facts["self_test"][device].get(name, "")
@@ -83,7 +103,8 @@ def _facts() -> dict[str, Any]:
         for index in range(torch.cuda.device_count()):
             found = torch.cuda.get_device_properties(index)
             gpus.append(
-                f"{found.name}, sm_{found.major}{found.minor}, {found.multi_processor_count} multiprocessors, "
+                f"{found.name}, sm_{found.major}{found.minor}, {found.multi_processor_count} "
+                "multiprocessors, "
                 f"{size_text(found.total_memory)}"
             )
     elif not _C.built_with_cuda:
@@ -114,7 +135,9 @@ def _cuda_version(module: str, function: str, missing: list[str]) -> str:
         error, number = getattr(import_module(f"cuda.bindings.{module}"), function)()
     except (ImportError, PackageNotFoundError):
         if "cuda-python" not in " ".join(missing):
-            missing.append("cuda-python: pip install cuda-bindings tells the versions of driver and runtime")
+            missing.append(
+                "cuda-python: pip install cuda-bindings tells the versions of driver and runtime"
+            )
         return "unknown"
     except Exception as failure:  # cuda-python raises various types when a library is missing
         missing.append(f"CUDA {module}: {failure}")
@@ -132,7 +155,9 @@ def _kernels(device: str) -> dict[str, str]:
     """What would run for one row of x and for many, of each product."""
     names = {}
     for name, (bits, act_quant) in _PRODUCTS.items():
-        weight = reorder(quantize(torch.zeros(64, 128, dtype=torch.float32, device="cpu"), bits=bits)).to(device)
+        weight = reorder(
+            quantize(torch.zeros(64, 128, dtype=torch.float32, device="cpu"), bits=bits)
+        ).to(device)
         found = []
         for m in (1, 4096):
             try:
@@ -144,17 +169,23 @@ def _kernels(device: str) -> dict[str, str]:
 
 
 def _self_test(device: str) -> dict[str, str]:
-    """Each product on odd sizes, against the reference in fp64 on the CPU: "ok" or what is wrong."""
+    """Each product on odd sizes, against the reference in fp64 on the CPU: "ok"
+    or what is wrong.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     weight = torch.randn(192, 576, generator=generator, dtype=torch.float32, device="cpu")
     x = torch.randn(17, 576, generator=generator, dtype=torch.float32, device="cpu").half()
     results = {}
     for name, (bits, act_quant) in _PRODUCTS.items():
         quantized = quantize(weight, bits=bits, group_size=64, symmetric=False)
-        expected = reference.mixed_gemm(x, quantized, act_quant=act_quant, out_dtype=torch.float32, compute_dtype=torch.float64)
+        expected = reference.mixed_gemm(
+            x, quantized, act_quant=act_quant, out_dtype=torch.float32, compute_dtype=torch.float64
+        )
         try:
             packed = reorder(quantized).to(device)
-            y = gemm.mixed_gemm(x.to(device), packed, act_quant=act_quant, out_dtype=torch.float32).cpu()
+            y = gemm.mixed_gemm(
+                x.to(device), packed, act_quant=act_quant, out_dtype=torch.float32
+            ).cpu()
         except (ValueError, RuntimeError) as error:
             results[name] = f"failed: {error}"
             continue

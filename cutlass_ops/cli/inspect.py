@@ -17,21 +17,41 @@ from rich.padding import Padding
 
 from .. import _C
 from ..files.packed_file import is_packed, packed_info
-from .common import JsonOption, ZeroOffset, app, make_console, print_json, read_checkpoint, reported, shape_text, size_text
+from .common import (
+    JsonOption,
+    ZeroOffset,
+    app,
+    make_console,
+    print_json,
+    read_checkpoint,
+    reported,
+    shape_text,
+    size_text,
+)
 from .describe import ROWS_OF_X, add_kernels, describe_checkpoint, describe_packed
 
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A checkpoint or a packed model: a GGUF or safetensors file, or a directory.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="A checkpoint or a packed model: a GGUF or safetensors file, or a directory."
+        ),
+    ],
     gpu: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="sm_NN", help="Name the kernels of this GPU; may be repeated.  [default: those here, or sm_80, sm_90]"
+            metavar="sm_NN",
+            help="Name the kernels of this GPU; may be repeated.  [default: those here, or "
+            "sm_80, sm_90]",
         ),
     ] = None,
     act_quant: Annotated[
-        str, typer.Option(metavar="none|token|block", help="How the kernels' activations are quantised.")
+        str,
+        typer.Option(
+            metavar="none|token|block", help="How the kernels' activations are quantised."
+        ),
     ] = "none",
     zero_offset: ZeroOffset = "auto",
     as_json: JsonOption = False,
@@ -39,16 +59,18 @@ def inspect(
     """List what a checkpoint or a packed model holds, from headers alone, and which kernel would
     multiply by it.
 
-    Kernels are given for one row of x and for 4096, and for each GPU, which need not be there. Tensors
-    that differ but in the numbers in their names are shown as one, as in layers.{0..31}.mlp; --json
-    lists each.
+    Kernels are given for one row of x and for 4096, and for each GPU, which need not be there.
+    Tensors that differ but in the numbers in their names are shown as one, as in
+    layers.{0..31}.mlp; --json lists each.
     """
     with reported():
         if twice := [name for name, count in Counter(gpu or ()).items() if count > 1]:
             raise ValueError(f"--gpu {twice[0]} is given twice")
         gpus = gpu or _gpus_here() or ["sm_80", "sm_90"]
         described = (
-            describe_packed(packed_info(path)) if is_packed(path) else describe_checkpoint(read_checkpoint(path, zero_offset))
+            describe_packed(packed_info(path))
+            if is_packed(path)
+            else describe_checkpoint(read_checkpoint(path, zero_offset))
         )
         add_kernels(described["tensors"], gpus, act_quant)
     if as_json:
@@ -61,7 +83,9 @@ def show(console: Console, described: dict[str, Any], gpus: list[str], act_quant
     """Print facts of the whole, counts of weights by format, then the tensors."""
 
     def line(key: str, value: str) -> None:
-        console.print(Padding(f"{key + ':':10}{escape(value)}", (0, 0)), highlight=False, soft_wrap=False)
+        console.print(
+            Padding(f"{key + ':':10}{escape(value)}", (0, 0)), highlight=False, soft_wrap=False
+        )
 
     tensors, files = described["tensors"], len(described["files"])
     for key in ("path", "kind", "layout", "tool", "rank"):
@@ -76,22 +100,40 @@ def show(console: Console, described: dict[str, Any], gpus: list[str], act_quant
     kinds: dict[tuple[bool, str], list[int]] = {}
     for tensor in tensors:
         packed = tensor["parts"] is not None
-        what = tensor["note"] if packed else f"{tensor['type']}{': ' if tensor['note'] else ''}{tensor['note']}"
+        what = (
+            tensor["note"]
+            if packed
+            else f"{tensor['type']}{': ' if tensor['note'] else ''}{tensor['note']}"
+        )
         kinds.setdefault((packed, what), []).append(tensor["bytes"])
     for (packed, what), sizes in sorted(kinds.items(), key=lambda item: not item[0][0]):
         line("weights" if packed else "others", f"{len(sizes)} ({size_text(sum(sizes))}) {what}")
     if any(tensor["kernels"] for tensor in tensors):
-        line("kernels", f"of {' and '.join(map(str, ROWS_OF_X))} rows of x, act_quant {act_quant!r}")
+        line(
+            "kernels", f"of {' and '.join(map(str, ROWS_OF_X))} rows of x, act_quant {act_quant!r}"
+        )
     for name, alike in _alike(tensors):
         first = alike[0]
         console.print(escape(name), highlight=False)
         each = f"{len(alike)} of " if len(alike) > 1 else ""
-        words = [f"{each}{shape_text(first['shape'])}", size_text(first["bytes"]), first["type"], first["note"]]
+        words = [
+            f"{each}{shape_text(first['shape'])}",
+            size_text(first["bytes"]),
+            first["type"],
+            first["note"],
+        ]
         source = first.get("source", first["name"])
         if source != first["name"]:
             words.append(f"in the file: {source}")
-        words += [f"{gpu}: {' / '.join(dict.fromkeys(first['kernels'][gpu].values()))}" for gpu in gpus if first["kernels"]]
-        console.print(Padding(escape("; ".join(word for word in words if word)), (0, 0, 0, 4)), highlight=False)
+        words += [
+            f"{gpu}: {' / '.join(dict.fromkeys(first['kernels'][gpu].values()))}"
+            for gpu in gpus
+            if first["kernels"]
+        ]
+        console.print(
+            Padding(escape("; ".join(word for word in words if word)), (0, 0, 0, 4)),
+            highlight=False,
+        )
 
 
 def _alike(tensors: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:

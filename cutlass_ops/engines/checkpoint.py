@@ -28,12 +28,15 @@ def is_checkpoint(path: Path) -> bool:
     """Whether there are files of a model at ``path``, other than a packed directory."""
     if not path.exists():
         return False
-    quantization = json_object(path / "config.json").get("quantization_config") if path.is_dir() else None
+    quantization = (
+        json_object(path / "config.json").get("quantization_config") if path.is_dir() else None
+    )
     return not (isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD)
 
 
 def described(checkpoint: Checkpoint, cache: Path) -> tuple[Path, list[str]]:
-    """A directory with the configuration and the tokenizer of the packed model, for the same files always the same.
+    """A directory with the configuration and the tokenizer of the packed model, for the same files
+    always the same.
 
     Args:
         checkpoint: what is quantised in it is packed.
@@ -43,8 +46,8 @@ def described(checkpoint: Checkpoint, cache: Path) -> tuple[Path, list[str]]:
         The directory, and what a user should know if it was made now.
 
     Raises:
-        CheckpointError: a tensor that cannot be packed or that the model has no place for, or one of
-            the model that the checkpoint lacks.
+        CheckpointError: a tensor that cannot be packed or that the model has no place for, or one
+            of the model that the checkpoint lacks.
         ValueError: nothing to pack.
         OSError: a file cannot be written.
     """
@@ -69,7 +72,8 @@ def described(checkpoint: Checkpoint, cache: Path) -> tuple[Path, list[str]]:
 
 
 def packed_tensors(checkpoint: Checkpoint, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the packed model, under the names of its files; weights are packed on ``device``.
+    """The tensors of the packed model, under the names of its files; weights are
+    packed on ``device``.
 
     Raises:
         CheckpointError, ValueError: as in :func:`described`.
@@ -79,6 +83,10 @@ def packed_tensors(checkpoint: Checkpoint, device: torch.device) -> Iterator[tup
             yield step.name, step.entry.values()
             continue
         weight = step.weight
-        packed = weight.pack() if isinstance(weight, StackedWeight) else reorder(weight.read().to(device))
+        packed = (
+            weight.pack()
+            if isinstance(weight, StackedWeight)
+            else reorder(weight.read().to(device))
+        )
         for part, tensor in packed.tensors().items():
             yield f"{step.name}.{part}", tensor

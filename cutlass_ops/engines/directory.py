@@ -1,4 +1,6 @@
-"""Models that ``cutlass-ops reorder`` packed, in an engine: layers are loaded as they are stored."""
+"""Models that ``cutlass-ops reorder`` packed, in an engine: layers are loaded as
+they are stored.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class PackedConfig:
     def __init__(self, fields: dict[str, Any]) -> None:
         super().__init__()
         if fields.get("tensor_parallel"):
-            raise ValueError("the files hold one rank of a model that was split; reorder it unsplit")
+            raise ValueError(
+                "the files hold one rank of a model that was split; reorder it unsplit"
+            )
         weight_format({**fields, "modules_to_not_convert": []}, "")
         self.fields = dict(fields)
 
@@ -59,16 +63,24 @@ class PackedConfig:
         return []
 
     def rename(self, mapper: Any) -> None:
-        """Take the engine's names of modules in place of the checkpoint's; ``mapper`` is the engine's."""
+        """Take the engine's names of modules in place of the checkpoint's; ``mapper``
+        is the engine's.
+        """
         modules = mapper.apply_dict(self.fields.get("modules", {}))
         left = mapper.apply_list(list(self.fields.get("modules_to_not_convert", ())))
         embeddings = mapper.apply_dict(self.fields.get("embeddings", {}))
         holders = mapper.apply_list(list(embeddings.values()))
         embeddings = dict(zip(embeddings, holders, strict=True))
-        self.fields |= {"modules": modules, "modules_to_not_convert": left, "embeddings": embeddings}
+        self.fields |= {
+            "modules": modules,
+            "modules_to_not_convert": left,
+            "embeddings": embeddings,
+        }
 
     def formats_of(self, prefix: str) -> list[WeightFormat | None]:
-        """The format of the layers that the engine has as ``prefix``, or of each if they differ; None if not packed."""
+        """The format of the layers that the engine has as ``prefix``, or of each if they differ;
+        None if not packed.
+        """
         parent, _, last = prefix.rpartition(".")
         names = self.packed_modules_mapping.get(last, [last])
         stored = [f"{parent}.{name}" if parent else name for name in names]
@@ -82,8 +94,10 @@ class PackedConfig:
         names = [f"{prefix}.0.{name}_proj" for name in ("gate", "up", "down")]
         if any(name not in named or weight_format(self.fields, name) for name in names):
             raise ValueError(
-                f"{prefix}: packed experts are not loaded in {self.engine.name} yet; serve the checkpoint itself, if it can "
-                "read it, or a directory of cutlass-ops reorder --exclude experts, which keeps them as floats"
+                f"{prefix}: packed experts are not loaded in {self.engine.name} yet; serve the "
+                "checkpoint itself, if it can "
+                "read it, or a directory of cutlass-ops reorder --exclude experts, which "
+                "keeps them as floats"
             )
 
 
@@ -107,7 +121,13 @@ class PackedLinear:
 
     engine: ClassVar[Engine]
 
-    def __init__(self, form: WeightFormat, prefix: str, fields: dict[str, Any], tied: Sequence[torch.nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        form: WeightFormat,
+        prefix: str,
+        fields: dict[str, Any],
+        tied: Sequence[torch.nn.Module] = (),
+    ) -> None:
         super().__init__()
         self.tied = tied
         self.form = form
@@ -132,7 +152,14 @@ class PackedLinear:
         """
         if self.engine.is_cuda() and not _C.built_with_cuda:
             raise ValueError("cutlass_ops was built without CUDA, and has no kernels for the model")
-        part = part_of(self.engine, layer, input_size_per_partition, output_partition_sizes, input_size, output_size)
+        part = part_of(
+            self.engine,
+            layer,
+            input_size_per_partition,
+            output_partition_sizes,
+            input_size,
+            output_size,
+        )
         self.make_parameters(layer, part)
 
     def make_parameters(self, layer: torch.nn.Module, part: LayerPart) -> None:

@@ -1,4 +1,5 @@
-"""Layers that an engine has fused into one, of a packed directory that stores them in different formats.
+"""Layers that an engine has fused into one, of a packed directory that stores them in
+different formats.
 
 GGUF files that mix types (Q4_K_M) have query, key and value so. Each is packed by itself, and x is
 multiplied by one after another.
@@ -35,10 +36,15 @@ class FusedLinear:
     #: The engine's method for one part.
     linear: ClassVar[Callable[..., PackedLinear]]
 
-    def __init__(self, forms: Sequence[WeightFormat | None], prefix: str, fields: dict[str, Any]) -> None:
+    def __init__(
+        self, forms: Sequence[WeightFormat | None], prefix: str, fields: dict[str, Any]
+    ) -> None:
         super().__init__()
         self.prefix = prefix
-        self.methods = [None if form is None else self.linear(form, f"{prefix}[{i}]", fields) for i, form in enumerate(forms)]
+        self.methods = [
+            None if form is None else self.linear(form, f"{prefix}[{i}]", fields)
+            for i, form in enumerate(forms)
+        ]
 
     def create_weights(
         self,
@@ -50,22 +56,32 @@ class FusedLinear:
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Make the parameters of each part, and for each name one that the engine loads all parts by.
+        """Make the parameters of each part, and for each name one that the engine
+        loads all parts by.
 
         Raises:
-            ValueError: a weight that cannot be split so, a package without kernels, or floats in batch-invariant mode.
+            ValueError: a weight that cannot be split so, a package without kernels, or floats in
+                batch-invariant mode.
         """
         engine = next(method.engine for method in self.methods if method)
-        whole = part_of(engine, layer, input_size_per_partition, output_partition_sizes, input_size, output_size)
+        whole = part_of(
+            engine, layer, input_size_per_partition, output_partition_sizes, input_size, output_size
+        )
         if len(whole.sizes) != len(self.methods):
-            raise ValueError(f"{self.prefix} has {len(whole.sizes)} parts in {engine.name}; its files have {len(self.methods)}")
+            raise ValueError(
+                f"{self.prefix} has {len(whole.sizes)} parts in {engine.name}; its files have "
+                f"{len(self.methods)}"
+            )
         parts = torch.nn.ModuleList()
         for size, place, method in zip(whole.sizes, whole.places, self.methods, strict=True):
             module, part = torch.nn.Module(), LayerPart([size], [place], whole.k, whole.columns)
             if method:
                 method.make_parameters(module, part)
             elif engine.batch_invariant():
-                raise ValueError(f"{self.prefix} is packed only in part, and products of floats are not batch invariant")
+                raise ValueError(
+                    f"{self.prefix} is packed only in part, and products of floats are not "
+                    "batch invariant"
+                )
             else:
                 # On the default device: the engine sets it for its layers.
                 zeros = torch.zeros(size, input_size_per_partition, dtype=params_dtype, device=None)
@@ -83,14 +99,24 @@ class FusedLinear:
             layer.register_parameter(name, every)
 
     def _load(
-        self, name: str, parts: torch.nn.ModuleList, every: Parameter, tensor: Tensor, shard: str | int | None = None
+        self,
+        name: str,
+        parts: torch.nn.ModuleList,
+        every: Parameter,
+        tensor: Tensor,
+        shard: str | int | None = None,
     ) -> None:
         if not isinstance(shard, str | int):
-            raise ValueError(f"{self.prefix}.{name}: several of the fused layers in one tensor ({shard})")
+            raise ValueError(
+                f"{self.prefix}.{name}: several of the fused layers in one tensor ({shard})"
+            )
         index = "qkv".index(shard) if isinstance(shard, str) else shard
         parameter: Any = parts[index]._parameters.get(name)
         if parameter is None:
-            raise ValueError(f"{self.prefix}.{name} is there for its part {index}, whose format has no such tensor")
+            raise ValueError(
+                f"{self.prefix}.{name} is there for its part {index}, whose format has no "
+                "such tensor"
+            )
         parameter.weight_loader(parameter, tensor)
         if name == "weight":
             self.missing.discard(index)
@@ -104,7 +130,9 @@ class FusedLinear:
         if not self.names:
             return  # engines may call it again
         if self.missing and not self.random_weights():
-            raise ValueError(f"{self.prefix}: the files lack 'weight' of its part {min(self.missing)}")
+            raise ValueError(
+                f"{self.prefix}: the files lack 'weight' of its part {min(self.missing)}"
+            )
         for name in self.names:
             delattr(layer, name)
         self.names = {}

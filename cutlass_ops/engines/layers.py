@@ -1,4 +1,6 @@
-"""A packed weight in the place of an engine's linear layer, and which layers that is possible for."""
+"""A packed weight in the place of an engine's linear layer, and which layers that
+is possible for.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,14 @@ def checked_settings(found: Any, source: str) -> dict[str, Any]:
         raise TypeError(f"{source} has {found!r:.100} for cutlass_ops; an object is expected")
     for name in found:
         if name not in _SETTINGS:
-            raise ValueError(f"{source} has {name!r:.100} for cutlass_ops; known are {', '.join(_SETTINGS)}")
+            raise ValueError(
+                f"{source} has {name!r:.100} for cutlass_ops; known are {', '.join(_SETTINGS)}"
+            )
     if (mode := found.get("act_quant", "none")) not in _ACT_QUANT:
-        raise ValueError(f"cutlass_ops' act_quant is {mode!r:.100}; supported are {', '.join(map(repr, _ACT_QUANT))}")
+        raise ValueError(
+            f"cutlass_ops' act_quant is {mode!r:.100}; supported are "
+            f"{', '.join(map(repr, _ACT_QUANT))}"
+        )
     return found
 
 
@@ -77,7 +84,9 @@ def reason_of_package(on_cpu: bool) -> str | None:
     return None
 
 
-def reason_of_format(k: int, whole_k: int, group_size: int, act_order: bool, act_type: torch.dtype) -> str | None:
+def reason_of_format(
+    k: int, whole_k: int, group_size: int, act_order: bool, act_type: torch.dtype
+) -> str | None:
     """Why a layer cannot be packed; None if it can.
 
     Args:
@@ -99,8 +108,15 @@ def reason_of_format(k: int, whole_k: int, group_size: int, act_order: bool, act
     return None
 
 
-def keep(layer: torch.nn.Module, names: Iterable[str], weight: QuantizedWeight, act_quant: str, symmetric: bool) -> None:
-    """Pack ``weight`` in place of the layer's parameters ``names``, the first of which has the codes.
+def keep(
+    layer: torch.nn.Module,
+    names: Iterable[str],
+    weight: QuantizedWeight,
+    act_quant: str,
+    symmetric: bool,
+) -> None:
+    """Pack ``weight`` in place of the layer's parameters ``names``, the first of
+    which has the codes.
 
     The packed codes stay under the codes' name, where engines' LoRA layers look for the device.
     """
@@ -131,7 +147,9 @@ def changed(method: Any, kind: type[Any]) -> Any:
     return other
 
 
-def product(layer: torch.nn.Module, x: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
+def product(
+    layer: torch.nn.Module, x: Tensor, bias: Tensor | None, batch_invariant: bool
+) -> Tensor:
     """x times the packed weight that a layer keeps, plus bias."""
     linear: Any = getattr(layer, MODULE)
     options = (linear.act_quant, linear.act_symmetric)
@@ -184,7 +202,8 @@ def _in_order(codes: Tensor) -> Tensor:
 
 
 def int8_weight(stored: Tensor, scales: Tensor, widths: Iterable[int] | None) -> QuantizedWeight:
-    """Signed 8-bit codes ``[N, K]`` with a scale for each row, or for each layer that an engine fused.
+    """Signed 8-bit codes ``[N, K]`` with a scale for each row, or for each layer that
+    an engine fused.
 
     Args:
         stored: int8.
@@ -214,15 +233,23 @@ def input_order(groups: Tensor, group_size: int, n: int) -> Tensor:
     perm = torch.argsort(groups, stable=True)
     size = k if group_size == -1 else group_size
     if not torch.equal(groups[perm], torch.arange(k, device=groups.device) // size):
-        raise ValueError(f"the act order of a layer of {n} x {k} does not have groups of {size} input features each")
+        raise ValueError(
+            f"the act order of a layer of {n} x {k} does not have groups of {size} input "
+            "features each"
+        )
     return perm
 
 
 def unpacked(words: Tensor, dim: int, bits: int) -> Tensor:
-    """Codes of int32 words that hold ``32 / bits`` of them along ``dim``, the first in the lowest bits; uint8."""
+    """Codes of int32 words that hold ``32 / bits`` of them along ``dim``, the first in the
+    lowest bits; uint8.
+    """
     count = 32 // bits
     rows, columns = words.shape
-    out = words.new_empty((rows, count, columns) if dim == 0 else (rows, columns, count), dtype=torch.uint8)
-    for i in range(count):  # one code of each word at a time: all of them would take eight times the weight's bytes
+    out = words.new_empty(
+        (rows, count, columns) if dim == 0 else (rows, columns, count), dtype=torch.uint8
+    )
+    # one code of each word at a time: all of them would take eight times the weight's bytes
+    for i in range(count):
         out.select(1 if dim == 0 else 2, i).copy_((words >> (bits * i)) & ((1 << bits) - 1))
     return out.view((rows * count, columns) if dim == 0 else (rows, columns * count))

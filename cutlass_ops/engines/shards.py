@@ -45,7 +45,9 @@ class LayerPart:
         return slice(part * size, (part + 1) * size), parts * size
 
 
-def part_of(engine: Engine, layer: torch.nn.Module, k: int, sizes: list[int], whole_k: int, whole_n: int) -> LayerPart:
+def part_of(
+    engine: Engine, layer: torch.nn.Module, k: int, sizes: list[int], whole_k: int, whole_n: int
+) -> LayerPart:
     """What this rank holds of an engine's layer.
 
     Args:
@@ -57,7 +59,9 @@ def part_of(engine: Engine, layer: torch.nn.Module, k: int, sizes: list[int], wh
     start = rank * k if whole_k > k else 0
     first = (rank, ranks) if ranks > 1 else (0, 1)
     others = engine.kv_place(layer, *first) if ranks > 1 else first
-    return LayerPart(list(sizes), [first, *(others for _ in sizes[1:])], whole_k, slice(start, start + k))
+    return LayerPart(
+        list(sizes), [first, *(others for _ in sizes[1:])], whole_k, slice(start, start + k)
+    )
 
 
 @dataclass
@@ -91,7 +95,9 @@ class Shards:
             stored = self.vocabulary
         return slice(min(own.start, stored), min(own.stop, stored)), stored
 
-    def load(self, part: str, parameter: Parameter, tensor: Tensor, shard: str | int | None = None) -> None:
+    def load(
+        self, part: str, parameter: Parameter, tensor: Tensor, shard: str | int | None = None
+    ) -> None:
         """Copy this rank's part of a stored tensor; the weight loader of a parameter.
 
         Raises:
@@ -110,12 +116,17 @@ class Shards:
         index = "qkv".index(shard) if isinstance(shard, str) else shard or 0
         self._copy(part, parameter, tensor, index, *self.rows(index))
 
-    def _copy(self, part: str, parameter: Parameter, tensor: Tensor, index: int, rows: slice, n: int) -> None:
+    def _copy(
+        self, part: str, parameter: Parameter, tensor: Tensor, index: int, rows: slice, n: int
+    ) -> None:
         whole = {part: parameter.dtype}
         _, expected = packed_specs(n, self.part.k, self.bits, self.group_sizes[0], whole)[part]
         if tensor.dtype != parameter.dtype or tuple(tensor.shape) != expected:
             found, wanted = (tensor.dtype, tuple(tensor.shape)), (parameter.dtype, expected)
-            raise ValueError(f"{part} is {found[0]} {found[1]}; {wanted[0]} {wanted[1]} is expected of {n} x {self.part.k}")
+            raise ValueError(
+                f"{part} is {found[0]} {found[1]}; {wanted[0]} {wanted[1]} is expected of "
+                f"{n} x {self.part.k}"
+            )
         if rows.start < rows.stop:
             shape = (n, self.part.k)
             options = (self.bits, self.group_sizes, rows, self.part.columns, parameter.device)

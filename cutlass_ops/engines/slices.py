@@ -59,7 +59,9 @@ def _cut_vector(
 ) -> Tensor:
     whole, own = group_sizes
     count = columns.stop - columns.start
-    first = torch.arange(columns.start, columns.stop, count if own == -1 else own, device=vectors.device)
+    first = torch.arange(
+        columns.start, columns.stop, count if own == -1 else own, device=vectors.device
+    )
     groups = torch.zeros_like(first) if whole == -1 else first // whole
     size = rows.stop - rows.start
     out = vectors.new_zeros(formats.padded_groups(count, own), formats.padded_rows(size))

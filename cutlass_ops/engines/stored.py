@@ -1,7 +1,7 @@
 """An engine's linear layers whose parameters are those of a checkpoint's files.
 
-A method that an engine has for such layers gets another class: its parameters and their loaders stay
-the engine's, and the layer is packed and multiplied by our kernels.
+A method that an engine has for such layers gets another class: its parameters and their loaders
+stay the engine's, and the layer is packed and multiplied by our kernels.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Form:
 
 
 class StoredLinear:
-    """What replaces parts of an engine's method for linear layers, for layers that can be packed."""
+    """What replaces parts of an engine's method for linear layers, for layers
+    that can be packed.
+    """
 
     engine: ClassVar[Engine]
     form: Form | None
@@ -65,7 +67,9 @@ class StoredLinear:
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Let the engine make the parameters, and see whether the layer is ours; if not, why is logged once."""
+        """Let the engine make the parameters, and see whether the layer is ours; if not,
+        why is logged once.
+        """
         sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
         super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)  # type: ignore[misc]
         self.batch_invariant = self.engine.batch_invariant()
@@ -73,7 +77,9 @@ class StoredLinear:
         reason: str | None
         if isinstance(found, Form):
             form = (found.group_size, found.act_order, params_dtype)
-            reason = self.reason_against(found) or reason_of_format(input_size_per_partition, input_size, *form)
+            reason = self.reason_against(found) or reason_of_format(
+                input_size_per_partition, input_size, *form
+            )
             self.form = found if reason is None else None
         else:
             reason, self.form = found, None

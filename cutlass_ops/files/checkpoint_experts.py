@@ -1,7 +1,8 @@
-"""The experts of a model's layers among the tensors of a checkpoint, which has a matrix for each expert or a stack of all.
+"""The experts of a model's layers among the tensors of a checkpoint, which has a matrix for each
+expert or a stack of all.
 
-What a checkpoint has of a layer becomes, for each of its two products, the matrices of every expert: those of gate and up,
-whose rows are joined, or that of down.
+What a checkpoint has of a layer becomes, for each of its two products, the matrices of every
+expert: those of gate and up, whose rows are joined, or that of down.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class ExpertsLayer:
         form: what the module computes.
         members: the entries that their weights are made of, by product.
         biases: the entry of the biases of all experts, by product, where they have biases.
-        matrices: by product, for each expert, entries ``[N, K]`` and those of their biases: gate's and up's, or down's. Empty
-            where there is a problem.
+        matrices: by product, for each expert, entries ``[N, K]`` and those of their biases: gate's
+            and up's, or down's. Empty where there is a problem.
         problem: why they cannot be packed, or "".
     """
 
@@ -54,12 +55,16 @@ class ExpertsLayer:
     @property
     def entries(self) -> list[Entry]:
         """All that the checkpoint has of the layer."""
-        return [*(entry for product in self.members.values() for entry in product), *self.biases.values()]
+        return [
+            *(entry for product in self.members.values() for entry in product),
+            *self.biases.values(),
+        ]
 
 
 @dataclass(frozen=True)
 class StackedWeight:
-    """The weights of a layer's experts, of one product, known without reading them: what Quantized is of one matrix.
+    """The weights of a layer's experts, of one product, known without reading them: what Quantized
+    is of one matrix.
 
     Attributes:
         name: of the product, "model.layers.0.mlp.experts.down_proj".
@@ -94,7 +99,8 @@ class StackedWeight:
         return self.matrices[0][0].dtypes
 
     def read(self, style: str = "replicate", rank: int = 0, size: int = 1) -> WeightsOnDemand:
-        """The weights ``[N, K]`` of the experts, or the parts that ``rank`` of ``size`` holds; each is read when it is used.
+        """The weights ``[N, K]`` of the experts, or the parts that ``rank`` of ``size`` holds; each
+        is read when it is used.
 
         Raises:
             CheckpointError: when one is read whose matrices cannot be joined, or by their ``read``.
@@ -102,7 +108,11 @@ class StackedWeight:
 
         def expert(e: int) -> QuantizedWeight:
             parts = [slice_weight(matrix.read(), style, rank, size) for matrix in self.matrices[e]]
-            return parts[0] if len(parts) == 1 else self._checked(lambda: one_weight(parts), f"expert {e}: ")
+            return (
+                parts[0]
+                if len(parts) == 1
+                else self._checked(lambda: one_weight(parts), f"expert {e}: ")
+            )
 
         return WeightsOnDemand(self.shape[0], expert)
 
@@ -125,24 +135,38 @@ class StackedWeight:
 
 
 def layers_of(entries: Iterable[Entry], architecture: Architecture) -> list[ExpertsLayer]:
-    """The layers of experts that the model has in :attr:`Architecture.experts`, as far as the entries are parts of them."""
+    """The layers of experts that the model has in :attr:`Architecture.experts`, as far as the
+    entries are parts of them.
+    """
     found: dict[str, dict[str, list[tuple[ExpertTensor, Entry]]]] = {}
     if architecture.experts:
         for entry in entries:
             # A quantised weight has the name of a module.
-            places = (architecture.expert_tensor(name) for name in (entry.name, f"{entry.name}.weight"))
+            places = (
+                architecture.expert_tensor(name) for name in (entry.name, f"{entry.name}.weight")
+            )
             if (place := next(filter(None, places), None)) is not None:
-                found.setdefault(place.module, {}).setdefault(place.parameter, []).append((place, entry))
-    return [_layer(name, architecture.experts[name], parameters) for name, parameters in found.items()]
+                found.setdefault(place.module, {}).setdefault(place.parameter, []).append(
+                    (place, entry)
+                )
+    return [
+        _layer(name, architecture.experts[name], parameters) for name, parameters in found.items()
+    ]
 
 
-def _layer(name: str, form: ExpertsForm, parameters: Mapping[str, Sequence[tuple[ExpertTensor, Entry]]]) -> ExpertsLayer:
+def _layer(
+    name: str, form: ExpertsForm, parameters: Mapping[str, Sequence[tuple[ExpertTensor, Entry]]]
+) -> ExpertsLayer:
     found = {product: parameters.get(product, ()) for product in PRODUCTS}
     members = {product: [entry for _, entry in found[product]] for product in PRODUCTS}
-    biases = {product: entry for product in PRODUCTS for _, entry in parameters.get(f"{product}_bias", ())}
+    biases = {
+        product: entry for product in PRODUCTS for _, entry in parameters.get(f"{product}_bias", ())
+    }
     try:
         matrices = {
-            product: _with_biases(form, product, _matrices(form, product, found[product]), biases.get(product))
+            product: _with_biases(
+                form, product, _matrices(form, product, found[product]), biases.get(product)
+            )
             for product in PRODUCTS
         }
     except ValueError as error:
@@ -150,8 +174,12 @@ def _layer(name: str, form: ExpertsForm, parameters: Mapping[str, Sequence[tuple
     return ExpertsLayer(name, form, members, biases, matrices)
 
 
-def _matrices(form: ExpertsForm, product: str, found: Sequence[tuple[ExpertTensor, Entry]]) -> list[list[Entry]]:
-    """The matrices of each expert; ValueError if they are not all there, each once, or not of one format."""
+def _matrices(
+    form: ExpertsForm, product: str, found: Sequence[tuple[ExpertTensor, Entry]]
+) -> list[list[Entry]]:
+    """The matrices of each expert; ValueError if they are not all there, each once, or
+    not of one format.
+    """
     experts, n, k = form.shape(product)
     rows = form.rows(product)
     numbers, parts = range(experts), range(len(rows))
@@ -163,7 +191,9 @@ def _matrices(form: ExpertsForm, product: str, found: Sequence[tuple[ExpertTenso
     }
     shape = shapes.get(frozenset(entries))
     if shape is None or len(entries) < len(found):
-        raise ValueError(f"{len(found)} tensors of {product} are there, which are not those of {experts} experts")
+        raise ValueError(
+            f"{len(found)} tensors of {product} are there, which are not those of {experts} experts"
+        )
     for entry in entries.values():
         if entry.problem:
             raise ValueError(f"{entry.name} {entry.problem}")
@@ -178,7 +208,11 @@ def _matrices(form: ExpertsForm, product: str, found: Sequence[tuple[ExpertTenso
     formats = set()
     for entry in (entry for joined in matrices for entry in joined):
         weight = entry.quantized
-        formats.add((entry.dtype,) if weight is None else (weight.bits, weight.group_size, *sorted(weight.dtypes.items())))
+        formats.add(
+            (entry.dtype,)
+            if weight is None
+            else (weight.bits, weight.group_size, *sorted(weight.dtypes.items()))
+        )
     if len(formats) > 1:
         raise ValueError(f"the formats of {product} differ between experts")
     return matrices
@@ -187,19 +221,30 @@ def _matrices(form: ExpertsForm, product: str, found: Sequence[tuple[ExpertTenso
 def _with_biases(
     form: ExpertsForm, product: str, matrices: Sequence[Sequence[Entry]], biases: Entry | None
 ) -> list[list[Matrix]]:
-    """The matrices of each expert with their biases; ValueError if these are not what the experts have."""
+    """The matrices of each expert with their biases; ValueError if these are not what
+    the experts have.
+    """
     expected = list(form.shape(product)[:2])
-    if form.biased and (biases is None or list(biases.shape) != expected or biases.dtype not in FLOAT_TYPES):
+    if form.biased and (
+        biases is None or list(biases.shape) != expected or biases.dtype not in FLOAT_TYPES
+    ):
         found = "missing" if biases is None else f"{biases.kind} {list(biases.shape)}"
         raise ValueError(f"{product}_bias is {found}; floats {expected} are expected")
-    if any(entry.quantized is not None and "bias" in entry.quantized.dtypes for parts in matrices for entry in parts):
+    if any(
+        entry.quantized is not None and "bias" in entry.quantized.dtypes
+        for parts in matrices
+        for entry in parts
+    ):
         raise ValueError(f"matrices of {product} have biases, which those of the model have not")
 
     def bias(e: int, rows: slice) -> Entry | None:
         return None if biases is None else replace(biases, values=lambda: biases.values()[e][rows])
 
     rows = form.rows(product)
-    return [[(entry, bias(e, part)) for entry, part in zip(parts, rows, strict=True)] for e, parts in enumerate(matrices)]
+    return [
+        [(entry, bias(e, part)) for entry, part in zip(parts, rows, strict=True)]
+        for e, parts in enumerate(matrices)
+    ]
 
 
 def _of_stack(stack: Entry, form: ExpertsForm, e: int, rows: slice) -> Entry:

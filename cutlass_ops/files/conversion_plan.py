@@ -27,7 +27,10 @@ _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 #: Float matrices that are no linear layers, or that suffer most from few bits, by a part of their
 #: name.
-DEFAULT_EXCLUDE = r"(^|\.)(lm_head|wte|wpe|shared|ln_[^.]*|[^.]*norm[^.]*|[^.]*embed[^.]*|[^.]*_embd)(\.|$)|^output(\.|$)"
+DEFAULT_EXCLUDE = (
+    r"(^|\.)(lm_head|wte|wpe|shared|ln_[^.]*|[^.]*norm[^.]*|[^.]*embed[^.]*|[^.]*_embd)(\.|"
+    r"$)|^output(\.|$)"
+)
 #: Where the options of a packed file name the modules whose checkpoint stores them as
 #: ``[in, out]``.
 TRANSPOSED = "transposed"
@@ -50,7 +53,11 @@ class Step:
             return (self.name,)
         if isinstance(self.weight, StackedWeight):
             return (self.name, *((f"{self.name}_bias",) if "bias" in self.weight.dtypes else ()))
-        names = [f"{self.name}.{part}" for part in ("weight", "bias") if part == "weight" or part in self.weight.dtypes]
+        names = [
+            f"{self.name}.{part}"
+            for part in ("weight", "bias")
+            if part == "weight" or part in self.weight.dtypes
+        ]
         return (*names, f"{self.entry.tied_to}.weight") if self.entry.tied_to else tuple(names)
 
 
@@ -110,7 +117,9 @@ def pattern(option: str, text: str | None) -> re.Pattern[str] | None:
     try:
         return re.compile(text)
     except re.error as error:
-        raise ValueError(f"{option} is {text!r}, which is not a regular expression: {error}") from error
+        raise ValueError(
+            f"{option} is {text!r}, which is not a regular expression: {error}"
+        ) from error
 
 
 def plan(
@@ -126,14 +135,14 @@ def plan(
 
     Weights that the checkpoint quantised are packed as they are. Float matrices are quantised
     first, if ``options.bits`` is given: those of two dimensions named ``*.weight``, without
-    embeddings, norms and output heads (``DEFAULT_EXCLUDE``, and what the model says); in a file of weights those of
-    convolutions too, of three to five dimensions, unless a tap's few channels would take more bytes
-    packed than as they are. A bias goes with its weight; what the model stores transposed is packed
-    as ``[N, K]``.
+    embeddings, norms and output heads (``DEFAULT_EXCLUDE``, and what the model says); in a file of
+    weights those of convolutions too, of three to five dimensions, unless a tap's few channels
+    would take more bytes packed than as they are. A bias goes with its weight; what the model
+    stores transposed is packed as ``[N, K]``.
 
-    The experts of a layer whose module :class:`cutlass_ops.nn.MixedExperts` takes the place of become
-    two weights, under the names of the model's parameters, if the options choose all of them and
-    the formats of a product's experts are one. Otherwise they stay plain.
+    The experts of a layer whose module :class:`cutlass_ops.nn.MixedExperts` takes the place of
+    become two weights, under the names of the model's parameters, if the options choose all of them
+    and the formats of a product's experts are one. Otherwise they stay plain.
 
     What is neither a linear layer nor a word embedding of the model stays plain (see
     ``architecture.py``): a float matrix as it is, a quantised one as the values that its file gives
@@ -172,28 +181,52 @@ def plan(
         held_codes |= quantized or bool(entry.decoded)
         if entry.decoded and is_chosen(entry, False):
             kept[module] = left.get(entry.name, entry.decoded)
-        chosen = not entry.experts and is_chosen(entry, _is_linear(entry) or (not for_model and _is_convolution(entry)))
+        chosen = not entry.experts and is_chosen(
+            entry, _is_linear(entry) or (not for_model and _is_convolution(entry))
+        )
         reason = ""
         if for_model or not quantized:
             reason = left.get(entry.name) or (architecture.reason_to_keep(module) if chosen else "")
-        if chosen and not quantized and len(entry.shape) > 2 and options.bits is not None and options.include is None:
+        if (
+            chosen
+            and not quantized
+            and len(entry.shape) > 2
+            and options.bits is not None
+            and options.include is None
+        ):
             reason = reason or _reason_against_taps(entry, options.bits)
         if chosen and for_model and architecture.model is None and _TABLE.search(module):
-            reason = reason or "its name is that of a word embedding, of which a model looks up rows"
+            reason = (
+                reason or "its name is that of a word embedding, of which a model looks up rows"
+            )
         if reason:
             kept[module] = reason
             chosen = False
         if quantized and for_model and architecture.is_transposed(module):
             raise CheckpointError(
-                checkpoint.path, "is quantised, and a Conv1D of its model; such models are supported as floats", entry.source
+                checkpoint.path,
+                "is quantised, and a Conv1D of its model; such models are supported as floats",
+                entry.source,
             )
         if entry.problem and (chosen or not entry.has_values):
-            hint = "; to store its values as floats, leave it out (--exclude)" if entry.has_values else ""
+            hint = (
+                "; to store its values as floats, leave it out (--exclude)"
+                if entry.has_values
+                else ""
+            )
             raise CheckpointError(checkpoint.path, f"{entry.problem}{hint}", entry.source)
         if not chosen:
-            steps += as_tensors(checkpoint.path, entry, dtype) if quantized else [Step(entry, entry.name, None)]
+            steps += (
+                as_tensors(checkpoint.path, entry, dtype)
+                if quantized
+                else [Step(entry, entry.name, None)]
+            )
         elif entry.quantized is not None:
-            if for_model and entry.tied_to and (reason := architecture.reason_against_rows(entry.tied_to)):
+            if (
+                for_model
+                and entry.tied_to
+                and (reason := architecture.reason_against_rows(entry.tied_to))
+            ):
                 kept[entry.tied_to] = reason
                 table = as_values(checkpoint.path, replace(entry, nbytes=0), dtype)
                 steps.append(Step(table, f"{entry.tied_to}.weight", None))
@@ -210,18 +243,35 @@ def plan(
             else:
                 biases.add(bias.name)
             weight = to_quantize(
-                checkpoint.path, entry, bias, options.bits, options.group_size, options.symmetric, options.clip
+                checkpoint.path,
+                entry,
+                bias,
+                options.bits,
+                options.group_size,
+                options.symmetric,
+                options.clip,
             )
             steps.append(Step(entry, module, weight))
     if not any(step.weight is not None for step in steps) and not (held_codes and or_floats):
         floats = options.bits is None and any(
-            _is_linear(entry) or (not for_model and _is_convolution(entry)) for entry in checkpoint.entries.values()
+            _is_linear(entry) or (not for_model and _is_convolution(entry))
+            for entry in checkpoint.entries.values()
         )
         which = "its other weights" if held_codes else "its weights"
-        hint = f"; {which} are floats: give bits (--bits 4 or --bits 8) to quantise them" if floats else ""
-        reasons = "".join(f"; {name} stays plain: {reason}" for name, reason in list(kept.items())[:3])
+        hint = (
+            f"; {which} are floats: give bits (--bits 4 or --bits 8) to quantise them"
+            if floats
+            else ""
+        )
+        reasons = "".join(
+            f"; {name} stays plain: {reason}" for name, reason in list(kept.items())[:3]
+        )
         raise ValueError(f"{checkpoint.path}: there is no weight to pack{hint}{reasons}")
-    return Plan([step for step in steps if step.weight is not None or step.name not in biases], kept, transposed)
+    return Plan(
+        [step for step in steps if step.weight is not None or step.name not in biases],
+        kept,
+        transposed,
+    )
 
 
 def _chooser(options: Options, architecture: Architecture) -> Callable[[Entry, bool], bool]:
@@ -231,7 +281,9 @@ def _chooser(options: Options, architecture: Architecture) -> Callable[[Entry, b
 
     def is_chosen(entry: Entry, is_matrix: bool) -> bool:
         module = entry.name.removesuffix(".weight")
-        if not (include is None or include.search(module)) or (exclude is not None and exclude.search(module)):
+        if not (include is None or include.search(module)) or (
+            exclude is not None and exclude.search(module)
+        ):
             return False
         if entry.quantized is not None or entry.problem or entry.experts:
             return True
@@ -244,27 +296,39 @@ def _chooser(options: Options, architecture: Architecture) -> Callable[[Entry, b
 def _experts(
     checkpoint: Checkpoint, options: Options, architecture: Architecture
 ) -> tuple[dict[str, tuple[Step, ...]], dict[str, str]]:
-    """The steps of layers of experts, by the entries that they take the place of; and why others that are chosen stay plain."""
+    """The steps of layers of experts, by the entries that they take the place of; and why others
+    that are chosen stay plain.
+    """
     is_chosen = _chooser(options, architecture)
     steps: dict[str, tuple[Step, ...]] = {}
     left: dict[str, str] = {}
     for layer in layers_of(checkpoint.entries.values(), architecture):
         weights = [entry for members in layer.members.values() for entry in members]
         chosen = [is_chosen(entry, entry.dtype in _FLOAT_TYPES) for entry in weights]
-        problem = layer.problem if all(chosen) else "others of its layer's experts are not to be packed"
+        problem = (
+            layer.problem if all(chosen) else "others of its layer's experts are not to be packed"
+        )
         if any(chosen) and problem:
-            left |= {entry.name: f"the experts of its layer stay plain: {problem}" for entry in weights}
+            left |= {
+                entry.name: f"the experts of its layer stay plain: {problem}" for entry in weights
+            }
         elif any(chosen):
             steps |= _experts_steps(checkpoint.path, layer, options)
     return steps, left
 
 
-def _experts_steps(path: Path, layer: ExpertsLayer, options: Options) -> dict[str, tuple[Step, ...]]:
-    """The steps of a layer of experts, by entry: one for each product, with the first of its entries."""
+def _experts_steps(
+    path: Path, layer: ExpertsLayer, options: Options
+) -> dict[str, tuple[Step, ...]]:
+    """The steps of a layer of experts, by entry: one for each product, with the first of its
+    entries.
+    """
     steps: dict[str, tuple[Step, ...]] = {}
     for product, weights in layer.members.items():
         members = [*weights, *((layer.biases[product],) if product in layer.biases else ())]
-        weight = stacked_weight(path, layer, product, options.bits, options.group_size, options.symmetric, options.clip)
+        weight = stacked_weight(
+            path, layer, product, options.bits, options.group_size, options.symmetric, options.clip
+        )
         entry = replace(
             members[0],
             name=weight.name,
@@ -279,7 +343,13 @@ def _experts_steps(path: Path, layer: ExpertsLayer, options: Options) -> dict[st
 
 
 def stacked_weight(
-    path: Path, layer: ExpertsLayer, product: str, bits: int | None, group_size: int, symmetric: bool, clip: str | None
+    path: Path,
+    layer: ExpertsLayer,
+    product: str,
+    bits: int | None,
+    group_size: int,
+    symmetric: bool,
+    clip: str | None,
 ) -> StackedWeight:
     """A product of experts; matrices that are floats are quantised when they are read."""
 
@@ -299,9 +369,14 @@ def misfits(architecture: Architecture, tensors: Iterable[str]) -> list[str]:
     kind = type(architecture.model).__name__
     lines = []
     if unexpected:
-        lines.append(f"{kind}, its model, has no place for {_listed(unexpected)}: take them out of the checkpoint")
+        lines.append(
+            f"{kind}, its model, has no place for {_listed(unexpected)}: take them out of "
+            "the checkpoint"
+        )
     if missing:
-        lines.append(f"lacks {_listed(missing)} of {kind}, its model: is it a part of a checkpoint?")
+        lines.append(
+            f"lacks {_listed(missing)} of {kind}, its model: is it a part of a checkpoint?"
+        )
     return lines
 
 
@@ -311,12 +386,18 @@ def _listed(names: list[str]) -> str:
 
 
 def _is_linear(entry: Entry) -> bool:
-    matrix = not (entry.quantized or entry.problem) and len(entry.shape) == 2 and 0 not in entry.shape
+    matrix = (
+        not (entry.quantized or entry.problem) and len(entry.shape) == 2 and 0 not in entry.shape
+    )
     return matrix and entry.name.endswith(".weight") and entry.dtype in _FLOAT_TYPES
 
 
 def _is_convolution(entry: Entry) -> bool:
-    kernel = not (entry.quantized or entry.problem) and 3 <= len(entry.shape) <= 5 and 0 not in entry.shape
+    kernel = (
+        not (entry.quantized or entry.problem)
+        and 3 <= len(entry.shape) <= 5
+        and 0 not in entry.shape
+    )
     return kernel and entry.name.endswith(".weight") and entry.dtype in _FLOAT_TYPES
 
 
@@ -327,7 +408,10 @@ def _reason_against_taps(entry: Entry, bits: int) -> str:
     packed = formats.packed_bytes(entry.shape, bits)
     if packed < entry.nbytes:
         return ""
-    return f"its {taps} taps of {channels} channels take {packed} bytes packed, and {entry.nbytes} as they are"
+    return (
+        f"its {taps} taps of {channels} channels take {packed} bytes packed, and "
+        f"{entry.nbytes} as they are"
+    )
 
 
 def as_transposed(entry: Entry) -> Entry:
@@ -344,12 +428,19 @@ def as_values(path: Path, entry: Entry, dtype: torch.dtype | None) -> Entry:
         exact = entry.values()
         rounded = exact.to(dtype)
         if not bool(rounded.isfinite().all()):
-            raise CheckpointError(path, f"holds values up to {float(exact.abs().max()):.6g}; {dtype} has no such", entry.source)
+            raise CheckpointError(
+                path,
+                f"holds values up to {float(exact.abs().max()):.6g}; {dtype} has no such",
+                entry.source,
+            )
         return rounded
 
     assert dtype is not None
     bits = round(-math.log2(torch.finfo(dtype).eps))
-    text = f"values of codes, stored as {str(dtype).removeprefix('torch.')}, the model's, are rounded to {bits + 1} bits"
+    text = (
+        f"values of codes, stored as {str(dtype).removeprefix('torch.')}, the model's, are rounded "
+        f"to {bits + 1} bits"
+    )
     return replace(entry, dtype=dtype, values=values, rounded=text)
 
 
@@ -367,7 +458,9 @@ def as_tensors(path: Path, entry: Entry, dtype: torch.dtype | None = None) -> li
 
         steps.append(
             Step(
-                replace(entry, shape=entry.shape[:1], dtype=stored, nbytes=0, values=bias, rounded=""),
+                replace(
+                    entry, shape=entry.shape[:1], dtype=stored, nbytes=0, values=bias, rounded=""
+                ),
                 f"{name}.bias",
                 None,
             )
@@ -376,7 +469,13 @@ def as_tensors(path: Path, entry: Entry, dtype: torch.dtype | None = None) -> li
 
 
 def to_quantize(
-    path: Path, entry: Entry, bias: Entry | None, bits: int, group_size: int, symmetric: bool, clip: str | None
+    path: Path,
+    entry: Entry,
+    bias: Entry | None,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    clip: str | None,
 ) -> Quantized:
     """A float matrix as a quantised weight, made when it is read."""
 

@@ -14,13 +14,19 @@ from ..checkpoints import Checkpoint
 CARD = "README.md"
 
 
-def model_card(checkpoint: Checkpoint, weights: Mapping[str, tuple[int, int, int, int]], act_quant: str) -> str:
+def model_card(
+    checkpoint: Checkpoint, weights: Mapping[str, tuple[int, int, int, int]], act_quant: str
+) -> str:
     """The model card: source, formats, how to load the directory, and the source's card."""
     source = checkpoint.files[0].parent
     base = _hub_name(source, checkpoint.config)
     name = base or (source.resolve().name if checkpoint.config else checkpoint.path.name)
     readme = source / CARD
-    theirs = readme.read_text(encoding="utf-8", errors="replace") if checkpoint.config and readme.is_file() else ""
+    theirs = (
+        readme.read_text(encoding="utf-8", errors="replace")
+        if checkpoint.config and readme.is_file()
+        else ""
+    )
     front = re.match(r"---\n(.*?)\n---\n", theirs, re.DOTALL)
     facts = [f"base_model: {base}", "base_model_relation: quantized"] if base else []
     facts += ["library_name: transformers", "tags:", "- cutlass_ops"]
@@ -28,10 +34,15 @@ def model_card(checkpoint: Checkpoint, weights: Mapping[str, tuple[int, int, int
         facts += [line for line in front[1].splitlines() if re.match(r"license\w*: ", line)]
     counts = Counter((bits, group_size) for _, _, bits, group_size in weights.values())
     listed = ", ".join(
-        f"{count} of {bits} bits in {'one group a row' if group_size == -1 else f'groups of {group_size}'}"
+        f"{count} of {bits} bits in "
+        f"{'one group a row' if group_size == -1 else f'groups of {group_size}'}"
         for (bits, group_size), count in counts.most_common()
     )
-    activations = "not quantised" if act_quant == "none" else f'quantised to int8, one scale a {act_quant} ("{act_quant}")'
+    activations = (
+        "not quantised"
+        if act_quant == "none"
+        else f'quantised to int8, one scale a {act_quant} ("{act_quant}")'
+    )
     head = "\n".join(facts)
     text = f"""---
 {head}

@@ -13,8 +13,8 @@ others load.
 Weight ``model.layers.0.mlp.up_proj`` stands in the shards as ``model.layers.0.mlp.up_proj.codes``,
 ``.scales`` and whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every other
 tensor under its own name. A quantised word embedding is packed as well, as the output head where it
-is tied to it; if the model's class does something else with it than to look rows up, it is a table of
-its values in the model's dtype.
+is tied to it; if the model's class does something else with it than to look rows up, it is a table
+of its values in the model's dtype.
 
 :mod:`cutlass_ops.files.packed_config` describes ``quantization_config``.
 """
@@ -41,9 +41,25 @@ from ..weights.specs import Spec
 from ..weights.weight import CheckpointError
 from .conversion_plan import Options, Plan, Progress, misfits, plan
 from .model_card import CARD, model_card
-from .packed_config import GUARD, GUARD_KEY, WeightFormat, model_dtype, plain_config, quantization_config
+from .packed_config import (
+    GUARD,
+    GUARD_KEY,
+    WeightFormat,
+    model_dtype,
+    plain_config,
+    quantization_config,
+)
 from .packed_file import Slices
-from .packing import Item, Reordered, items_of, options_metadata, shard_contents, source_checksums, summary_of, write_shard
+from .packing import (
+    Item,
+    Reordered,
+    items_of,
+    options_metadata,
+    shard_contents,
+    source_checksums,
+    summary_of,
+    write_shard,
+)
 
 #: What output heads are called.
 _HEADS = ("lm_head", "embed_out")
@@ -55,7 +71,8 @@ _MAX_COPIED_BYTES = 100_000_000
 _SAMPLE = " ab  c\n\tIt's 12345 <s>naïve 你好; (x_1 == y)!"
 #: Ends of the names of files that hold weights, or say where they are.
 _WEIGHT_FILES = (
-    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz",
+    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5",
+    ".msgpack", ".npz",
 )  # fmt: skip
 
 
@@ -115,16 +132,22 @@ def reorder_model(
     act_quant = stated[0] if act_quant is None else act_quant
     act_symmetric = stated[1] if act_symmetric is None else act_symmetric
     if act_quant not in _ACT_QUANT:
-        raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, _ACT_QUANT))}")
+        raise ValueError(
+            f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, _ACT_QUANT))}"
+        )
     options = options or Options()
     source = checkpoint.files[0].parent
     if path.exists() and path.samefile(source):
-        raise ValueError(f"{path} is the directory of the checkpoint itself; give the packed model another")
+        raise ValueError(
+            f"{path} is the directory of the checkpoint itself; give the packed model another"
+        )
     architecture, planned = plan_model(checkpoint, options)
     items = items_of(checkpoint, planned.steps, ranks, splits)
     summary = summary_of(checkpoint, items, planned)
     shards = _shards(items, shard_bytes)
-    directories = [path] if ranks == 1 else [path / f"rank-{rank}-of-{ranks}" for rank in range(ranks)]
+    directories = (
+        [path] if ranks == 1 else [path / f"rank-{rank}-of-{ranks}" for rank in range(ranks)]
+    )
     names = _shard_names(len(shards))
     result = Reordered(
         **summary,
@@ -135,19 +158,33 @@ def reorder_model(
     if dry_run:
         return replace(result, copied=tuple(_small_files(checkpoint, ranks)))
     small_files, problem = _files_beside(checkpoint, ranks)
-    result = replace(result, copied=tuple(small_files), warnings=(*result.warnings, *([problem] if problem else [])))
+    result = replace(
+        result,
+        copied=tuple(small_files),
+        warnings=(*result.warnings, *([problem] if problem else [])),
+    )
     path.mkdir(exist_ok=True)
     with _locked(path):
-        if others := {*path.glob("rank-*-of-*"), *path.glob("*.safetensors")} - {*directories, *result.files}:
+        if others := {*path.glob("rank-*-of-*"), *path.glob("*.safetensors")} - {
+            *directories,
+            *result.files,
+        }:
             raise ValueError(_FOREIGN.format(min(others)))
         for directory in directories:
             directory.mkdir(exist_ok=True)
-            for partial in directory.glob(".model*.safetensors.*.partial"):  # of a run that was killed
+            # of a run that was killed
+            for partial in directory.glob(".model*.safetensors.*.partial"):
                 partial.unlink()
         sources = source_checksums(checkpoint, jobs, progress)
         how = options_metadata(options, checkpoint, planned)
-        slices = [None] if ranks == 1 else [Slices(rank, ranks, summary["styles"]) for rank in range(ranks)]
-        contents = [[shard_contents(shard, sources, how, part) for part in slices] for shard in shards]
+        slices = (
+            [None]
+            if ranks == 1
+            else [Slices(rank, ranks, summary["styles"]) for rank in range(ranks)]
+        )
+        contents = [
+            [shard_contents(shard, sources, how, part) for part in slices] for shard in shards
+        ]
         finished = _finished(directories, names, contents)
         if not all(finished):
             for directory in directories:
@@ -155,18 +192,32 @@ def reorder_model(
                     (directory / name).unlink(missing_ok=True)
         for shard, name, content, is_there in zip(shards, names, contents, finished, strict=True):
             if not is_there:
-                write_shard([directory / name for directory in directories], content, shard, jobs, progress)
+                write_shard(
+                    [directory / name for directory in directories], content, shard, jobs, progress
+                )
             elif progress is not None:
                 for item in shard:
                     progress(item.step.name, item.step.entry.nbytes)
         for rank, (directory, part) in enumerate(zip(directories, slices, strict=True)):
             _write_files(directory, small_files)
             if len(shards) > 1:
-                _replace(directory / INDEX, _json(_index(names, [content[rank][0] for content in contents])))
+                _replace(
+                    directory / INDEX,
+                    _json(_index(names, [content[rank][0] for content in contents])),
+                )
             if part is None:
-                _replace(directory / CARD, model_card(checkpoint, summary["weights"], act_quant).encode())
-            _replace(directory / "config.json", _json(_config(checkpoint, items, architecture, act_quant, act_symmetric, part)))
-    return replace(result, packed_bytes=sum(file.stat().st_size for file in result.files), found=ranks * sum(finished))
+                _replace(
+                    directory / CARD, model_card(checkpoint, summary["weights"], act_quant).encode()
+                )
+            _replace(
+                directory / "config.json",
+                _json(_config(checkpoint, items, architecture, act_quant, act_symmetric, part)),
+            )
+    return replace(
+        result,
+        packed_bytes=sum(file.stat().st_size for file in result.files),
+        found=ranks * sum(finished),
+    )
 
 
 def plan_model(checkpoint: Checkpoint, options: Options) -> tuple[Architecture, Plan]:
@@ -176,7 +227,9 @@ def plan_model(checkpoint: Checkpoint, options: Options) -> tuple[Architecture, 
         CheckpointError, ValueError: as in :func:`reorder_model`.
     """
     if checkpoint.config_problem:
-        raise CheckpointError(checkpoint.path, f"cannot become a model directory: {checkpoint.config_problem}")
+        raise CheckpointError(
+            checkpoint.path, f"cannot become a model directory: {checkpoint.config_problem}"
+        )
     architecture = architecture_of(checkpoint.config)
     planned = plan(checkpoint, options, architecture, dtype=model_dtype(checkpoint.config))
     if problems := misfits(architecture, (name for step in planned.steps for name in step.tensors)):
@@ -185,7 +238,8 @@ def plan_model(checkpoint: Checkpoint, options: Options) -> tuple[Architecture, 
 
 
 def write_description(checkpoint: Checkpoint, directory: Path) -> list[str]:
-    """Write what :func:`reorder_model` writes of a quantised checkpoint, without weights and card; what a user should know.
+    """Write what :func:`reorder_model` writes of a quantised checkpoint, without weights and card;
+    what a user should know.
 
     Raises:
         CheckpointError, ValueError, OSError: as in :func:`reorder_model`.
@@ -194,8 +248,15 @@ def write_description(checkpoint: Checkpoint, directory: Path) -> list[str]:
     items = items_of(checkpoint, planned.steps)
     files, problem = _files_beside(checkpoint, 1)
     _write_files(directory, files)
-    _replace(directory / "config.json", _json(_config(checkpoint, items, architecture, *_activations(checkpoint), None)))
-    rounded = {step.entry.rounded: step.name for step in planned.steps if step.weight is not None and step.entry.rounded}
+    _replace(
+        directory / "config.json",
+        _json(_config(checkpoint, items, architecture, *_activations(checkpoint), None)),
+    )
+    rounded = {
+        step.entry.rounded: step.name
+        for step in planned.steps
+        if step.weight is not None and step.entry.rounded
+    }
     lines = [f"{how} ({name} and others alike)" for how, name in rounded.items()]
     return [*checkpoint.warnings, *lines, *([problem] if problem else [])]
 
@@ -224,7 +285,8 @@ def _shard_names(count: int) -> list[str]:
 
 
 _FOREIGN = (
-    "{} is of another checkpoint, other options or another version; remove it, or give the packed model another directory"
+    "{} is of another checkpoint, other options or another version; remove it, or give the packed "
+    "model another directory"
 )
 
 
@@ -237,7 +299,9 @@ def _finished(
     finished = [True] * len(names)
     for rank, directory in enumerate(directories):
         for file in directory.glob("*.safetensors"):
-            if file.name not in names or not is_written(file, *contents[names.index(file.name)][rank]):
+            if file.name not in names or not is_written(
+                file, *contents[names.index(file.name)][rank]
+            ):
                 raise ValueError(_FOREIGN.format(file))
         for index, name in enumerate(names):
             finished[index] &= (directory / name).is_file()
@@ -253,14 +317,24 @@ def _config(
     slices: Slices | None,
 ) -> dict[str, Any]:
     """``config.json`` of one rank's directory."""
-    formats = {item.step.name: _format(item.weight, item) for item in items if item.weight is not None}
+    formats = {
+        item.step.name: _format(item.weight, item) for item in items if item.weight is not None
+    }
     experts = [item.step.name for item in items if item.experts is not None]
-    embeddings = {item.step.entry.tied_to: item.step.name for item in items if item.weight is not None}
+    embeddings = {
+        item.step.entry.tied_to: item.step.name for item in items if item.weight is not None
+    }
     embeddings.pop("", None)
     embeddings |= {name: name for name in formats if architecture.is_embedding(name)}
-    quantization = quantization_config(formats, _not_converted(items), act_quant, act_symmetric, experts, embeddings)
+    quantization = quantization_config(
+        formats, _not_converted(items), act_quant, act_symmetric, experts, embeddings
+    )
     if slices is not None:
-        quantization["tensor_parallel"] = {"rank": slices.rank, "size": slices.size, "styles": slices.styles}
+        quantization["tensor_parallel"] = {
+            "rank": slices.rank,
+            "size": slices.size,
+            "styles": slices.styles,
+        }
     config = {**plain_config(checkpoint.config), "quantization_config": quantization}
     if any(name.rpartition(".")[2] in _HEADS for name in formats):
         _untie(config)
@@ -272,14 +346,20 @@ def _format(weight: tuple[int, int, int, int], item: Item) -> WeightFormat:
     _, _, bits, group_size = weight
     prefix = f"{item.step.name}."
     tensors = {name.removeprefix(prefix): dtype for name, (dtype, _) in item.specs.items()}
-    return WeightFormat(bits, group_size, tuple(sorted((name, dtype) for name, dtype in tensors.items() if name != "codes")))
+    return WeightFormat(
+        bits,
+        group_size,
+        tuple(sorted((name, dtype) for name, dtype in tensors.items() if name != "codes")),
+    )
 
 
 def _not_converted(items: Sequence[Item]) -> list[str]:
     names = {item.step.name for item in items}
     matrices = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
     plain = {
-        item.step.name.removesuffix(".weight") for item in items if item.weight is None and len(item.step.entry.shape) == 2
+        item.step.name.removesuffix(".weight")
+        for item in items
+        if item.weight is None and len(item.step.entry.shape) == 2
     }
     # A head that shares the embedding's weight has no separate tensor.
     return sorted(plain.intersection(matrices) | ({"lm_head"} - names))
@@ -299,8 +379,14 @@ def _index(names: Sequence[str], shards: Sequence[Mapping[str, Spec]]) -> dict[s
 
 
 def _files_beside(checkpoint: Checkpoint, ranks: int) -> tuple[Mapping[str, Path | bytes], str]:
-    """The files of a model besides weights, configuration and card, by name; and why its tokenizer is missing or differs."""
-    return _gguf_files(checkpoint) if checkpoint.dialect == "gguf" else (_small_files(checkpoint, ranks), "")
+    """The files of a model besides weights, configuration and card, by name; and why its tokenizer
+    is missing or differs.
+    """
+    return (
+        _gguf_files(checkpoint)
+        if checkpoint.dialect == "gguf"
+        else (_small_files(checkpoint, ranks), "")
+    )
 
 
 def _write_files(directory: Path, files: Mapping[str, Path | bytes]) -> None:
@@ -325,7 +411,9 @@ def _small_files(checkpoint: Checkpoint, ranks: int) -> dict[str, Path]:
 
 def _gguf_files(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
     """The same, made of a GGUF file; and why its tokenizer is missing or differs."""
-    tokens = {name: checkpoint.config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    tokens = {
+        name: checkpoint.config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     tokens = {name: token for name, token in tokens.items() if token is not None}
     files = {"generation_config.json": _json(tokens)} if tokens else {}
     problem = ""
@@ -338,8 +426,12 @@ def _gguf_files(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
                 (Path(scratch) / "model.gguf").symlink_to(checkpoint.files[0].resolve())
                 # Not AutoTokenizer, which takes the architecture's class; some files have a
                 # tokenizer of another. Before transformers 5.23 it took no notice of this key.
-                begins = {"add_bos_token": True} if checkpoint.metadata.get(ADDS_BOS) == "True" else {}
-                tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(scratch, gguf_file="model.gguf", **begins)
+                begins = (
+                    {"add_bos_token": True} if checkpoint.metadata.get(ADDS_BOS) == "True" else {}
+                )
+                tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
+                    scratch, gguf_file="model.gguf", **begins
+                )
                 saved = Path(scratch) / "saved"
                 tokenizer.save_pretrained(saved)
                 files |= {file.name: file.read_bytes() for file in sorted(saved.iterdir())}
@@ -349,7 +441,8 @@ def _gguf_files(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
                     # For some model types AutoTokenizer takes a fixed class, whatever the files
                     # say.
                     problem = (
-                        f"the tokenizer differs from what AutoTokenizer makes of it ({type(found).__name__}); "
+                        "the tokenizer differs from what AutoTokenizer makes of it "
+                        f"({type(found).__name__}); "
                         f"load it with transformers.PreTrainedTokenizerFast"
                     )
     except Exception as error:  # of many kinds, as transformers checks little of what the file says

@@ -44,7 +44,9 @@ QUANT_METHOD = formats.QUANT_METHOD
 #: again (see ``hf_quantizer.py``). Without it, transformers alone would only warn of a quantisation
 #: that it does not know, and load random weights.
 GUARD_KEY = "transformers_weights"
-GUARD = "this model is packed by cutlass_ops: install it and import cutlass_ops before from_pretrained"
+GUARD = (
+    "this model is packed by cutlass_ops: install it and import cutlass_ops before from_pretrained"
+)
 #: Where the options of a packed file say which ``act_quant`` and ``act_symmetric`` its checkpoint
 #: was made for.
 ACTIVATIONS = "activations"
@@ -81,14 +83,21 @@ class WeightFormat:
             or not {"bits", "group_size"} <= value.keys()
             or not isinstance(value.get("tensors"), dict)
         ):
-            raise ValueError(f"{value!r} is no weight's format: bits, group_size and tensors are expected")
+            raise ValueError(
+                f"{value!r} is no weight's format: bits, group_size and tensors are expected"
+            )
         tensors = []
         for name, text in sorted(value["tensors"].items()):
             dtype = getattr(torch, text, None) if isinstance(text, str) else None
             if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"tensor {name!r} has dtype {text!r}; a name like 'float16' is expected")
+                raise ValueError(
+                    f"tensor {name!r} has dtype {text!r}; a name like 'float16' is expected"
+                )
             tensors.append((name, dtype))
-        bits, group_size = formats.check_bits(value["bits"]), formats.check_group_size(value["group_size"])
+        bits, group_size = (
+            formats.check_bits(value["bits"]),
+            formats.check_group_size(value["group_size"]),
+        )
         return cls(bits, group_size, tuple(tensors))
 
 
@@ -115,7 +124,11 @@ def quantization_config(
         "layout": formats.LAYOUT_NAME,
         "layout_version": formats.GATED_VERSION if experts else formats.LAYOUT_VERSION,
         **common.to_json(),
-        "modules": {name: weight.to_json() for name, weight in weights.items() if weight != common or name in experts},
+        "modules": {
+            name: weight.to_json()
+            for name, weight in weights.items()
+            if weight != common or name in experts
+        },
         "modules_to_not_convert": sorted(not_converted),
         **({"embeddings": dict(embeddings)} if embeddings else {}),
         "act_quant": act_quant,
@@ -137,7 +150,8 @@ def weight_format(config: Mapping[str, Any], module: str) -> WeightFormat | None
 
 
 def experts_format(config: Mapping[str, Any], product: str) -> WeightFormat | None:
-    """The format of a product of experts ("model.layers.0.mlp.experts.down_proj"); None if it is not packed.
+    """The format of a product of experts ("model.layers.0.mlp.experts.down_proj"); None if
+    it is not packed.
 
     Raises:
         ValueError: as in :func:`weight_format`.
@@ -146,7 +160,9 @@ def experts_format(config: Mapping[str, Any], product: str) -> WeightFormat | No
 
 
 def has_plain_rows(config: Mapping[str, Any]) -> bool:
-    """Whether an earlier version packed the experts, which did not put rows of gate and up in eights."""
+    """Whether an earlier version packed the experts, which did not put rows of gate
+    and up in eights.
+    """
     return int(config["layout_version"]) < formats.GATED_VERSION
 
 
@@ -171,7 +187,9 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     left_out = ("quantization_config", "compression_config", GUARD_KEY)
     plain = {key: value for key, value in config.items() if key not in left_out}
     if exceeds_fp16(str(config.get("model_type", ""))):
-        plain |= {key: "bfloat16" for key in ("dtype", "torch_dtype") if plain.get(key) == "float16"}
+        plain |= {
+            key: "bfloat16" for key in ("dtype", "torch_dtype") if plain.get(key) == "float16"
+        }
     if isinstance(inner := plain.get("text_config"), dict):
         plain["text_config"] = plain_config(inner)
     return plain

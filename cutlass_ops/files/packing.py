@@ -26,7 +26,15 @@ from .checkpoint_experts import StackedWeight
 from .conversion_plan import TRANSPOSED, Options, Plan, Progress, Step, plan, sha256
 from .packed_config import ACTIVATIONS, plain_config
 from .packed_file import Slices, check_names, packed_metadata
-from .tensor_parallel import ACT_ORDER, check_heads, slice_shape, slice_tensor, slice_weight, sliced_format, split_style
+from .tensor_parallel import (
+    ACT_ORDER,
+    check_heads,
+    slice_shape,
+    slice_tensor,
+    slice_weight,
+    sliced_format,
+    split_style,
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,9 @@ class Item:
         return sum(map(spec_bytes, self.specs.values()))
 
     def tensors(self) -> Iterator[dict[str, Tensor]]:
-        """Each rank's tensors, by their names; the checkpoint's are read once, but experts for each rank."""
+        """Each rank's tensors, by their names; the checkpoint's are read once, but
+        experts for each rank.
+        """
         if self.step.weight is None:
             values = self.step.entry.values()
             for rank in range(self.ranks):
@@ -75,11 +85,17 @@ class Item:
 
 
 def items_of(
-    checkpoint: Checkpoint, steps: Sequence[Step], ranks: int = 1, splits: Sequence[tuple[str, str]] = ()
+    checkpoint: Checkpoint,
+    steps: Sequence[Step],
+    ranks: int = 1,
+    splits: Sequence[tuple[str, str]] = (),
 ) -> list[Item]:
     """What becomes of each step on each rank; ``splits`` override the table of styles."""
     try:
-        check_names([step.name for step in steps if step.weight], [step.name for step in steps if not step.weight])
+        check_names(
+            [step.name for step in steps if step.weight],
+            [step.name for step in steps if not step.weight],
+        )
     except ValueError as error:
         raise CheckpointError(checkpoint.path, str(error)) from error
     matrices = {step.name.removesuffix(".weight") for step in steps if len(step.entry.shape) == 2}
@@ -90,11 +106,18 @@ def items_of(
         experts = isinstance(step.weight, StackedWeight)
         style = split_style(module, splits, experts) if linear and ranks > 1 else "replicate"
         if style != "replicate" and step.weight is not None and step.entry.tied_to:
-            raise ValueError(f"{step.name!r} cannot be {style}: every rank looks up rows of {step.entry.tied_to!r} in it")
+            raise ValueError(
+                f"{step.name!r} cannot be {style}: every rank looks up rows of "
+                f"{step.entry.tied_to!r} in it"
+            )
         if style == "colwise":
             check_heads(module, checkpoint.config, ranks)
         try:
-            items.append(_weight_item(step, step.weight, style, ranks) if step.weight else _tensor_item(step, style, ranks))
+            items.append(
+                _weight_item(step, step.weight, style, ranks)
+                if step.weight
+                else _tensor_item(step, style, ranks)
+            )
         except ValueError as error:
             raise ValueError(f"{step.name!r} cannot be {style}: {error}") from error
     return items
@@ -112,17 +135,28 @@ def _weight_item(step: Step, weight: Quantized | StackedWeight, style: str, rank
         rows = e * formats.padded_rows(n)
         parts = packed_specs(rows, k, weight.bits, group_size, dtypes, e)
         specs = {f"{step.name}.{part}": spec for part, spec in parts.items()}
-        return Item(step, style, ranks, (rows, k, weight.bits, group_size), specs, experts=(e, n, weight.gated))
+        return Item(
+            step,
+            style,
+            ranks,
+            (rows, k, weight.bits, group_size),
+            specs,
+            experts=(e, n, weight.gated),
+        )
     # Only a file of weights has convolutions, and that is not split over ranks.
     n, channels, *kernel_size = step.entry.shape
-    n, k, group_size = sliced_format(n, channels * math.prod(kernel_size), weight.group_size, style, ranks)
+    n, k, group_size = sliced_format(
+        n, channels * math.prod(kernel_size), weight.group_size, style, ranks
+    )
     parts = packed_specs(n, k, weight.bits, group_size, dtypes, kernel_size=kernel_size)
     specs = {f"{step.name}.{part}": spec for part, spec in parts.items()}
     return Item(step, style, ranks, (n, k, weight.bits, group_size), specs, tuple(kernel_size))
 
 
 def _tensor_item(step: Step, style: str, ranks: int) -> Item:
-    shape = step.entry.shape if style == "replicate" else slice_shape(step.entry.shape, style, ranks)
+    shape = (
+        step.entry.shape if style == "replicate" else slice_shape(step.entry.shape, style, ranks)
+    )
     return Item(step, style, ranks, None, {step.name: (step.entry.dtype, shape)})
 
 
@@ -158,7 +192,9 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
-def _each(run: Callable[[_T], _R], items: Sequence[_T], jobs: int, done: Callable[[_T, _R], None]) -> None:
+def _each(
+    run: Callable[[_T], _R], items: Sequence[_T], jobs: int, done: Callable[[_T, _R], None]
+) -> None:
     """``run`` each item on ``jobs`` threads; ``done`` is called on this one. The first error ends
     it all.
     """
@@ -185,13 +221,19 @@ def shard_contents(
     """Specs and metadata of a file with these items."""
     specs = {name: spec for item in items for name, spec in item.specs.items()}
     weights = {item.step.name: item.weight for item in items if item.weight is not None}
-    tied = {name: item.step.entry.tied_to for item in items if (name := item.step.name) in weights and item.step.entry.tied_to}
+    tied = {
+        name: item.step.entry.tied_to
+        for item in items
+        if (name := item.step.name) in weights and item.step.entry.tied_to
+    }
     kernels = {item.step.name: item.kernel_size for item in items if item.kernel_size}
     experts = {item.step.name: item.experts for item in items if item.experts is not None}
     return specs, packed_metadata(weights, tied, sources, options, slices, experts, kernels)
 
 
-def source_checksums(checkpoint: Checkpoint, jobs: int, progress: Progress | None) -> dict[str, str]:
+def source_checksums(
+    checkpoint: Checkpoint, jobs: int, progress: Progress | None
+) -> dict[str, str]:
     """The SHA-256 of each file of the checkpoint, by its name."""
     digests: dict[str, str] = {}
 
@@ -223,7 +265,9 @@ def summary_of(checkpoint: Checkpoint, items: Sequence[Item], planned: Plan) -> 
         "styles": {item.step.name: item.style for item in items if item.style != "replicate"},
         "kept": planned.kept,
         "warnings": checkpoint.warnings,
-        "rounded": {item.step.name: item.step.entry.rounded for item in items if item.step.entry.rounded},
+        "rounded": {
+            item.step.name: item.step.entry.rounded for item in items if item.step.entry.rounded
+        },
     }
 
 
@@ -310,12 +354,16 @@ def reorder_checkpoint(
     items = items_of(checkpoint, planned.steps)
     for file in checkpoint.files:
         if path.exists() and file.samefile(path):
-            raise ValueError(f"{path} is a file of the checkpoint itself; give the packed file another name")
+            raise ValueError(
+                f"{path} is a file of the checkpoint itself; give the packed file another name"
+            )
     if not dry_run:
         how = options_metadata(options, checkpoint, planned)
         if checkpoint.activations is not None:
             how[ACTIVATIONS] = list(checkpoint.activations)
-        specs, metadata = shard_contents(items, source_checksums(checkpoint, jobs, progress), how, None)
+        specs, metadata = shard_contents(
+            items, source_checksums(checkpoint, jobs, progress), how, None
+        )
         if checkpoint.config:
             metadata["config"] = json.dumps(plain_config(checkpoint.config))
         contents = specs, metadata

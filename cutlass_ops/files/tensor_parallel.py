@@ -29,10 +29,16 @@ _DEFAULT = {
 #: Several layers in one: a contiguous part of their rows is not the same part of each.
 _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "gate_up_proj")
 
-_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
+_HEADS = {
+    "q_proj": "num_attention_heads",
+    "k_proj": "num_key_value_heads",
+    "v_proj": "num_key_value_heads",
+}
 
 
-def split_style(module: str, overrides: Sequence[tuple[str, str]] = (), experts: bool = False) -> str:
+def split_style(
+    module: str, overrides: Sequence[tuple[str, str]] = (), experts: bool = False
+) -> str:
     """How linear layer ``module`` is split: one of ``STYLES``.
 
     Args:
@@ -68,11 +74,15 @@ def parse_overrides(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     for text in texts:
         pattern, equals, style = text.rpartition("=")
         if not equals or style not in STYLES:
-            raise ValueError(f"a split is {text!r}; REGEX=STYLE is expected, STYLE being {', '.join(STYLES)}")
+            raise ValueError(
+                f"a split is {text!r}; REGEX=STYLE is expected, STYLE being {', '.join(STYLES)}"
+            )
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"a split is {text!r}, which has no regular expression: {error}") from error
+            raise ValueError(
+                f"a split is {text!r}, which has no regular expression: {error}"
+            ) from error
         overrides.append((pattern, style))
     return tuple(overrides)
 
@@ -119,8 +129,10 @@ def sliced_format(n: int, k: int, group_size: int, style: str, size: int) -> tup
             group = common if common % 128 == 0 else math.gcd(common, 64)
             if group < 32:
                 raise ValueError(
-                    f"{k} input features in groups of {group_size} cannot be split over {size} ranks: "
-                    f"the parts of {k // size} would share groups of {group}; at least 32 are supported"
+                    f"{k} input features in groups of {group_size} cannot be split over "
+                    f"{size} ranks: "
+                    f"the parts of {k // size} would share groups of {group}; at least 32 "
+                    "are supported"
                 )
             group_size = group
         return n, k // size, group_size
@@ -148,16 +160,22 @@ def slice_weight(weight: QuantizedWeight, style: str, rank: int, size: int) -> Q
     groups = torch.arange(first, first + k, step, device=weight.device)
     groups = torch.zeros_like(groups) if weight.group_size == -1 else groups // weight.group_size
     parts = {name: getattr(weight, name) for name in ("scales", "zeros", "offsets")}
-    changed: dict[str, Any] = {name: part[:, groups] for name, part in parts.items() if part is not None}
+    changed: dict[str, Any] = {
+        name: part[:, groups] for name, part in parts.items() if part is not None
+    }
     if weight.bias is not None:
         changed["bias"] = _rowwise_bias(weight.bias, rank)
-    return replace(weight, codes=weight.codes[:, first : first + k], group_size=group_size, **changed)
+    return replace(
+        weight, codes=weight.codes[:, first : first + k], group_size=group_size, **changed
+    )
 
 
 #: Why a weight with act order is not split along K.
 ACT_ORDER = (
-    "it has an act order: the groups of its sorted columns are spread over all input features, so no rank's columns "
-    "are whole groups; replicate it with --tp-split 'NAME=replicate' (its input has then to be gathered), "
+    "it has an act order: the groups of its sorted columns are spread over all input features, so "
+    "no rank's columns "
+    "are whole groups; replicate it with --tp-split 'NAME=replicate' (its input has then "
+    "to be gathered), "
     "or take a checkpoint without act order"
 )
 

@@ -16,7 +16,13 @@ from torch import Tensor
 from .. import reference
 from ..checkpoints import Checkpoint, Entry
 from ..checkpoints.checkpoint import FLOAT_TYPES
-from ..checkpoints.safetensors_files import checksum, header_is_intact, json_object, opened, spec_bytes
+from ..checkpoints.safetensors_files import (
+    checksum,
+    header_is_intact,
+    json_object,
+    opened,
+    spec_bytes,
+)
 from ..nn.architecture import architecture_of
 from ..nn.model_experts import PRODUCTS
 from ..weights.packed_experts import PackedExperts
@@ -24,7 +30,17 @@ from ..weights.packed_weight import PackedWeight
 from ..weights.reorder import reorder
 from ..weights.weight import PARTS, CheckpointError, QuantizedWeight, not_finite
 from .checkpoint_experts import ExpertsLayer, layers_of
-from .conversion_plan import TRANSPOSED, Progress, Step, as_tensors, as_transposed, misfits, sha256, stacked_weight, to_quantize
+from .conversion_plan import (
+    TRANSPOSED,
+    Progress,
+    Step,
+    as_tensors,
+    as_transposed,
+    misfits,
+    sha256,
+    stacked_weight,
+    to_quantize,
+)
 from .packed_config import weight_format
 from .packed_file import PackedInfo, packed_info, read_packed_weight
 from .tensor_parallel import slice_tensor, slice_weight
@@ -40,8 +56,9 @@ class Verified:
         notes: what could not be checked, one line each.
         same_source: whether the checkpoint's files have the sha256 in the packed file; None if none
             was given.
-        largest_difference: of a quantised weight's values, as they are stored, from the checkpoint's
-            own (for a float checkpoint: the error of quantising); None without a checkpoint.
+        largest_difference: of a quantised weight's values, as they are stored, from the
+            checkpoint's own (for a float checkpoint: the error of quantising); None
+            without a checkpoint.
         largest_at: the weight that has it.
     """
 
@@ -55,7 +72,9 @@ class Verified:
 
 
 def verify_packed(
-    path: str | os.PathLike[str], against: Checkpoint | None = None, progress: Progress | None = None
+    path: str | os.PathLike[str],
+    against: Checkpoint | None = None,
+    progress: Progress | None = None,
 ) -> Verified:
     """Check every bit of a packed file or directory, and compare it with the checkpoint that it was
     made from.
@@ -86,7 +105,9 @@ def verify_packed(
         if directory.is_dir():
             begin = len(found.problems)
             _verify_one(found, directory, against, progress)
-            found.problems[begin:] = [f"{directory.name}: {problem}" for problem in found.problems[begin:]]
+            found.problems[begin:] = [
+                f"{directory.name}: {problem}" for problem in found.problems[begin:]
+            ]
             slices = packed_info(directory).slices
             if slices is None or (slices.rank, slices.size) != (rank, len(ranks)):
                 held = "no rank" if slices is None else f"rank {slices.rank} of {slices.size}"
@@ -101,13 +122,19 @@ def verify_packed(
 def rank_directories(path: Path) -> list[Path]:
     """The directories of all ranks, rank 0 first; none if a model is not split over ranks."""
     found = sorted(path.glob("rank-*-of-*")) if path.is_dir() else []
-    sizes = {int(match[1]) for name in found if (match := re.fullmatch(r"rank-\d{1,6}-of-(\d{1,6})", name.name))}
+    sizes = {
+        int(match[1])
+        for name in found
+        if (match := re.fullmatch(r"rank-\d{1,6}-of-(\d{1,6})", name.name))
+    }
     if len(sizes) > 1:
         raise CheckpointError(path, f"holds ranks of {' and of '.join(map(str, sorted(sizes)))}")
     return [path / f"rank-{rank}-of-{size}" for size in sizes for rank in range(size)]
 
 
-def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progress: Progress | None) -> None:
+def _verify_one(
+    found: Verified, path: Path, against: Checkpoint | None, progress: Progress | None
+) -> None:
     info = packed_info(path)
     left = set(info.names)
     if info.saved_elsewhere:
@@ -122,7 +149,10 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
     else:
         changed = [file.name for file in info.files if not header_is_intact(file)]
         found.problems += [f"{file}: the header does not have its checksum" for file in changed]
-        found.problems += [f"{name}: has a checksum, and is not there" for name in sorted(info.checksums.keys() - info.places)]
+        found.problems += [
+            f"{name}: has a checksum, and is not there"
+            for name in sorted(info.checksums.keys() - info.places)
+        ]
     if path.is_dir():
         _compare_config(found, info)
     for name in info.weights:
@@ -134,10 +164,18 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
             if problem := not_finite(unpacked):
                 found.problems.append(f"{title}: {problem}")
             else:
-                _compare(found, title, reorder(unpacked).tensors(), matrix.tensors(), "has padding that is not zero")
+                _compare(
+                    found,
+                    title,
+                    reorder(unpacked).tensors(),
+                    matrix.tensors(),
+                    "has padding that is not zero",
+                )
         if isinstance(weight, PackedExperts):
             bias = weight.tensors().get("bias")
-            if bias is not None and bool(bias.view(weight.experts, weight.n_pad)[:, weight.n :].any()):
+            if bias is not None and bool(
+                bias.view(weight.experts, weight.n_pad)[:, weight.n :].any()
+            ):
                 found.problems.append(f"{name}: bias has padding that is not zero")
         found.weights += 1
         if progress is not None:
@@ -163,14 +201,20 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
         found.problems += [f"{name}: not in the checkpoint" for name in sorted(left)]
         if path.is_dir():
             linears = info.weights.keys() - info.experts.keys()
-            stored = [f"{name}.weight" for name in (*linears, *info.tied.values())] + list(info.experts)
+            stored = [f"{name}.weight" for name in (*linears, *info.tied.values())] + list(
+                info.experts
+            )
             biased = [name for name in info.weights if "bias" in info.parts[name]]
-            stored += [f"{name}_bias" if name in info.experts else f"{name}.bias" for name in biased]
+            stored += [
+                f"{name}_bias" if name in info.experts else f"{name}.bias" for name in biased
+            ]
             found.problems += misfits(architecture_of(against.config), [*stored, *info.tensors])
         found.notes += [f"{against.path}: {warning}" for warning in against.warnings]
 
 
-def _matrices(name: str, weight: PackedWeight | PackedExperts) -> Iterator[tuple[str, PackedWeight]]:
+def _matrices(
+    name: str, weight: PackedWeight | PackedExperts
+) -> Iterator[tuple[str, PackedWeight]]:
     """A weight, or each of several experts as it is packed, with a name."""
     if isinstance(weight, PackedWeight):
         yield name, weight
@@ -179,7 +223,9 @@ def _matrices(name: str, weight: PackedWeight | PackedExperts) -> Iterator[tuple
             yield f"{name}[{e}]", weight.expert(e)
 
 
-def _unpacked(name: str, weight: PackedWeight | PackedExperts) -> Iterator[tuple[str, QuantizedWeight]]:
+def _unpacked(
+    name: str, weight: PackedWeight | PackedExperts
+) -> Iterator[tuple[str, QuantizedWeight]]:
     """The same, unpacked."""
     if isinstance(weight, PackedWeight):
         yield name, weight.unpack()
@@ -192,7 +238,9 @@ def _weight(info: PackedInfo, name: str) -> PackedWeight | PackedExperts:
     # Opened again for each, so that no more than one of them is held.
     with ExitStack() as stack:
         files = {info.places[f"{name}.{part}"] for part in info.parts[name]}
-        return read_packed_weight(info, name, {file: stack.enter_context(opened(file)) for file in files})
+        return read_packed_weight(
+            info, name, {file: stack.enter_context(opened(file)) for file in files}
+        )
 
 
 def _tensor(info: PackedInfo, name: str) -> Tensor:
@@ -227,11 +275,19 @@ def _compare_config(found: Verified, info: PackedInfo) -> None:
             found.problems.append(f"config.json: does not describe {name} as the files have it")
 
 
-def _compare(found: Verified, name: str, expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], problem: str) -> None:
+def _compare(
+    found: Verified,
+    name: str,
+    expected: Mapping[str, Tensor],
+    actual: Mapping[str, Tensor],
+    problem: str,
+) -> None:
     for part in (*expected, *(part for part in actual if part not in expected)):
         a, b = expected.get(part), actual.get(part)
         if a is None or b is None:
-            found.problems.append(f"{name}: {part} {'should not be there' if a is None else 'is missing'}")
+            found.problems.append(
+                f"{name}: {part} {'should not be there' if a is None else 'is missing'}"
+            )
         elif not _same_bits(a, b):
             found.problems.append(f"{name}: {part} {problem}")
 
@@ -239,10 +295,14 @@ def _compare(found: Verified, name: str, expected: Mapping[str, Tensor], actual:
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+    return torch.equal(
+        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
+    )
 
 
-def _verify_entry(found: Verified, info: PackedInfo, checkpoint: Checkpoint, entry: Entry) -> set[str]:
+def _verify_entry(
+    found: Verified, info: PackedInfo, checkpoint: Checkpoint, entry: Entry
+) -> set[str]:
     """Compare what became of one entry; the names in the packed file that it accounts for."""
     module = entry.name.removesuffix(".weight")
     if module in info.options.get(TRANSPOSED, ()):
@@ -251,14 +311,20 @@ def _verify_entry(found: Verified, info: PackedInfo, checkpoint: Checkpoint, ent
     if packed is not None and not entry.problem and len(entry.shape) >= 2:
         stored = _weight(info, packed)
         if isinstance(stored, PackedExperts):
-            found.problems.append(f"{packed}: holds {stored.experts} experts; the checkpoint has one matrix")
+            found.problems.append(
+                f"{packed}: holds {stored.experts} experts; the checkpoint has one matrix"
+            )
             return {packed}
         weight = stored.unpack()
         expected = _expected(info, checkpoint, entry, weight)
-        _compare(found, packed, _tensors(expected), _tensors(weight), "differs from the checkpoint's")
+        _compare(
+            found, packed, _tensors(expected), _tensors(weight), "differs from the checkpoint's"
+        )
         if (weight.shape, weight.kernel_size) == (expected.shape, expected.kernel_size):
             values = _sliced(info, packed, entry.values().float())
-            _note_difference(found, packed, reference.dequantize_weight(weight, torch.float32), values)
+            _note_difference(
+                found, packed, reference.dequantize_weight(weight, torch.float32), values
+            )
         table = f"{entry.tied_to}.weight" if entry.tied_to else ""
         if table not in info.tensors:
             return {packed}
@@ -280,10 +346,14 @@ def _verify_entry(found: Verified, info: PackedInfo, checkpoint: Checkpoint, ent
         steps = as_tensors(checkpoint.path, entry)
     for step in steps:
         if step.name not in info.tensors:
-            found.problems.append(f"{step.name}: in the checkpoint ({entry.source}), not in the packed file")
+            found.problems.append(
+                f"{step.name}: in the checkpoint ({entry.source}), not in the packed file"
+            )
         elif entry.quantized is not None or entry.problem:
             _compare_values(found, info, step.name, step.entry.values())
-        elif not _same_bits(_sliced(info, step.name, step.entry.values()), _tensor(info, step.name)):
+        elif not _same_bits(
+            _sliced(info, step.name, step.entry.values()), _tensor(info, step.name)
+        ):
             found.problems.append(f"{step.name}: differs from the checkpoint's")
     return {step.name for step in steps}
 
@@ -293,11 +363,19 @@ def _experts_of(info: PackedInfo, checkpoint: Checkpoint) -> list[ExpertsLayer]:
     if not info.experts:
         return []
     layers = layers_of(checkpoint.entries.values(), architecture_of(checkpoint.config))
-    return [layer for layer in layers if layer.matrices and all(f"{layer.name}.{p}" in info.experts for p in PRODUCTS)]
+    return [
+        layer
+        for layer in layers
+        if layer.matrices and all(f"{layer.name}.{p}" in info.experts for p in PRODUCTS)
+    ]
 
 
-def _verify_experts(found: Verified, info: PackedInfo, checkpoint: Checkpoint, layer: ExpertsLayer) -> set[str]:
-    """Compare what became of a layer of experts; the names in the packed file that it accounts for."""
+def _verify_experts(
+    found: Verified, info: PackedInfo, checkpoint: Checkpoint, layer: ExpertsLayer
+) -> set[str]:
+    """Compare what became of a layer of experts; the names in the packed file that
+    it accounts for.
+    """
     names = {product: f"{layer.name}.{product}" for product in PRODUCTS}
     for product, name in names.items():
         stored = _weight(info, name)
@@ -310,14 +388,26 @@ def _verify_experts(found: Verified, info: PackedInfo, checkpoint: Checkpoint, l
         expected = weight.read(style, rank, size)
         count = stored.experts if isinstance(stored, PackedExperts) else 1
         if count != len(expected):
-            found.problems.append(f"{name}: holds {count} experts; the checkpoint has {len(expected)}")
+            found.problems.append(
+                f"{name}: holds {count} experts; the checkpoint has {len(expected)}"
+            )
             continue
         for e, (title, unpacked) in enumerate(_unpacked(name, stored)):
             exact = expected[e]
-            _compare(found, title, _tensors(exact), _tensors(unpacked), "differs from the checkpoint's")
+            _compare(
+                found, title, _tensors(exact), _tensors(unpacked), "differs from the checkpoint's"
+            )
             if unpacked.shape == exact.shape:
-                parts = [slice_tensor(entry.values().float(), style, rank, size) for entry, _ in layer.matrices[product][e]]
-                _note_difference(found, title, reference.dequantize_weight(unpacked, torch.float32), torch.cat(parts))
+                parts = [
+                    slice_tensor(entry.values().float(), style, rank, size)
+                    for entry, _ in layer.matrices[product][e]
+                ]
+                _note_difference(
+                    found,
+                    title,
+                    reference.dequantize_weight(unpacked, torch.float32),
+                    torch.cat(parts),
+                )
     return set(names.values())
 
 
@@ -336,7 +426,9 @@ def _note_difference(found: Verified, name: str, values: Tensor, expected: Tenso
         found.largest_difference, found.largest_at = difference, name
 
 
-def _expected(info: PackedInfo, checkpoint: Checkpoint, entry: Entry, packed: QuantizedWeight) -> QuantizedWeight:
+def _expected(
+    info: PackedInfo, checkpoint: Checkpoint, entry: Entry, packed: QuantizedWeight
+) -> QuantizedWeight:
     if entry.quantized is not None:
         weight = entry.quantized.read()
     else:
@@ -345,7 +437,9 @@ def _expected(info: PackedInfo, checkpoint: Checkpoint, entry: Entry, packed: Qu
         # A slice may have shorter groups than the matrix was quantised in.
         group_size = info.options.get("group_size", packed.group_size)
         clip = info.options.get("clip")
-        weight = to_quantize(checkpoint.path, entry, bias, packed.bits, group_size, packed.symmetric, clip).read()
+        weight = to_quantize(
+            checkpoint.path, entry, bias, packed.bits, group_size, packed.symmetric, clip
+        ).read()
     slices = info.slices
     if slices is None:
         return weight
@@ -356,7 +450,9 @@ def _expected(info: PackedInfo, checkpoint: Checkpoint, entry: Entry, packed: Qu
 def _sliced(info: PackedInfo, name: str, values: Tensor) -> Tensor:
     if info.slices is None:
         return values
-    return slice_tensor(values, info.slices.styles.get(name, "replicate"), info.slices.rank, info.slices.size)
+    return slice_tensor(
+        values, info.slices.styles.get(name, "replicate"), info.slices.rank, info.slices.size
+    )
 
 
 def _tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -383,7 +479,9 @@ class Differences:
     changed: dict[str, list[str]] = field(default_factory=dict)
 
 
-def diff_packed(first: str | os.PathLike[str], second: str | os.PathLike[str], progress: Progress | None = None) -> Differences:
+def diff_packed(
+    first: str | os.PathLike[str], second: str | os.PathLike[str], progress: Progress | None = None
+) -> Differences:
     """Compare two packed files or directories, weight by weight, however they are cut into shards.
 
     Raises:
@@ -402,12 +500,17 @@ def diff_packed(first: str | os.PathLike[str], second: str | os.PathLike[str], p
         else:
             found.same += 1
         if progress is not None:
-            progress(name, sum(_nbytes(info, name) for info, names in ((a, in_a), (b, in_b)) if name in names))
+            progress(
+                name,
+                sum(_nbytes(info, name) for info, names in ((a, in_a), (b, in_b)) if name in names),
+            )
     return found
 
 
 def _nbytes(info: PackedInfo, name: str) -> int:
-    return sum(map(spec_bytes, info.parts[name].values() if name in info.weights else [info.tensors[name]]))
+    return sum(
+        map(spec_bytes, info.parts[name].values() if name in info.weights else [info.tensors[name]])
+    )
 
 
 def _changes(a: PackedInfo, b: PackedInfo, name: str) -> list[str]:
@@ -430,10 +533,19 @@ def _changes(a: PackedInfo, b: PackedInfo, name: str) -> list[str]:
         parts, others = _tensors(one), _tensors(other)
         for part in PARTS:
             if (part in parts) != (part in others):
-                changes.append(f"{prefix}{part} {'only in the first' if part in parts else 'only in the second'}")
+                changes.append(
+                    f"{prefix}{part} "
+                    f"{'only in the first' if part in parts else 'only in the second'}"
+                )
             elif part in parts:
-                changes += [f"{prefix}{change}" for change in _part_changes(part, parts[part], others[part])]
-    same = all(_same_bits(tensor, y.tensors()[part]) for part, tensor in x.tensors().items() if part in y.tensors())
+                changes += [
+                    f"{prefix}{change}" for change in _part_changes(part, parts[part], others[part])
+                ]
+    same = all(
+        _same_bits(tensor, y.tensors()[part])
+        for part, tensor in x.tensors().items()
+        if part in y.tensors()
+    )
     return changes or ([] if same else ["the padding differs"])
 
 

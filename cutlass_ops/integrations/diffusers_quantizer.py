@@ -36,7 +36,8 @@ class _Method(str, enum.Enum):
 
 
 class CutlassOpsDiffusersConfig(QuantizationConfigMixin):  # type: ignore[misc]  # diffusers is not typed
-    """The ``quantization_config`` of a packed model, as ``packed_config.py`` describes it: each key an attribute.
+    """The ``quantization_config`` of a packed model, as ``packed_config.py`` describes it: each
+    key an attribute.
 
     Raises:
         ValueError: a layout that is not known, or a format that means nothing.
@@ -65,13 +66,17 @@ class CutlassOpsDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             ValueError: a ``device_map`` that does.
         """
         if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise ValueError("device_map has 'disk', where diffusers would convert the scales of packed weights")
+            raise ValueError(
+                "device_map has 'disk', where diffusers would convert the scales of packed weights"
+            )
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         config = self.quantization_config.to_dict()
         treatment = config.get("act_quant", "none"), config.get("act_symmetric", True)
         for name, module in list(model.named_modules()):
-            packed_embedding = name in config.get("embeddings", {}) and isinstance(module, nn.Embedding)
+            packed_embedding = name in config.get("embeddings", {}) and isinstance(
+                module, nn.Embedding
+            )
             if packed_embedding or isinstance(module, CONVOLUTIONS) or features(module) is not None:
                 form = weight_format(config, name)
                 if form is not None:
@@ -94,13 +99,18 @@ class CutlassOpsDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         """Whether a tensor is one of a packed layer."""
         return _packed_layer(model, param_name) is not None
 
-    def check_quantized_param_shape(self, param_name: str, current_param: Tensor, loaded_param: Tensor) -> bool:
+    def check_quantized_param_shape(
+        self, param_name: str, current_param: Tensor, loaded_param: Tensor
+    ) -> bool:
         """Refuse: this is called where shapes differ.
 
         Raises:
             ValueError: always.
         """
-        raise ValueError(f"tensor {param_name!r} is {list(loaded_param.shape)}; the layer's is {list(current_param.shape)}")
+        raise ValueError(
+            f"tensor {param_name!r} is {list(loaded_param.shape)}; the layer's is "
+            f"{list(current_param.shape)}"
+        )
 
     def create_quantized_param(
         self,
@@ -138,11 +148,15 @@ class CutlassOpsDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             name, _, part = key.rpartition(".")
             if "fused_rows" in form or part != "weight" or weight_format(config, name) is None:
                 raise ValueError(
-                    f"{key!r} is packed, and the model's configuration does not say so: layers are saved that "
-                    "quantize_model, replace_linears or replace_convs of the whole model packed, before they are fused"
+                    f"{key!r} is packed, and the model's configuration does not say so: "
+                    "layers are saved that "
+                    "quantize_model, replace_linears or replace_convs of the whole model packed, "
+                    "before they are fused"
                 )
         forms = {key.rpartition(".")[0]: form for key, form in marks.items()}
-        weights = {name: (*form["shape"], form["bits"], form["group_size"]) for name, form in forms.items()}
+        weights = {
+            name: (*form["shape"], form["bits"], form["group_size"]) for name, form in forms.items()
+        }
         kernels = kernels_metadata({name: form["kernel_size"] for name, form in forms.items()})
         stored = {name: tensor for name, tensor in state_dict.items() if name not in marks}
         return stored, {"weights": weights_metadata(weights), **kernels}
@@ -151,7 +165,9 @@ class CutlassOpsDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         with torch.device("meta"):
             plain = type(model).from_config(model.config)
         put_floats(model, plain, model.dtype)
-        model._internal_dict = FrozenDict({k: v for k, v in model.config.items() if k != "quantization_config"})
+        model._internal_dict = FrozenDict(
+            {k: v for k, v in model.config.items() if k != "quantization_config"}
+        )
         return model
 
     @property
@@ -179,17 +195,24 @@ def check_method(model: Any) -> None:
     """Raise ValueError for a model that another method quantised: a model is saved by one."""
     other = getattr(model, "hf_quantizer", None)
     if other is not None and not isinstance(other, CutlassOpsDiffusersQuantizer):
-        raise ValueError(f"the model is quantised by {other.quantization_config.quant_method.value!s} already")
+        raise ValueError(
+            f"the model is quantised by {other.quantization_config.quant_method.value!s} already"
+        )
 
 
 def attach(model: Any) -> None:
-    """Let a model's configuration describe its packed layers, so that ``save_pretrained`` and its like treat them right.
+    """Let a model's configuration describe its packed layers, so that ``save_pretrained`` and its
+    like treat them right.
 
     Raises:
         ValueError: as :func:`describe`; and embeddings that are tied to other layers.
     """
-    if names := [name for name, module in model.named_modules() if isinstance(module, TiedEmbedding)]:
-        raise ValueError(f"tied embeddings are not saved in models of diffusers: {', '.join(names)}")
+    if names := [
+        name for name, module in model.named_modules() if isinstance(module, TiedEmbedding)
+    ]:
+        raise ValueError(
+            f"tied embeddings are not saved in models of diffusers: {', '.join(names)}"
+        )
     config = CutlassOpsDiffusersConfig(**describe(model))
     model.hf_quantizer = CutlassOpsDiffusersQuantizer(config)
     model.is_quantized = True

@@ -78,8 +78,11 @@ def load_model(
     try:
         transformers = import_module("transformers")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}; load_model needs it: pip install 'cutlass_ops[hf]'") from error
-    import_module("cutlass_ops.integrations.hf_quantizer")  # registers "cutlass_ops" where the import hook is left out
+        raise ModuleNotFoundError(
+            f"{error}; load_model needs it: pip install 'cutlass_ops[hf]'"
+        ) from error
+    # registers "cutlass_ops" where the import hook is left out
+    import_module("cutlass_ops.integrations.hf_quantizer")
     path = local_path(path)
     config = _config(transformers, path) if config is None else copy.deepcopy(config)
     if dtype is None:
@@ -92,17 +95,24 @@ def load_model(
     check_layers(config.to_dict())
     other = _other_class(transformers, config)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{path}: transformers has no causal language model for {type(config).__name__}{other}")
+        raise ValueError(
+            f"{path}: transformers has no causal language model for {type(config).__name__}{other}"
+        )
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     composite = model_class.config_class is config.sub_configs.get("text_config")
     if composite:
-        # Images and text, with a causal class for the text alone, which transformers' AutoModelForCausalLM makes as well.
+        # Images and text, with a causal class for the text alone, which transformers'
+        # AutoModelForCausalLM makes as well.
         config = config.get_text_config()
         if quantization:
             config.quantization_config = quantization
     if path.is_dir() and quantization.get("quant_method") == QUANT_METHOD:
-        if (path / INDEX).is_file() and not isinstance(json_object(path / INDEX).get("metadata"), dict):
-            raise CheckpointError(path / INDEX, 'has no object "metadata", which transformers expects')
+        if (path / INDEX).is_file() and not isinstance(
+            json_object(path / INDEX).get("metadata"), dict
+        ):
+            raise CheckpointError(
+                path / INDEX, 'has no object "metadata", which transformers expects'
+            )
         source: dict[str, Any] = {"pretrained_model_name_or_path": path}
     else:
         with torch.device("meta"):
@@ -112,13 +122,20 @@ def load_model(
         # magnitude.
         for name, parameter in model.named_parameters():
             if name in state and state[name].shape != parameter.shape:
-                raise ValueError(_MISMATCH.format(path, name, list(state[name].shape), list(parameter.shape)))
+                raise ValueError(
+                    _MISMATCH.format(path, name, list(state[name].shape), list(parameter.shape))
+                )
         source = {"pretrained_model_name_or_path": None, "state_dict": state}
     try:
-        # from_pretrained would take the default device; the model goes to ``device`` when it is complete.
+        # from_pretrained would take the default device; the model goes to ``device``
+        # when it is complete.
         with torch.device("cpu"):
             model, found = model_class.from_pretrained(
-                **source, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+                **source,
+                config=config,
+                dtype=dtype,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
             )
     except CheckpointError:
         raise
@@ -131,9 +148,13 @@ def load_model(
         own = {model.base_model_prefix, *dict(model.named_children())}
         unexpected = {name for name in unexpected if name.partition(".")[0] in own}
     if unexpected:
-        raise ValueError(f"{path}: the model has no place for {', '.join(sorted(unexpected))}{other}")
+        raise ValueError(
+            f"{path}: the model has no place for {', '.join(sorted(unexpected))}{other}"
+        )
     if found["missing_keys"]:
-        raise ValueError(f"{path}: the file lacks {', '.join(sorted(found['missing_keys']))}{other}")
+        raise ValueError(
+            f"{path}: the file lacks {', '.join(sorted(found['missing_keys']))}{other}"
+        )
     generation = path / "generation_config.json"
     if generation.is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
@@ -148,14 +169,17 @@ def load_model(
 
 
 def _other_class(transformers: ModuleType, config: Any) -> str:
-    """What to do with a model that is no causal language model by its configuration; "" if it may be one."""
+    """What to do with a model that is no causal language model by its configuration; ""
+    if it may be one.
+    """
     names = getattr(config, "architectures", None) or ()
     causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     for name in names:
         if getattr(causal, "__name__", None) != name and hasattr(transformers, name):
             return (
                 f"; the configuration names a {name}, and load_model makes causal language models: "
-                f"transformers.{name}.from_pretrained loads a directory that cutlass-ops reorder wrote"
+                f"transformers.{name}.from_pretrained loads a directory that cutlass-ops "
+                "reorder wrote"
             )
     return ""
 
@@ -177,12 +201,14 @@ def _config(transformers: ModuleType, path: Path) -> Any:
         quantization = stored.get("quantization_config")
         if not isinstance(quantization, (dict, type(None))):
             raise CheckpointError(
-                directory / "config.json", f"quantization_config is {quantization!r:.100}; an object is expected"
+                directory / "config.json",
+                f"quantization_config is {quantization!r:.100}; an object is expected",
             )
         kind = stored.get("model_type")
         if "auto_map" in stored and kind not in transformers.CONFIG_MAPPING:
             raise ValueError(
-                f"{directory}: models of type {kind!r} are code of the checkpoint, which load_model does not run; "
+                f"{directory}: models of type {kind!r} are code of the checkpoint, which "
+                "load_model does not run; "
                 "AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True) runs it, "
                 "on a directory that cutlass-ops reorder wrote"
             )
@@ -196,7 +222,11 @@ def _config(transformers: ModuleType, path: Path) -> Any:
 
 def _tensors(
     path: Path, architecture: Architecture, options: Options | None, dtype: torch.dtype
-) -> tuple[Iterator[tuple[str, PackedWeight | PackedExperts | Tensor]], Mapping[str, str], tuple[str, bool] | None]:
+) -> tuple[
+    Iterator[tuple[str, PackedWeight | PackedExperts | Tensor]],
+    Mapping[str, str],
+    tuple[str, bool] | None,
+]:
     """What any file holds.
 
     Returns:
@@ -206,25 +236,43 @@ def _tensors(
     if is_packed(path):
         info = packed_info(path)
         stated = info.options.get(ACTIVATIONS)
-        return iter(load_packed(path).items()), info.tied, tuple(stated) if isinstance(stated, list) else None
+        return (
+            iter(load_packed(path).items()),
+            info.tied,
+            tuple(stated) if isinstance(stated, list) else None,
+        )
     checkpoint = load_checkpoint(path)
     steps = plan(checkpoint, options or Options(), architecture, dtype=dtype, or_floats=True).steps
-    rounded = {step.entry.rounded: step.name for step in steps if step.weight is not None and step.entry.rounded}
+    rounded = {
+        step.entry.rounded: step.name
+        for step in steps
+        if step.weight is not None and step.entry.rounded
+    }
     for warning in checkpoint.warnings:
         warnings.warn(f"{path}: {warning}", stacklevel=4)
     for how, name in rounded.items():
         warnings.warn(f"{path}: {how} ({name} and others alike)", stacklevel=4)
-    tied = {step.name: step.entry.tied_to for step in steps if step.weight is not None and step.entry.tied_to}
+    tied = {
+        step.name: step.entry.tied_to
+        for step in steps
+        if step.weight is not None and step.entry.tied_to
+    }
     return ((step.name, _value(step)) for step in steps), tied, checkpoint.activations
 
 
 def _value(step: Step) -> PackedWeight | PackedExperts | Tensor:
     if step.weight is None:
         return step.entry.values()
-    return step.weight.pack() if isinstance(step.weight, StackedWeight) else reorder(step.weight.read())
+    return (
+        step.weight.pack()
+        if isinstance(step.weight, StackedWeight)
+        else reorder(step.weight.read())
+    )
 
 
-def _state(path: Path, config: Any, model: nn.Module, options: Options | None, dtype: torch.dtype) -> dict[str, Tensor]:
+def _state(
+    path: Path, config: Any, model: nn.Module, options: Options | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """What a model's state_dict shall be; the weights in it are added to ``config``."""
     state: dict[str, Tensor] = {}
     weights: dict[str, WeightFormat] = {}
@@ -256,7 +304,9 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
         linear: Any = model.get_submodule(layer)
         if isinstance(linear, nn.Embedding):
             embeddings[layer] = layer
-        if (shape := features(linear) or (linear.num_embeddings, linear.embedding_dim)) != value.shape:
+        if (
+            shape := features(linear) or (linear.num_embeddings, linear.embedding_dim)
+        ) != value.shape:
             raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the layer is {list(shape)}")
         weights[layer] = _add(state, layer, value)
         if linear is model.get_output_embeddings():  # type: ignore[operator, unused-ignore]
@@ -264,17 +314,24 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
     for layer in sorted(experts):
         module = layer.rpartition(".")[0]
         if lacking := {f"{module}.{product}" for product in PRODUCTS} - experts:
-            raise ValueError(f"{path}: {layer!r} are packed experts, and {min(lacking)!r} is not packed")
+            raise ValueError(
+                f"{path}: {layer!r} are packed experts, and {min(lacking)!r} is not packed"
+            )
     linears = [name for name, module in model.named_modules() if features(module) is not None]
     not_converted = [name for name in linears if name not in weights]
     if not weights:
-        what = f"none of its quantised weights is a linear layer or an embedding of {type(model).__name__}"
+        what = (
+            "none of its quantised weights is a linear layer or an embedding of "
+            f"{type(model).__name__}"
+        )
         warnings.warn(f"{path}: {what}: their values are loaded as {dtype}", stacklevel=3)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         return state
     treatment = activations or ("none", True)
-    config.quantization_config = quantization_config(weights, not_converted, *treatment, experts, embeddings)
+    config.quantization_config = quantization_config(
+        weights, not_converted, *treatment, experts, embeddings
+    )
     return state
 
 
@@ -286,14 +343,25 @@ def _add(state: dict[str, Tensor], layer: str, value: PackedWeight | PackedExper
     return WeightFormat(value.bits, value.group_size, tuple(dtypes.items()))
 
 
-def _experts_place(path: Path, name: str, value: PackedExperts, architecture: Architecture) -> tuple[str, PackedExperts]:
-    """The model's name of the product that packed experts are of, and they with gate's and up's rows in eights."""
+def _experts_place(
+    path: Path, name: str, value: PackedExperts, architecture: Architecture
+) -> tuple[str, PackedExperts]:
+    """The model's name of the product that packed experts are of, and they with gate's and
+    up's rows in eights.
+    """
     place = architecture.place_experts(name)
     if place is None:
-        raise ValueError(f"{path}: {name!r} are packed experts; {type(architecture.model).__name__} has none of that name")
+        raise ValueError(
+            f"{path}: {name!r} are packed experts; {type(architecture.model).__name__} has "
+            "none of that name"
+        )
     if value.shape != (expected := architecture.experts[place[0]].shape(place[1])):
-        raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the model's experts are {list(expected)}")
+        raise ValueError(
+            f"{path}: {name!r} is {list(value.shape)}; the model's experts are {list(expected)}"
+        )
     gate_up = place[1] == GATE_UP
     if value.gated and not gate_up:
-        raise ValueError(f"{path}: {name!r} was packed with gated=True, which is for weights of gate and up")
+        raise ValueError(
+            f"{path}: {name!r} was packed with gated=True, which is for weights of gate and up"
+        )
     return ".".join(place), in_eights(value) if gate_up and not value.gated else value

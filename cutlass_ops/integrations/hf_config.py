@@ -1,4 +1,6 @@
-"""The ``quantization_config`` of ``from_pretrained``: how a float model is quantised, and what a packed one says of itself."""
+"""The ``quantization_config`` of ``from_pretrained``: how a float model is quantised, and what a
+packed one says of itself.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,25 @@ class CutlassOpsConfig(QuantizationConfigMixin):
     """Quantise a float model of transformers when it is loaded.
 
         config = co.CutlassOpsConfig(bits=4, group_size=128)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16, device_map="cuda", quantization_config=config)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16, device_map="cuda",
+        quantization_config=config)
 
-    The model is the one that :func:`cutlass_ops.quantize_model` makes of the loaded float model, bit for bit; the arguments
-    are explained there. ``save_pretrained``, adapters of PEFT and ``dequantize`` treat it alike.
+    The model is the one that :func:`cutlass_ops.quantize_model` makes of the loaded float model,
+    bit for bit; the arguments are explained there. ``save_pretrained``, adapters of PEFT and
+    ``dequantize`` treat it alike.
 
-    On one device (``device_map="cuda"`` or "cpu", or without a ``device_map``) each layer is quantised there as soon as its
-    tensors are read, so that at any time one layer is there as floats, besides those that stay floats and those with tied
-    weights. ``device_map="auto"`` counts the memory of the float model. With several GPUs in ``device_map`` the float model is
-    loaded to them first and then quantised, so that they need its memory; where it does not fit, ``cutlass-ops reorder
-    --bits 4`` writes a directory that is loaded packed. A ``device_map`` that offloads to "disk", or to "cpu" from other
-    devices, raises a ValueError.
+    On one device (``device_map="cuda"`` or "cpu", or without a ``device_map``) each layer is
+    quantised there as soon as its tensors are read, so that at any time one layer is there as
+    floats, besides those that stay floats and those with tied weights. ``device_map="auto"`` counts
+    the memory of the float model. With several GPUs in ``device_map`` the float model is loaded to
+    them first and then quantised, so that they need its memory; where it does not fit,
+    ``cutlass-ops reorder --bits 4`` writes a directory that is loaded packed. A ``device_map`` that
+    offloads to "disk", or to "cpu" from other devices, raises a ValueError.
 
     Raises:
-        TypeError, ValueError: as :func:`cutlass_ops.quantize_model`, for an argument alone or with others. ``from_pretrained``
-            raises a ValueError for names in ``skip`` that the model lacks, and for a model that is quantised already.
+        TypeError, ValueError: as :func:`cutlass_ops.quantize_model`, for an argument alone or with
+            others. ``from_pretrained`` raises a ValueError for names in ``skip`` that the model
+            lacks, and for a model that is quantised already.
     """
 
     def __init__(
@@ -49,8 +55,14 @@ class CutlassOpsConfig(QuantizationConfigMixin):
         convs: bool = False,
         embeddings: bool = False,
     ) -> None:
-        values = torch.tensor(book, dtype=torch.float32, device="cpu") if isinstance(book, list) else book
-        check_quantization(bits, group_size, symmetric, act_quant, skip, values, clip, convs, embeddings)
+        values = (
+            torch.tensor(book, dtype=torch.float32, device="cpu")
+            if isinstance(book, list)
+            else book
+        )
+        check_quantization(
+            bits, group_size, symmetric, act_quant, skip, values, clip, convs, embeddings
+        )
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.bits = bits
         self.group_size = group_size
@@ -64,12 +76,23 @@ class CutlassOpsConfig(QuantizationConfigMixin):
 
     def options(self) -> dict[str, Any]:
         """The arguments of :func:`cutlass_ops.quantize_model`."""
-        book = torch.tensor(self.book, dtype=torch.float32, device="cpu") if isinstance(self.book, list) else self.book
-        return {**{name: value for name, value in self.to_dict().items() if name != "quant_method"}, "book": book}
+        book = (
+            torch.tensor(self.book, dtype=torch.float32, device="cpu")
+            if isinstance(self.book, list)
+            else self.book
+        )
+        return {
+            **{name: value for name, value in self.to_dict().items() if name != "quant_method"},
+            "book": book,
+        }
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """A configuration from a dictionary of these arguments, or from what ``config.json`` of a packed model says."""
+    def from_dict(
+        cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Any:
+        """A configuration from a dictionary of these arguments, or from what ``config.json`` of a
+        packed model says.
+        """
         if any(key in config_dict for key in _DESCRIPTION):
             return PackedModelConfig.from_dict(config_dict, return_unused_kwargs, **kwargs)  # type: ignore[no-untyped-call]
         options = {key: value for key, value in config_dict.items() if key != "quant_method"}
@@ -94,10 +117,16 @@ class PackedModelConfig(QuantizationConfigMixin):
             ("act_quant", str),
         ):
             if not isinstance(fields.get(key, kind()), kind):
-                raise ValueError(f"quantization_config: {key} is {fields[key]!r:.100}; a {kind.__name__} is expected")
+                raise ValueError(
+                    f"quantization_config: {key} is {fields[key]!r:.100}; a "
+                    f"{kind.__name__} is expected"
+                )
         for name, layer in fields.get("embeddings", {}).items():
             if not isinstance(layer, str):
-                raise ValueError(f"quantization_config: embeddings has {layer!r:.100} for {name!r}; a name is expected")
+                raise ValueError(
+                    f"quantization_config: embeddings has {layer!r:.100} for {name!r}; a "
+                    "name is expected"
+                )
         weight_format({**fields, "modules_to_not_convert": []}, "")
         self.__dict__.update(fields)
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]

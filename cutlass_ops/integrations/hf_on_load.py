@@ -14,10 +14,11 @@ from .hf_config import CutlassOpsConfig
 class OnLoad:
     """What transformers' loader gives the tensors of a float model to, one after another.
 
-    A layer is packed when it has all its tensors, which are dropped then. The packed layers are put into the model by
-    :meth:`finish`, since transformers initialises and moves float layers until all is loaded. Layers that are not packed here
-    load as they do without quantisation, and :func:`cutlass_ops.quantize_model` quantises them later: layers with tied weights,
-    and layers whose tensors are not what the model expects.
+    A layer is packed when it has all its tensors, which are dropped then. The packed layers are put
+    into the model by :meth:`finish`, since transformers initialises and moves float layers until
+    all is loaded. Layers that are not packed here load as they do without quantisation, and
+    :func:`cutlass_ops.quantize_model` quantises them later: layers with tied weights, and layers
+    whose tensors are not what the model expects.
 
     Args:
         model: the model, on the meta device.
@@ -30,7 +31,9 @@ class OnLoad:
     def __init__(self, model: Any, config: CutlassOpsConfig) -> None:
         self.options = config.options()
         check_skip(model, config.skip or ())
-        chosen, _ = layers_to_quantize(model, config.skip, config.bits, config.convs, config.embeddings)
+        chosen, _ = layers_to_quantize(
+            model, config.skip, config.bits, config.convs, config.embeddings
+        )
         ties = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         self.layers = {layer.name: layer for layer in chosen if _loads_alone(layer, ties)}
         self.packed: list[tuple[Layer, nn.Module]] = []
@@ -40,7 +43,10 @@ class OnLoad:
         return tensor.rpartition(".")[0] in self.layers
 
     def convert(
-        self, input_dict: dict[str, Tensor | list[Tensor]], missing_keys: set[str] | None = None, **kwargs: Any
+        self,
+        input_dict: dict[str, Tensor | list[Tensor]],
+        missing_keys: set[str] | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """Take the tensors of layers to pack; returns the others."""
         others: dict[str, Any] = {}
@@ -58,7 +64,9 @@ class OnLoad:
             if not any(parameter.is_meta for parameter in _parameters(layer).values()):
                 self.packed.append((layer, packed_layer(layer.module, **self.options)))
                 for other, parameter in _parameters(layer).items():
-                    layer.module._parameters[other] = _parameter(torch.empty_like(parameter, device="meta"))
+                    layer.module._parameters[other] = _parameter(
+                        torch.empty_like(parameter, device="meta")
+                    )
         return others
 
     def finish(self) -> None:
@@ -70,8 +78,14 @@ class OnLoad:
 
 def _loads_alone(layer: Layer, ties: set[str]) -> bool:
     """Whether a layer's tensors are its own, and of the dtype in which the model is loaded."""
-    own = len(layer.places) == 1 and not layer.tied and not ties & {f"{layer.name}.{part}" for part in _parameters(layer)}
-    return own and all(parameter.dtype == torch.get_default_dtype() for parameter in _parameters(layer).values())
+    own = (
+        len(layer.places) == 1
+        and not layer.tied
+        and not ties & {f"{layer.name}.{part}" for part in _parameters(layer)}
+    )
+    return own and all(
+        parameter.dtype == torch.get_default_dtype() for parameter in _parameters(layer).values()
+    )
 
 
 def _parameters(layer: Layer) -> dict[str, nn.Parameter]:
@@ -79,8 +93,14 @@ def _parameters(layer: Layer) -> dict[str, nn.Parameter]:
 
 
 def _expected(value: Tensor, parameter: Tensor | None) -> bool:
-    """Whether a tensor of the files can be quantised. quantize_model, or transformers, says why it cannot."""
-    return parameter is not None and value.shape == parameter.shape and all(b.isfinite() for b in value.aminmax())
+    """Whether a tensor of the files can be quantised. quantize_model, or transformers,
+    says why it cannot.
+    """
+    return (
+        parameter is not None
+        and value.shape == parameter.shape
+        and all(b.isfinite() for b in value.aminmax())
+    )
 
 
 def _parameter(value: Tensor) -> nn.Parameter:

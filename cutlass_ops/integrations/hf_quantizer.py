@@ -24,7 +24,15 @@ from transformers.quantizers.base import HfQuantizer
 
 from ..checkpoints.gguf_models import exceeds_fp16
 from ..checkpoints.safetensors_files import opened
-from ..files.packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, experts_format, has_plain_rows, weight_format
+from ..files.packed_config import (
+    GUARD,
+    GUARD_KEY,
+    QUANT_METHOD,
+    WeightFormat,
+    experts_format,
+    has_plain_rows,
+    weight_format,
+)
 from ..files.packed_file import experts_metadata, kernels_metadata, packed_problem, weights_metadata
 from ..nn.architecture import Architecture, Conversions, features
 from ..nn.buffers import marked
@@ -39,7 +47,13 @@ from ..weights.packed_experts import PackedExperts
 from ..weights.weight import PARTS
 from .hf_config import CutlassOpsConfig, PackedModelConfig
 from .hf_on_load import OnLoad
-from .packed_model import describe, experts_without_values, packed_layers, put_floats, without_values
+from .packed_model import (
+    describe,
+    experts_without_values,
+    packed_layers,
+    put_floats,
+    without_values,
+)
 
 #: How many names an error lists.
 _MOST_NAMES = 8
@@ -76,7 +90,8 @@ PreTrainedConfig.to_json_string = _guarded(PreTrainedConfig.to_json_string)  # t
 
 @functools.cache
 def _guard_heads() -> None:
-    """Let ``resize_token_embeddings`` refuse a model whose head or embedding is packed before it resizes either.
+    """Let ``resize_token_embeddings`` refuse a model whose head or embedding is packed before
+    it resizes either.
 
     Called where the first model is packed: the class is not there yet when this module is imported.
     """
@@ -85,21 +100,31 @@ def _guard_heads() -> None:
 
     @functools.wraps(resize)
     def guarded(
-        self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
+        self: Any,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         embeddings, head = self.get_input_embeddings(), self.get_output_embeddings()
         if not isinstance(head, MixedLinear) and not isinstance(embeddings, _EMBEDDINGS):
             return resize(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
-        rows: int = embeddings.num_embeddings if isinstance(embeddings, _EMBEDDINGS) else len(embeddings.weight)
+        rows: int = (
+            embeddings.num_embeddings
+            if isinstance(embeddings, _EMBEDDINGS)
+            else len(embeddings.weight)
+        )
         wanted = rows if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
             wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
         if wanted == rows:
             return embeddings
         raise ValueError(
-            f"the {'output head' if isinstance(head, MixedLinear) else 'embedding'} is packed and has {rows} rows; "
+            f"the {'output head' if isinstance(head, MixedLinear) else 'embedding'} is packed and "
+            f"has {rows} rows; "
             f"{wanted} are requested: "
-            "resize the float model and pack it then, or make this one float first (model.dequantize())"
+            "resize the float model and pack it then, or make this one float first "
+            "(model.dequantize())"
         )
 
     base.resize_token_embeddings = guarded
@@ -107,16 +132,20 @@ def _guard_heads() -> None:
 
 @functools.cache
 def _keep_experts() -> None:
-    """Let ``save_pretrained`` write packed experts under the model's names, which its conversions of floats would change.
+    """Let ``save_pretrained`` write packed experts under the model's names, which its conversions
+    of floats would change.
 
-    Called where the first model with packed experts is saved: the function is not there yet when this module is imported.
+    Called where the first model with packed experts is saved: the function is not there yet when
+    this module is imported.
     """
     utils: Any = import_module("transformers.modeling_utils")
     revert = utils.revert_weight_conversion
 
     @functools.wraps(revert)
     def kept(model: Any, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        names = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, MixedExperts))
+        names = tuple(
+            f"{name}." for name, module in model.named_modules() if isinstance(module, MixedExperts)
+        )
         own = {name: tensor for name, tensor in state_dict.items() if name.startswith(names)}
         others = {name: tensor for name, tensor in state_dict.items() if name not in own}
         return {**revert(model, others, *args, **kwargs), **own}
@@ -152,19 +181,26 @@ def _listed(names: Sequence[str]) -> str:
 @register_quantizer(QUANT_METHOD)
 class CutlassOpsQuantizer(HfQuantizer):
     """Makes :class:`cutlass_ops.MixedLinear` layers, packed convolutions and
-    :class:`cutlass_ops.nn.MixedExperts` for the tensors of a packed model, and checks what was loaded.
+    :class:`cutlass_ops.nn.MixedExperts` for the tensors of a packed model, and checks
+    what was loaded.
 
     A float model is loaded as it is and then quantised, by :class:`cutlass_ops.CutlassOpsConfig`.
 
-    The ``dtype`` of ``from_pretrained`` is that of x, norms and embeddings; scales and zero points of a packed model keep the
-    checkpoint's. With a ``device_map`` that has "cpu" or "disk", weights of a packed model stay on the other
-    devices unless ``offload_buffers=True`` is given: they are buffers.
+    The ``dtype`` of ``from_pretrained`` is that of x, norms and embeddings; scales and zero
+    points of a packed model keep the checkpoint's. With a ``device_map`` that has "cpu" or
+    "disk", weights of a packed model stay on the other devices unless ``offload_buffers=True`` is
+    given: they are buffers.
     """
 
-    def __init__(self, quantization_config: CutlassOpsConfig | PackedModelConfig, pre_quantized: bool = True) -> None:
+    def __init__(
+        self, quantization_config: CutlassOpsConfig | PackedModelConfig, pre_quantized: bool = True
+    ) -> None:
         super().__init__(quantization_config, pre_quantized=pre_quantized)
         if pre_quantized and self._on_load is not None:
-            raise ValueError("the model's quantization_config says how to quantise it, and not what is packed in its files")
+            raise ValueError(
+                "the model's quantization_config says how to quantise it, and not what is "
+                "packed in its files"
+            )
         self._moved: dict[str, str] = {}
         self._early: OnLoad | None = None
         self._places: set[str] = set()
@@ -172,7 +208,11 @@ class CutlassOpsQuantizer(HfQuantizer):
     @property
     def _on_load(self) -> CutlassOpsConfig | None:
         """How a float model is quantised once it is loaded; None where a packed one is loaded."""
-        return self.quantization_config if isinstance(self.quantization_config, CutlassOpsConfig) else None
+        return (
+            self.quantization_config
+            if isinstance(self.quantization_config, CutlassOpsConfig)
+            else None
+        )
 
     @property
     def requires_calibration(self) -> bool:  # type: ignore[override, unused-ignore]
@@ -186,15 +226,22 @@ class CutlassOpsQuantizer(HfQuantizer):
             ValueError: a ``device_map`` that offloads.
         """
         # transformers calls this again with the map that it makes for "auto".
-        self._places = places = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else set()
-        if self._on_load is not None and ("disk" in places or ("cpu" in places and len(places) > 1)):
+        self._places = places = (
+            set(map(str, device_map.values())) if isinstance(device_map, Mapping) else set()
+        )
+        if self._on_load is not None and (
+            "disk" in places or ("cpu" in places and len(places) > 1)
+        ):
             raise ValueError(
-                f"device_map has {', '.join(sorted(places))}: weights that are offloaded cannot be quantised; load the model "
+                f"device_map has {', '.join(sorted(places))}: weights that are offloaded cannot be "
+                "quantised; load the model "
                 "to the CPU or to GPUs alone, or load a packed directory (cutlass-ops reorder)"
             )
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Whether a tensor is quantised when it is read; accelerate spreads float layers alone over several devices."""
+        """Whether a tensor is quantised when it is read; accelerate spreads float layers alone over
+        several devices.
+        """
         return self._early is not None and len(self._places) < 2 and self._early.takes(param_name)
 
     def get_quantize_ops(self) -> Any:
@@ -212,8 +259,10 @@ class CutlassOpsQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if (getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1) > 1:
             raise ValueError(
-                "tp_plan and tp_size split parameters, and packed weights are buffers in the order of the kernels, which "
-                "transformers cannot split: spread layers over GPUs with device_map, or serve the model in vLLM or SGLang"
+                "tp_plan and tp_size split parameters, and packed weights are buffers in the order "
+                "of the kernels, which "
+                "transformers cannot split: spread layers over GPUs with device_map, or serve the "
+                "model in vLLM or SGLang"
             )
         if (on_load := self._on_load) is not None:
             self._early = OnLoad(model, on_load)
@@ -221,15 +270,21 @@ class CutlassOpsQuantizer(HfQuantizer):
             return model
         config = self.quantization_config.to_dict()
         if part := config.get("tensor_parallel"):
-            raise ValueError(f"the files hold one rank of a model that was split ({part!r:.22} ...); reorder it unsplit")
+            raise ValueError(
+                f"the files hold one rank of a model that was split ({part!r:.22} ...); "
+                "reorder it unsplit"
+            )
         if model.dtype is torch.float16 and exceeds_fp16(model.config.model_type):
             warnings.warn(
-                f"{type(model).__name__} exceeds the range of float16 and may give NaN; load it with dtype=torch.bfloat16",
+                f"{type(model).__name__} exceeds the range of float16 and may give NaN; load it "
+                "with dtype=torch.bfloat16",
                 stacklevel=2,
             )
         treatment = config.get("act_quant", "none"), config.get("act_symmetric", True)
         architecture = Architecture(model)
-        layers, experts = self._packed_layers(model, config, kwargs.get("checkpoint_files"), architecture)
+        layers, experts = self._packed_layers(
+            model, config, kwargs.get("checkpoint_files"), architecture
+        )
         tied = self._tied(model, config, layers, architecture)
         for name in (*layers, *experts):
             module = model.get_submodule(name)
@@ -242,7 +297,9 @@ class CutlassOpsQuantizer(HfQuantizer):
                 raise ValueError(f"quantization_config of {name!r}: {error}") from error
             model.set_submodule(name, layer)
         for name, holder in tied.items():
-            model.set_submodule(name, packed_embedding(model.get_submodule(name), model.get_submodule(holder)))
+            model.set_submodule(
+                name, packed_embedding(model.get_submodule(name), model.get_submodule(holder))
+            )
         for name in (*layers, *experts, *tied):
             parent = model.get_submodule(name.rpartition(".")[0])
             # transformers initialises what it did not load, parents included, some of which reach
@@ -254,7 +311,11 @@ class CutlassOpsQuantizer(HfQuantizer):
         return model
 
     def _packed_layers(
-        self, model: Any, config: Mapping[str, Any], files: Sequence[str] | None, architecture: Architecture
+        self,
+        model: Any,
+        config: Mapping[str, Any],
+        files: Sequence[str] | None,
+        architecture: Architecture,
     ) -> tuple[dict[str, WeightFormat], dict[str, dict[str, WeightFormat]]]:
         """Formats of the layers to replace, by the model's names of them, and of experts' products.
 
@@ -263,13 +324,19 @@ class CutlassOpsQuantizer(HfQuantizer):
         """
         experts: dict[str, dict[str, WeightFormat]] = {}
         if files is None:  # a state_dict that load_model made, with the model's own names
-            layers = [name for name, module in model.named_modules() if features(module) is not None]
-            layers += [name for name, holder in config.get("embeddings", {}).items() if name == holder]
+            layers = [
+                name for name, module in model.named_modules() if features(module) is not None
+            ]
+            layers += [
+                name for name, holder in config.get("embeddings", {}).items() if name == holder
+            ]
             for name in architecture.experts:
                 for product in PRODUCTS:
                     if (form := experts_format(config, f"{name}.{product}")) is not None:
                         experts.setdefault(name, {})[product] = form
-            return {name: form for name in layers if (form := weight_format(config, name)) is not None}, experts
+            return {
+                name: form for name in layers if (form := weight_format(config, name)) is not None
+            }, experts
         named = config.get("modules", {}).keys() | set(config.get("modules_to_not_convert", ()))
         found: dict[str, WeightFormat] = {}
         wrong: dict[str, str] = {}
@@ -296,18 +363,24 @@ class CutlassOpsQuantizer(HfQuantizer):
                 wrong[name] = f"{lacking[0]} of its experts is not packed"
         if wrong:
             raise ValueError(
-                f"{Path(files[0]).parent}: packed, but not linear layers or experts of {type(model).__name__}: "
+                f"{Path(files[0]).parent}: packed, but not linear layers or experts of "
+                f"{type(model).__name__}: "
                 + _listed([f"{name} ({reason})" for name, reason in wrong.items()])
                 + "; reorder the checkpoint with this version of cutlass_ops"
             )
         return found, experts
 
     def _tied(
-        self, model: Any, config: Mapping[str, Any], layers: dict[str, WeightFormat], architecture: Architecture
+        self,
+        model: Any,
+        config: Mapping[str, Any],
+        layers: dict[str, WeightFormat],
+        architecture: Architecture,
     ) -> dict[str, str]:
         """The layers whose weights the embeddings share, by the model's names of both.
 
-        A model without the head, such as AutoModel makes, gets the head's weight as its embedding's, in ``layers`` too.
+        A model without the head, such as AutoModel makes, gets the head's weight as its
+        embedding's, in ``layers`` too.
 
         Raises:
             ValueError: embeddings that cannot share it.
@@ -323,7 +396,10 @@ class CutlassOpsQuantizer(HfQuantizer):
             if stored == stored_holder or not name:
                 continue
             if not isinstance(modules[name], nn.Embedding) or (holder and holder not in layers):
-                raise ValueError(f"quantization_config: embeddings ties {stored!r} to {stored_holder!r}, which cannot be")
+                raise ValueError(
+                    f"quantization_config: embeddings ties {stored!r} to "
+                    f"{stored_holder!r}, which cannot be"
+                )
             holder = holder or self._moved.get(stored_holder, "")
             if holder:
                 tied[name] = holder
@@ -333,15 +409,21 @@ class CutlassOpsQuantizer(HfQuantizer):
         return tied
 
     def get_weight_conversions(self) -> list[Any]:
-        """The names of a head's tensors where the model has no head and its embedding takes them."""
+        """The names of a head's tensors where the model has no head and its
+        embedding takes them.
+        """
         renaming = import_module("transformers.core_model_loading").WeightRenaming
         self._renamings = [
-            renaming(rf"^{re.escape(head)}\.{part}$", f"{name}.{part}") for head, name in self._moved.items() for part in PARTS
+            renaming(rf"^{re.escape(head)}\.{part}$", f"{name}.{part}")
+            for head, name in self._moved.items()
+            for part in PARTS
         ]
         return self._renamings
 
     def _watch(self, model: Any) -> None:
-        """Keep what transformers finds of missing and unexpected tensors, which it only logs, and sizes."""
+        """Keep what transformers finds of missing and unexpected tensors, which it only
+        logs, and sizes.
+        """
         adjust = model._adjust_missing_and_unexpected_keys
         self._found = None
         self._keep_sizes(model)
@@ -353,13 +435,17 @@ class CutlassOpsQuantizer(HfQuantizer):
         model._adjust_missing_and_unexpected_keys = keep
 
     def _keep_sizes(self, model: Any) -> None:
-        """Keep the sizes of parameters, which transformers does not compare with the files' before version 5.23."""
+        """Keep the sizes of parameters, which transformers does not compare with the files'
+        before version 5.23.
+        """
         self._sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     def _check_sizes(self, model: Any) -> None:
         for name, parameter in model.named_parameters():
             if parameter.shape != (size := self._sizes.get(name, parameter.shape)):
-                raise ValueError(f"tensor {name!r} is {list(parameter.shape)}; the model's is {list(size)}")
+                raise ValueError(
+                    f"tensor {name!r} is {list(parameter.shape)}; the model's is {list(size)}"
+                )
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if (on_load := self._on_load) is not None:
@@ -371,9 +457,13 @@ class CutlassOpsQuantizer(HfQuantizer):
         del model._adjust_missing_and_unexpected_keys
         found, self._found = self._found, None
         # save_pretrained would undo them, and the configuration then has the embedding's own name.
-        model._weight_conversions = [c for c in model._weight_conversions if all(c is not own for own in self._renamings)]
+        model._weight_conversions = [
+            c for c in model._weight_conversions if all(c is not own for own in self._renamings)
+        ]
         if found is None:
-            raise RuntimeError("this version of transformers does not say which tensors of the files it loaded")
+            raise RuntimeError(
+                "this version of transformers does not say which tensors of the files it loaded"
+            )
         self._check_found(model, found)
         self._check_sizes(model)
         for name, layer in packed_layers(model).items():
@@ -387,13 +477,19 @@ class CutlassOpsQuantizer(HfQuantizer):
         return model
 
     def _put_in_eights(self, model: Any) -> None:
-        """Bring the experts' rows of gate and up, as earlier versions packed them, into the order of ``gated``."""
+        """Bring the experts' rows of gate and up, as earlier versions packed them, into the
+        order of ``gated``.
+        """
         for name, module in model.named_modules():
-            if isinstance(module, MixedExperts) and has_plain_rows(self.quantization_config.to_dict()):
+            if isinstance(module, MixedExperts) and has_plain_rows(
+                self.quantization_config.to_dict()
+            ):
                 if not module.has_values():
                     raise ValueError(
-                        f"{name!r} is offloaded and was packed by an earlier version of cutlass_ops, in another order of rows: "
-                        "load the model without offloading and save it (save_pretrained), or reorder its checkpoint again"
+                        f"{name!r} is offloaded and was packed by an earlier version of "
+                        "cutlass_ops, in another order of rows: "
+                        "load the model without offloading and save it (save_pretrained), or "
+                        "reorder its checkpoint again"
                     )
                 module.gate_up_proj.put_in_eights()
 
@@ -405,7 +501,9 @@ class CutlassOpsQuantizer(HfQuantizer):
         """
         parts = {f"{name}.{part}" for name in packed_layers(model) for part in PARTS}
         if lost := sorted(parts & found.missing_and_mismatched()):
-            raise ValueError(f"tensor {lost[0]!r} is not in the model's files, or is of another size")
+            raise ValueError(
+                f"tensor {lost[0]!r} is not in the model's files, or is of another size"
+            )
         tied = getattr(model, "all_tied_weights_keys", {})
         missing = {name for name in found.missing_keys if name not in tied}
         unexpected = set(found.unexpected_keys)
@@ -415,44 +513,71 @@ class CutlassOpsQuantizer(HfQuantizer):
             body = f"{model.base_model_prefix}."
             missing = {name for name in missing if headless or name.startswith(body)}
             children = dict(model.named_children())
-            unexpected = {name for name in unexpected if name.startswith(body) or name.partition(".")[0] in children}
+            unexpected = {
+                name
+                for name in unexpected
+                if name.startswith(body) or name.partition(".")[0] in children
+            }
         if unexpected:
             raise ValueError(f"the model has no place for {_listed(sorted(unexpected))}")
         if missing:
             raise ValueError(f"the file lacks {_listed(sorted(missing))}")
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+    def get_state_dict_and_metadata(
+        self, model: Any
+    ) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """What ``save_pretrained`` writes: layers that were fused are saved as they were before.
 
         The configuration is brought up to date with the layers that the model has now.
 
         Raises:
-            ValueError: packed layers that a configuration cannot describe (see :func:`describe`), or
-                experts whose tensors transformers would convert.
+            ValueError: packed layers that a configuration cannot describe (see :func:`describe`),
+                or experts whose tensors transformers would convert.
         """
         if getattr(model, "_hf_peft_config_loaded", False):  # adapters alone are saved
             return None, {}
         experts = _products(model)
         attach(model)
-        parts = {name: module for name, module in model.named_modules() if isinstance(module, FusedPart)}
+        parts = {
+            name: module for name, module in model.named_modules() if isinstance(module, FusedPart)
+        }
         shared = {id(part.shared) for part in parts.values()}
         modules = dict(model.named_modules())
         fused = {name for name, module in modules.items() if id(module) in shared}
-        layers = {name: m.packed for name, m in modules.items() if isinstance(m, _PACKED) and name not in fused}
+        layers = {
+            name: m.packed
+            for name, m in modules.items()
+            if isinstance(m, _PACKED) and name not in fused
+        }
         layers.update({name: part.packed for name, part in parts.items()})
         layers.update({name: packed.weight for name, packed in experts.items()})
-        metadata = {"weights": weights_metadata({name: (w.n, w.k, w.bits, w.group_size) for name, w in sorted(layers.items())})}
+        metadata = {
+            "weights": weights_metadata(
+                {name: (w.n, w.k, w.bits, w.group_size) for name, w in sorted(layers.items())}
+            )
+        }
         metadata |= kernels_metadata({name: w.kernel_size for name, w in sorted(layers.items())})
         if experts:
-            metadata["experts"] = experts_metadata({name: (p.experts, p.n, p.gated) for name, p in experts.items()})
+            metadata["experts"] = experts_metadata(
+                {name: (p.experts, p.n, p.gated) for name, p in experts.items()}
+            )
         prefixes = tuple(f"{name}." for name in fused)
-        state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefixes)}
+        state = {
+            name: tensor
+            for name, tensor in model.state_dict().items()
+            if not name.startswith(prefixes)
+        }
         for name in marked(state):
             del state[name]
         for name, part in parts.items():
             # Parts may share an act order and a code book, and transformers saves no memory twice.
             tensors = part.packed.tensors().items()
-            state.update({f"{name}.{key}": tensor.clone() if key in ("perm", "book") else tensor for key, tensor in tensors})
+            state.update(
+                {
+                    f"{name}.{key}": tensor.clone() if key in ("perm", "book") else tensor
+                    for key, tensor in tensors
+                }
+            )
         return state, metadata
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
@@ -488,15 +613,22 @@ def _products(model: Any) -> dict[str, PackedExperts]:
     Raises:
         ValueError: transformers would convert their tensors when it loads them.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, MixedExperts)}
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, MixedExperts)
+    }
     if not layers:
         return {}
     _keep_experts()
-    products = {f"{name}.{product}": getattr(layer, product).packed for name, layer in layers.items() for product in PRODUCTS}
+    products = {
+        f"{name}.{product}": getattr(layer, product).packed
+        for name, layer in layers.items()
+        for product in PRODUCTS
+    }
     conversions = Conversions(model)
     if names := [name for name in products if not conversions.keep(f"{name}.codes")]:
         raise ValueError(
-            f"packed experts of {type(model).__name__} cannot be saved, since transformers converts tensors of these names "
+            f"packed experts of {type(model).__name__} cannot be saved, since transformers "
+            "converts tensors of these names "
             f"when it loads them: {_listed(names)}; save the float model (model.dequantize())"
         )
     return products
@@ -510,11 +642,17 @@ def check_method(model: Any) -> None:
     other = getattr(model, "hf_quantizer", None)
     if other is None or isinstance(other, CutlassOpsQuantizer):
         return
-    method = getattr(other.quantization_config.quant_method, "value", other.quantization_config.quant_method)
-    # transformers leaves the quantizer in a model whose GGUF weights it dequantised; those that it did not are bytes.
-    if method != "gguf" or not all(parameter.is_floating_point() for parameter in model.parameters()):
+    method = getattr(
+        other.quantization_config.quant_method, "value", other.quantization_config.quant_method
+    )
+    # transformers leaves the quantizer in a model whose GGUF weights it dequantised; those that it
+    # did not are bytes.
+    if method != "gguf" or not all(
+        parameter.is_floating_point() for parameter in model.parameters()
+    ):
         raise ValueError(
-            f"the model is quantised by {method} already; its layers cannot be packed in place: reorder its checkpoint"
+            f"the model is quantised by {method} already; its layers cannot be packed in place: "
+            "reorder its checkpoint"
         )
 
 
@@ -547,9 +685,17 @@ def _input_embeddings(model: Any) -> Any:
 
 def _untie(model: Any) -> None:
     """Let packed layers share no weight with others: their tensors are separate."""
-    layers = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, (MixedLinear, *_EMBEDDINGS))}
-    if isinstance(model.get_output_embeddings(), MixedLinear) or isinstance(_input_embeddings(model), _EMBEDDINGS):
+    layers = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, (MixedLinear, *_EMBEDDINGS))
+    }
+    if isinstance(model.get_output_embeddings(), MixedLinear) or isinstance(
+        _input_embeddings(model), _EMBEDDINGS
+    ):
         _guard_heads()
         model.config.tie_word_embeddings = False
     ties = model.all_tied_weights_keys.items()
-    model.all_tied_weights_keys = {target: source for target, source in ties if not layers & {target, source}}
+    model.all_tied_weights_keys = {
+        target: source for target, source in ties if not layers & {target, source}
+    }

@@ -1,4 +1,5 @@
-"""huggingface_hub's ``PyTorchModelHubMixin``: importing this module lets it refuse to save packed modules.
+"""huggingface_hub's ``PyTorchModelHubMixin``: importing this module lets it refuse to
+save packed modules.
 
 It is imported as soon as both packages are (see ``registration.py``); a user need not. The mixin
 would save packed tensors, make a float model of the class again, and load into it what has the same
@@ -21,11 +22,15 @@ def _register() -> None:
 
     @functools.wraps(save)
     def refusing(self: Any, save_directory: Path) -> None:
-        if names := [name for name, module in self.named_modules() if isinstance(module, PackedState)]:
+        if names := [
+            name for name, module in self.named_modules() if isinstance(module, PackedState)
+        ]:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             raise ValueError(
-                f"the layers {', '.join(names[:8])}{more} are packed, and {type(self).__name__}.from_pretrained makes float "
-                "ones: save the float model, or keep this one by torch.save(model.state_dict(), file), for load_state_dict "
+                f"the layers {', '.join(names[:8])}{more} are packed, and "
+                f"{type(self).__name__}.from_pretrained makes float "
+                "ones: save the float model, or keep this one by torch.save(model.state_dict(), "
+                "file), for load_state_dict "
                 "of a model that was packed in the same way"
             )
         save(self, save_directory)

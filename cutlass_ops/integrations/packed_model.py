@@ -1,4 +1,6 @@
-"""Packed layers in the models of other libraries: described for their configurations, made without values, made float again."""
+"""Packed layers in the models of other libraries: described for their configurations, made without
+values, made float again.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,17 @@ def describe(model: nn.Module) -> dict[str, Any]:
         if isinstance(module, MixedEmbedding):
             embeddings[name] = name
             weights[name] = _format(module.packed)
-        if not isinstance(module, MixedLinear | FusedPart | MixedConv | MixedExperts) or id(module) in shared:
+        if (
+            not isinstance(module, MixedLinear | FusedPart | MixedConv | MixedExperts)
+            or id(module) in shared
+        ):
             continue
         layer: Any = module.shared if isinstance(module, FusedPart) else module
         treatments[layer.act_quant, layer.act_quant == "none" or layer.act_symmetric] = name
         if isinstance(module, MixedExperts):  # their activation is the model's
-            products = {f"{name}.{product}": getattr(module, product).packed for product in PRODUCTS}
+            products = {
+                f"{name}.{product}": getattr(module, product).packed for product in PRODUCTS
+            }
             weights |= {product: _format(packed, {"codes"}) for product, packed in products.items()}
             experts += list(products)
             continue
@@ -63,30 +70,51 @@ def describe(model: nn.Module) -> dict[str, Any]:
     if not weights:
         raise ValueError(f"{type(model).__name__} has no packed layer")
     if len(treatments) > 1:
-        listed = ", ".join(f"{name!r} has {act_quant!r}, {sym}" for (act_quant, sym), name in treatments.items())
-        raise ValueError(f"act_quant and act_symmetric differ between layers ({listed}); a model is stored with one of each")
-    plain = [name for name, module in modules.items() if features(module) is not None or isinstance(module, CONVOLUTIONS)]
-    return quantization_config(weights, plain, *next(iter(treatments), ("none", True)), experts, embeddings)
+        listed = ", ".join(
+            f"{name!r} has {act_quant!r}, {sym}" for (act_quant, sym), name in treatments.items()
+        )
+        raise ValueError(
+            f"act_quant and act_symmetric differ between layers ({listed}); a model is "
+            "stored with one of each"
+        )
+    plain = [
+        name
+        for name, module in modules.items()
+        if features(module) is not None or isinstance(module, CONVOLUTIONS)
+    ]
+    return quantization_config(
+        weights, plain, *next(iter(treatments), ("none", True)), experts, embeddings
+    )
 
 
-def packed_layers(model: nn.Module) -> dict[str, MixedLinear | MixedConv | MixedEmbedding | ExpertWeights]:
+def packed_layers(
+    model: nn.Module,
+) -> dict[str, MixedLinear | MixedConv | MixedEmbedding | ExpertWeights]:
     """The modules of a model that hold the tensors of packed weights, by their names."""
     kinds = MixedLinear | MixedConv | MixedEmbedding | ExpertWeights
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
-def _format(packed: PackedWeight | PackedExperts, left_out: Collection[str] = ("codes",)) -> WeightFormat:
+def _format(
+    packed: PackedWeight | PackedExperts, left_out: Collection[str] = ("codes",)
+) -> WeightFormat:
     parts = sorted(packed.tensors().items())
-    return WeightFormat(packed.bits, packed.group_size, tuple((part, t.dtype) for part, t in parts if part not in left_out))
+    return WeightFormat(
+        packed.bits,
+        packed.group_size,
+        tuple((part, t.dtype) for part, t in parts if part not in left_out),
+    )
 
 
 def without_values(
     layer: nn.Module, form: WeightFormat, act_quant: str, act_symmetric: bool
 ) -> MixedLinear | MixedConv | MixedEmbedding | TiedEmbedding:
-    """The packed layer in place of a linear layer, a convolution or a word embedding; its tensors have shapes and dtypes alone.
+    """The packed layer in place of a linear layer, a convolution or a word embedding; its tensors
+    have shapes and dtypes alone.
 
     Raises:
-        ValueError: a format with tensors that no packed weight has, or a layer that cannot be packed.
+        ValueError: a format with tensors that no packed weight has, or a layer that
+            cannot be packed.
     """
     weight = _weight_without_values(layer, form)
     if isinstance(layer, nn.Embedding):
@@ -107,9 +135,13 @@ def _weight_without_values(layer: Any, form: WeightFormat) -> PackedWeight:
     else:
         n, k = features(layer) or (layer.num_embeddings, layer.embedding_dim)
     parts: dict[str, Any] = dict.fromkeys(PARTS)
-    for part, (dtype, shape) in packed_specs(n, k, form.bits, form.group_size, dtypes, kernel_size=kernel_size).items():
+    for part, (dtype, shape) in packed_specs(
+        n, k, form.bits, form.group_size, dtypes, kernel_size=kernel_size
+    ).items():
         parts[part] = torch.empty(shape, dtype=dtype, device="meta")
-    return PackedWeight(**parts, n=n, k=k, bits=form.bits, group_size=form.group_size, kernel_size=kernel_size)
+    return PackedWeight(
+        **parts, n=n, k=k, bits=form.bits, group_size=form.group_size, kernel_size=kernel_size
+    )
 
 
 def experts_without_values(
@@ -129,10 +161,17 @@ def experts_without_values(
         if ("bias" in dict(form.tensors)) != own.biased:
             stated, has = ("no biases", "biases") if own.biased else ("biases", "no biases")
             raise ValueError(f"{product} is said to have {stated}; the model's experts have {has}")
-        specs = packed_specs(experts * formats.padded_rows(n), k, form.bits, form.group_size, _dtypes(form), experts)
-        parts = {part: torch.empty(shape, dtype=dtype, device="meta") for part, (dtype, shape) in specs.items()}
+        specs = packed_specs(
+            experts * formats.padded_rows(n), k, form.bits, form.group_size, _dtypes(form), experts
+        )
+        parts = {
+            part: torch.empty(shape, dtype=dtype, device="meta")
+            for part, (dtype, shape) in specs.items()
+        }
         # Rows in the order of earlier versions are brought into that of gated when they are there.
-        return PackedExperts.of_parts(parts, experts, n, k, form.bits, form.group_size, gated=product == GATE_UP)
+        return PackedExperts.of_parts(
+            parts, experts, n, k, form.bits, form.group_size, gated=product == GATE_UP
+        )
 
     gate_up, down = map(weight, PRODUCTS)
     return MixedExperts(gate_up, down, own.activation, act_quant, act_symmetric)
@@ -141,7 +180,9 @@ def experts_without_values(
 def _dtypes(form: WeightFormat) -> dict[str, torch.dtype]:
     dtypes = dict(form.tensors)
     if unknown := dtypes.keys() - set(PARTS):
-        raise ValueError(f"tensors names {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
+        raise ValueError(
+            f"tensors names {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}"
+        )
     return dtypes
 
 
@@ -161,11 +202,17 @@ def put_floats(model: nn.Module, plain: nn.Module, dtype: torch.dtype) -> None:
     packed = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, MixedLinear | FusedPart | MixedExperts | MixedConv | MixedEmbedding | TiedEmbedding)
+        if isinstance(
+            module,
+            MixedLinear | FusedPart | MixedExperts | MixedConv | MixedEmbedding | TiedEmbedding,
+        )
     }
     for name, module in packed.items():
         if not module.has_values():
-            raise ValueError(f"{name!r} is offloaded: its tensors are not in memory; load the model without offloading")
+            raise ValueError(
+                f"{name!r} is offloaded: its tensors are not in memory; load the model "
+                "without offloading"
+            )
     made: dict[nn.Module, nn.Module] = {}
     for name, module in packed.items():
         parent, _, child = name.rpartition(".")
@@ -184,18 +231,27 @@ def _plain_layer(plain: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
-def _float_experts(module: MixedExperts, layer: nn.Module, dtype: torch.dtype) -> dict[str, Tensor | None]:
+def _float_experts(
+    module: MixedExperts, layer: nn.Module, dtype: torch.dtype
+) -> dict[str, Tensor | None]:
     """The parameters of an experts module."""
     form = experts_form(layer)
     if form is None:
-        raise ValueError(f"packed experts are in the place of a {type(layer).__name__}, which computes something else")
+        raise ValueError(
+            f"packed experts are in the place of a {type(layer).__name__}, which computes "
+            "something else"
+        )
     values: dict[str, Tensor | None] = {}
     for product in PRODUCTS:
         packed = getattr(module, product).packed
         experts = [packed.expert(e) for e in range(packed.experts)]
 
-        def parameter(of_experts: Iterable[Tensor], product: str = product, packed: PackedExperts = packed) -> Tensor:
-            return torch.stack([form.to_parameter(product, packed.in_order(values)) for values in of_experts])
+        def parameter(
+            of_experts: Iterable[Tensor], product: str = product, packed: PackedExperts = packed
+        ) -> Tensor:
+            return torch.stack(
+                [form.to_parameter(product, packed.in_order(values)) for values in of_experts]
+            )
 
         values[product] = parameter(gemm.dequantize(expert, dtype) for expert in experts)
         if form.biased:
@@ -207,9 +263,14 @@ def _float_layer(module: Any, layer: Any, dtype: torch.dtype) -> nn.Module:
     if layer is None and isinstance(module, MixedLinear | FusedPart):
         layer = nn.Linear(module.in_features, module.out_features, device="meta")
     if layer is None and isinstance(module, MixedEmbedding | TiedEmbedding) and module.scale == 1:
-        layer = nn.Embedding(module.num_embeddings, module.embedding_dim, module.padding_idx, device="meta")
+        layer = nn.Embedding(
+            module.num_embeddings, module.embedding_dim, module.padding_idx, device="meta"
+        )
     if layer is None:
-        raise ValueError(f"a {type(module).__name__} is in the place of a module that the model's class does not make")
+        raise ValueError(
+            f"a {type(module).__name__} is in the place of a module that the model's class "
+            "does not make"
+        )
     if isinstance(module, MixedExperts):
         values = _float_experts(module, layer, dtype)
     elif isinstance(module, MixedEmbedding | TiedEmbedding):

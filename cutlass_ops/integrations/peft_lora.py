@@ -1,10 +1,12 @@
-"""Adapters of PEFT on packed layers: importing this module makes peft know MixedLinear and FusedPart.
+"""Adapters of PEFT on packed layers: importing this module makes peft know
+MixedLinear and FusedPart.
 
 It is imported as soon as both packages are (see ``registration.py``); a user need not.
 ``target_modules`` by name and "all-linear" then find packed layers as they find
-``torch.nn.Linear``, for LoRA and DoRA, IA3, MiSS, OFT and VeRA. DoRA dequantises the weight in every
-call. The packed weight stays as it is: adapters cannot be merged into it. Packed experts have no
-adapters: PEFT adds those of parameters (``target_parameters``) to the values, which are not there.
+``torch.nn.Linear``, for LoRA and DoRA, IA3, MiSS, OFT and VeRA. DoRA dequantises the weight
+in every call. The packed weight stays as it is: adapters cannot be merged into it. Packed
+experts have no adapters: PEFT adds those of parameters (``target_parameters``) to the values,
+which are not there.
 """
 
 from __future__ import annotations
@@ -29,14 +31,19 @@ from ..nn.model_experts import PRODUCTS
 from ..ops.gemm import dequantize
 
 #: Of the methods that look for a backend, those that need no more of a packed layer.
-_MODULES = [f"peft.tuners.{method}.{part}" for method in ("miss", "oft", "vera") for part in ("layer", "model")]
+_MODULES = [
+    f"peft.tuners.{method}.{part}"
+    for method in ("miss", "oft", "vera")
+    for part in ("layer", "model")
+]
 
 
 def _refuse_merging() -> None:
     raise RuntimeError(
         "adapters cannot be merged into a packed weight: its codes would have to be rounded again. "
         "Keep the adapter beside it, or merge it into float weights and quantise those: "
-        "a model of transformers becomes float with model.dequantize(), before the adapter is loaded into it"
+        "a model of transformers becomes float with model.dequantize(), before the adapter "
+        "is loaded into it"
     )
 
 
@@ -64,9 +71,13 @@ def _values(layer: Any) -> Tensor:
 
 
 class _PackedDora(dora.DoraLinearLayer):  # type: ignore[misc]
-    """The magnitudes of a packed layer's rows, trained; the weight is dequantised for their norms in every call."""
+    """The magnitudes of a packed layer's rows, trained; the weight is dequantised for their
+    norms in every call.
+    """
 
-    def update_layer(self, *, base_layer: nn.Module, lora_A: Tensor, lora_B: Tensor, scaling: float) -> None:
+    def update_layer(
+        self, *, base_layer: nn.Module, lora_A: Tensor, lora_B: Tensor, scaling: float
+    ) -> None:
         """Begin with the norms of the weight's rows, ``[N]``."""
         norms = self.get_weight_norm(_values(base_layer), lora_B @ lora_A, scaling)
         self.weight = nn.Parameter(norms.detach())
@@ -82,10 +93,14 @@ class _PackedDora(dora.DoraLinearLayer):  # type: ignore[misc]
         base_result: Tensor | None = None,
         adapter_name: str = "default",
     ) -> Tensor:
-        """What is added to the layer's result; ``base_result`` is that, where x is not another by dropout."""
+        """What is added to the layer's result; ``base_result`` is that, where x is not
+        another by dropout.
+        """
         values = _values(base_layer)
         adapter = self.get_lora_weight(lora_A=lora_A, lora_B=lora_B, adapter_name=adapter_name)
-        norms = self.get_weight_norm(values, adapter.detach(), scaling, adapter_name=adapter_name).detach()
+        norms = self.get_weight_norm(
+            values, adapter.detach(), scaling, adapter_name=adapter_name
+        ).detach()
         scale = self.weight / norms  # the paper's section 4.3 takes the norm as a constant
         bias = base_layer.packed.bias
         if base_result is None:
@@ -102,24 +117,32 @@ class _DoraVariant(variants.DoraLinearVariant):  # type: ignore[misc]
         if not module.lora_magnitude_vector:  # the first adapter of this kind
             module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
         layer = _PackedDora(fan_in_fan_out=False)
-        factors = {name: getattr(module, name)[adapter_name].weight for name in ("lora_A", "lora_B")}
-        layer.update_layer(base_layer=module.get_base_layer(), scaling=module.scaling[adapter_name], **factors)
+        factors = {
+            name: getattr(module, name)[adapter_name].weight for name in ("lora_A", "lora_B")
+        }
+        layer.update_layer(
+            base_layer=module.get_base_layer(), scaling=module.scaling[adapter_name], **factors
+        )
         module.lora_magnitude_vector[adapter_name] = layer
 
 
 class PackedLoraLinear(Linear):  # type: ignore[misc]
-    """A low-rank adapter beside a packed layer; adapters are fp32, and the result has the dtype of the packed layer's.
+    """A low-rank adapter beside a packed layer; adapters are fp32, and the result has the dtype of
+    the packed layer's.
 
     Raises:
-        ValueError: a variant of LoRA other than DoRA, or an initialisation, that reads or writes the weight; a layer that is
-            not called.
+        ValueError: a variant of LoRA other than DoRA, or an initialisation, that reads or writes
+            the weight; a layer that is not called.
     """
 
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
+    def update_layer(
+        self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any
+    ) -> None:
         """Add an adapter."""
         if config.init_lora_weights not in (True, False, "gaussian"):
             raise ValueError(
-                f"init_lora_weights is {config.init_lora_weights!r}, which needs the weight's values; on a "
+                f"init_lora_weights is {config.init_lora_weights!r}, which needs the "
+                "weight's values; on a "
                 f"{type(self.get_base_layer()).__name__} True, False and 'gaussian' are supported"
             )
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
@@ -149,7 +172,12 @@ class PackedIA3Linear(ia3_layer.Linear):  # type: ignore[misc]
     """A learnt factor for each output of a packed layer, or each input of a feed-forward one."""
 
     def __init__(
-        self, base_layer: nn.Module, adapter_name: str, config: Any, is_feedforward: bool = False, **kwargs: Any
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        config: Any,
+        is_feedforward: bool = False,
+        **kwargs: Any,
     ) -> None:
         nn.Module.__init__(self)
         # As its base class has it, which knows layers by their types.
@@ -199,7 +227,9 @@ def _device(layer: Any) -> torch.device:
 
 
 def _replace(name: str, home: Any, replacement: Callable[[Any], Any]) -> None:
-    """Replace a function of PEFT by what ``replacement`` makes of it, in its module and where those methods import it."""
+    """Replace a function of PEFT by what ``replacement`` makes of it, in its module and where those
+    methods import it.
+    """
     original = getattr(home, name)
     new = replacement(original)
     for module in (home, *map(import_module, _MODULES)):
@@ -209,10 +239,14 @@ def _replace(name: str, home: Any, replacement: Callable[[Any], Any]) -> None:
 
 def _refuse_experts(name: str) -> None:
     raise ValueError(
-        f"{name!r} is of packed experts, whose weights have no values that LoRA could be added to: name other layers in "
-        "target_modules, as ['q_proj', 'k_proj', 'v_proj', 'o_proj'], whose gradients flow through packed experts (where PEFT "
-        "takes gate_proj, up_proj and down_proj, or 'all-linear', for those of experts too); or keep experts as floats "
-        "(quantize_model(model, skip=('lm_head', 'experts')), reorder --exclude experts, model.dequantize())"
+        f"{name!r} is of packed experts, whose weights have no values that LoRA could be added to: "
+        "name other layers in "
+        "target_modules, as ['q_proj', 'k_proj', 'v_proj', 'o_proj'], whose gradients flow through "
+        "packed experts (where PEFT "
+        "takes gate_proj, up_proj and down_proj, or 'all-linear', for those of experts too); or "
+        "keep experts as floats "
+        "(quantize_model(model, skip=('lm_head', 'experts')), reorder --exclude experts, "
+        "model.dequantize())"
     )
 
 
@@ -235,12 +269,19 @@ def _backend(original: Any) -> Any:
 
 def _all_linear(original: Any) -> Any:
     def all_linear(config: Any, model: nn.Module) -> Any:
-        everything = str(getattr(config, "target_modules", "")).lower() == tuners_utils.INCLUDE_LINEAR_LAYERS_SHORTHAND
+        everything = (
+            str(getattr(config, "target_modules", "")).lower()
+            == tuners_utils.INCLUDE_LINEAR_LAYERS_SHORTHAND
+        )
         config = original(config, model)
         if everything:
             output_embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)
             head = output_embeddings()
-            inside = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, tuners_utils.BaseTunerLayer))
+            inside = tuple(
+                f"{n}."
+                for n, m in model.named_modules()
+                if isinstance(m, tuners_utils.BaseTunerLayer)
+            )
             config.target_modules |= {
                 name
                 for name, module in model.named_modules()
@@ -255,9 +296,14 @@ def _all_linear(original: Any) -> Any:
 
 
 def _replacing(original: Any) -> Any:
-    def replace_module(self: Any, parent: nn.Module, name: str, new_module: nn.Module, child: nn.Module) -> None:
-        # peft moves adapters to where the first parameter is; a packed layer has none, and its adapters are there already.
-        if isinstance(new_module, tuners_utils.BaseTunerLayer) and _is_packed(new_module.get_base_layer()):
+    def replace_module(
+        self: Any, parent: nn.Module, name: str, new_module: nn.Module, child: nn.Module
+    ) -> None:
+        # peft moves adapters to where the first parameter is; a packed layer has none, and its
+        # adapters are there already.
+        if isinstance(new_module, tuners_utils.BaseTunerLayer) and _is_packed(
+            new_module.get_base_layer()
+        ):
             setattr(parent, name, new_module)
         else:
             original(self, parent, name, new_module, child)
@@ -271,7 +317,9 @@ def _register() -> None:
     inject_parameters = tuners_utils.BaseTuner._inject_parameters
     device_and_dtype = tuners_utils.BaseTunerLayer._get_base_layer_device_and_dtype
 
-    def dispatch_packed(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:
+    def dispatch_packed(
+        target: nn.Module, adapter_name: str, config: Any, **kwargs: Any
+    ) -> nn.Module | None:
         base = _base(target)
         if isinstance(base, MixedExperts | ExpertWeights):
             _refuse_experts(str(kwargs.get("current_key") or type(base).__name__))
@@ -280,7 +328,9 @@ def _register() -> None:
         _check_called(base)
         return PackedLoraLinear(target, adapter_name, config, **kwargs)
 
-    def create_packed_ia3(config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
+    def create_packed_ia3(
+        config: Any, adapter_name: str, target: nn.Module, **kwargs: Any
+    ) -> nn.Module:
         base = _base(target)
         if not _is_packed(base):
             return create_ia3(config, adapter_name, target, **kwargs)  # type: ignore[no-any-return]
@@ -289,13 +339,21 @@ def _register() -> None:
 
     def packed_device_and_dtype(self: Any, base_layer: Any) -> Any:
         # A packed weight's dtypes are not those of x.
-        return (_device(base_layer), None) if _is_packed(base_layer) else device_and_dtype(self, base_layer)
+        return (
+            (_device(base_layer), None)
+            if _is_packed(base_layer)
+            else device_and_dtype(self, base_layer)
+        )
 
-    def inject_float(self: Any, peft_config: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def inject_float(
+        self: Any, peft_config: Any, model: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
         for name, module in model.named_modules():
             for parameter in PRODUCTS if isinstance(module, MixedExperts) else ():
                 key = f"{name}.{parameter}"
-                if any(f".{key}".endswith(f".{target}") for target in peft_config.target_parameters):
+                if any(
+                    f".{key}".endswith(f".{target}") for target in peft_config.target_parameters
+                ):
                     _refuse_experts(key)
         return inject_parameters(self, peft_config, model, *args, **kwargs)
 

@@ -1,4 +1,5 @@
-"""Registration with transformers, diffusers, PEFT and huggingface_hub, as soon as they are imported.
+"""Registration with transformers, diffusers, PEFT and huggingface_hub, as soon as
+they are imported.
 
 transformers finds quantisation methods only by name in its tables, and has no entry points for
 packages to add to them. So ``import cutlass_ops`` watches for the import of the module that holds
@@ -25,10 +26,19 @@ from ..nn.quantizer_module import add_library
 #: Modules of other packages, and what is said where the module of this one that adds to their
 #: tables cannot do so.
 _TABLES = {
-    "transformers.quantizers.auto": ("hf_quantizer", "this transformers cannot load packed models of cutlass_ops"),
-    "diffusers.quantizers.auto": ("diffusers_quantizer", "this diffusers cannot load packed models of cutlass_ops"),
+    "transformers.quantizers.auto": (
+        "hf_quantizer",
+        "this transformers cannot load packed models of cutlass_ops",
+    ),
+    "diffusers.quantizers.auto": (
+        "diffusers_quantizer",
+        "this diffusers cannot load packed models of cutlass_ops",
+    ),
     "peft.tuners.lora.model": ("peft_lora", "this peft cannot train packed models of cutlass_ops"),
-    "huggingface_hub.hub_mixin": ("hub_mixin", "this huggingface_hub saves packed modules as if they were float ones"),
+    "huggingface_hub.hub_mixin": (
+        "hub_mixin",
+        "this huggingface_hub saves packed modules as if they were float ones",
+    ),
 }
 
 
@@ -47,7 +57,9 @@ class _Watch(MetaPathFinder):
     def __init__(self, tables: set[str]) -> None:
         self.tables = tables
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in self.tables:
             return None
         self.tables.remove(name)  # before the search below comes here again
@@ -76,7 +88,9 @@ def register_when_imported() -> None:
     """
     hooks = os.environ.get("CUTLASS_OPS_IMPORT_HOOKS", "1")
     if hooks not in ("0", "1"):
-        raise ValueError(f"CUTLASS_OPS_IMPORT_HOOKS is {hooks!r} in the environment; it must be 0 or 1")
+        raise ValueError(
+            f"CUTLASS_OPS_IMPORT_HOOKS is {hooks!r} in the environment; it must be 0 or 1"
+        )
     if hooks == "0":
         return
     for table in _TABLES.keys() & sys.modules.keys():
@@ -85,5 +99,9 @@ def register_when_imported() -> None:
         sys.meta_path.insert(0, _Watch(absent))
 
 
-add_library("transformers.modeling_utils", "PreTrainedModel", "cutlass_ops.integrations.hf_quantizer")
-add_library("diffusers.models.modeling_utils", "ModelMixin", "cutlass_ops.integrations.diffusers_quantizer")
+add_library(
+    "transformers.modeling_utils", "PreTrainedModel", "cutlass_ops.integrations.hf_quantizer"
+)
+add_library(
+    "diffusers.models.modeling_utils", "ModelMixin", "cutlass_ops.integrations.diffusers_quantizer"
+)

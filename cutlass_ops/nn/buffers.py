@@ -1,4 +1,6 @@
-"""What modules over packed weights share: buffers that keep their bytes, and a mark in their state."""
+"""What modules over packed weights share: buffers that keep their bytes, and a
+mark in their state.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,13 @@ _MOST_BYTES = 1000
 
 
 class PackedState(nn.Module):
-    """A module whose ``state_dict`` has a mark where that of the float layer in its place has its weight.
+    """A module whose ``state_dict`` has a mark where that of the float layer in its
+    place has its weight.
 
-    The mark is a vector of bytes, JSON that says what the packed tensors are. ``load_state_dict`` of the float layer refuses
-    it, also with ``strict=False``, because its shape is not the weight's: a packed model that was saved as if it were a plain
-    one is not loaded with random weights. A packed layer refuses marks of other formats and float weights. Modules on the meta
+    The mark is a vector of bytes, JSON that says what the packed tensors are. ``load_state_dict``
+    of the float layer refuses it, also with ``strict=False``, because its shape is not the
+    weight's: a packed model that was saved as if it were a plain one is not loaded with random
+    weights. A packed layer refuses marks of other formats and float weights. Modules on the meta
     device, which have no values, have no marks.
     """
 
@@ -42,7 +46,9 @@ class PackedState(nn.Module):
             return
         for name, form in self.marks().items():
             text = json.dumps({"quant_method": formats.QUANT_METHOD, **form})
-            destination[f"{prefix}{name}"] = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+            destination[f"{prefix}{name}"] = torch.tensor(
+                list(text.encode()), dtype=torch.uint8, device="cpu"
+            )
 
     def _load_from_state_dict(
         self,
@@ -60,15 +66,27 @@ class PackedState(nn.Module):
                 continue
             found = read_mark(state_dict.pop(key))
             if found is None:
-                error_msgs.append(f"{key} is a plain weight, and the layer is packed: load it before the model is packed.")
+                error_msgs.append(
+                    f"{key} is a plain weight, and the layer is packed: load it before the "
+                    "model is packed."
+                )
             elif found != form:
-                error_msgs.append(f"{key} is of a packed weight that is {found}; the layer's is {form}.")
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+                error_msgs.append(
+                    f"{key} is of a packed weight that is {found}; the layer's is {form}."
+                )
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
 
 def read_mark(tensor: Tensor) -> dict[str, Any] | None:
     """What a mark in a ``state_dict`` says; None for other tensors."""
-    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or len(tensor) > _MOST_BYTES or tensor.is_meta:
+    if (
+        tensor.dtype != torch.uint8
+        or tensor.dim() != 1
+        or len(tensor) > _MOST_BYTES
+        or tensor.is_meta
+    ):
         return None
     try:
         form = json.loads(bytes(tensor.tolist()))
@@ -86,7 +104,9 @@ def marked(state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
 
 
 class PackedBuffers(PackedState):
-    """A module whose buffers are the tensors of packed weights, which move and load as bytes, and whose dtypes stay."""
+    """A module whose buffers are the tensors of packed weights, which move and load as bytes, and
+    whose dtypes stay.
+    """
 
     _packed: Any
 
@@ -112,7 +132,9 @@ class PackedBuffers(PackedState):
         return {"weight": self.state_format()}
 
     def view_buffers(self) -> None:
-        """Make :attr:`packed` of the buffers as they are now, and check it: to be called after they were loaded."""
+        """Make :attr:`packed` of the buffers as they are now, and check it: to be called after
+        they were loaded.
+        """
         self._packed = self._from_buffers()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedBuffers:
@@ -147,7 +169,10 @@ class WeightBuffers(PackedBuffers):
     def __init__(self, packed: PackedWeight) -> None:
         super().__init__()
         if not isinstance(packed, PackedWeight):
-            raise TypeError(f"packed is a {type(packed).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+            raise TypeError(
+                f"packed is a {type(packed).__name__}; a PackedWeight (see "
+                "cutlass_ops.reorder) is expected"
+            )
         for name in PARTS:
             self.register_buffer(name, getattr(packed, name))
         self._packed = packed
@@ -157,7 +182,8 @@ class WeightBuffers(PackedBuffers):
         """The weight as this layer's buffers hold it now; it shares their memory.
 
         Raises:
-            TypeError, ValueError: a buffer was replaced by one that does not fit; the message has the name.
+            TypeError, ValueError: a buffer was replaced by one that does not fit; the
+                message has the name.
         """
         packed = self._packed
         if all(self._buffers.get(name) is getattr(packed, name) for name in PARTS):
@@ -168,7 +194,8 @@ class WeightBuffers(PackedBuffers):
         return replace(self._packed, **{name: getattr(self, name) for name in PARTS})
 
     def dequantize(self, dtype: torch.dtype = torch.float16) -> Tensor:
-        """The weight's values in the shape of the float layer's weight, of ``dtype`` (fp16, bf16 or fp32), as a new tensor.
+        """The weight's values in the shape of the float layer's weight, of ``dtype`` (fp16, bf16 or
+        fp32), as a new tensor.
 
         Raises:
             TypeError: another dtype.
@@ -178,7 +205,8 @@ class WeightBuffers(PackedBuffers):
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise AttributeError(
-                f"{type(self).__name__} has no 'weight': its values are packed in 'codes' and 'scales'; "
+                f"{type(self).__name__} has no 'weight': its values are packed in 'codes' "
+                "and 'scales'; "
                 "dequantize() returns them"
             )
         return super().__getattr__(name)

@@ -23,8 +23,10 @@ class _Lookup(PackedState):
 
     Attributes:
         num_embeddings, embedding_dim: N and K.
-        padding_idx: the row that does not count, as in ``torch.nn.Embedding``: it is looked up like others.
-        dtype: of the result. ``.half()``, ``.to(dtype)`` and their like change it, and not the packed tensors.
+        padding_idx: the row that does not count, as in ``torch.nn.Embedding``: it is
+            looked up like others.
+        dtype: of the result. ``.half()``, ``.to(dtype)`` and their like change it, and not
+            the packed tensors.
         scale: what the rows are multiplied by, rounded to ``dtype``, as in Gemma 3.
     """
 
@@ -34,7 +36,9 @@ class _Lookup(PackedState):
     dtype: torch.dtype
     scale: float
 
-    def _set(self, packed: PackedWeight, dtype: torch.dtype, padding_idx: int | None, scale: float) -> None:
+    def _set(
+        self, packed: PackedWeight, dtype: torch.dtype, padding_idx: int | None, scale: float
+    ) -> None:
         if packed.kernel_size:
             raise ValueError(reference.CONVOLUTION.format(packed.kernel_size))
         if dtype not in DATA_TYPES:
@@ -54,7 +58,10 @@ class _Lookup(PackedState):
 
     def extra_repr(self) -> str:
         """Sizes, as ``print(model)`` shows them."""
-        parts = [f"{self.num_embeddings}, {self.embedding_dim}, dtype={str(self.dtype).removeprefix('torch.')}"]
+        parts = [
+            f"{self.num_embeddings}, {self.embedding_dim}, "
+            f"dtype={str(self.dtype).removeprefix('torch.')}"
+        ]
         parts += [f"padding_idx={self.padding_idx}"] if self.padding_idx is not None else []
         parts += [f"scale={self.scale:g}"] if self.scale != 1 else []
         return ", ".join(parts)
@@ -63,9 +70,10 @@ class _Lookup(PackedState):
 class MixedEmbedding(_Lookup, WeightBuffers):
     """``torch.nn.Embedding`` over a packed weight: :func:`cutlass_ops.embedding` as a module.
 
-    The packed tensors are buffers as in :class:`cutlass_ops.MixedLinear`: they move with the module, keep their dtypes and
-    are frozen. There is no ``weight`` attribute; :meth:`dequantize` returns its values, without the scale. An output head that
-    shares the weight is best the layer that has the tensors, with a :class:`TiedEmbedding` beside it.
+    The packed tensors are buffers as in :class:`cutlass_ops.MixedLinear`: they move with the
+    module, keep their dtypes and are frozen. There is no ``weight`` attribute; :meth:`dequantize`
+    returns its values, without the scale. An output head that shares the weight is best the layer
+    that has the tensors, with a :class:`TiedEmbedding` beside it.
 
     Attributes:
         num_embeddings, embedding_dim, padding_idx, dtype, scale: as the arguments.
@@ -101,15 +109,22 @@ class MixedEmbedding(_Lookup, WeightBuffers):
 
     def extra_repr(self) -> str:
         """Sizes and format, as ``print(model)`` shows them."""
-        kind = next((name for name in ("zeros", "offsets", "book") if getattr(self, name) is not None), "symmetric")
-        return f"{super().extra_repr()}, bits={self._packed.bits}, group_size={self._packed.group_size}, {kind}"
+        kind = next(
+            (name for name in ("zeros", "offsets", "book") if getattr(self, name) is not None),
+            "symmetric",
+        )
+        return (
+            f"{super().extra_repr()}, bits={self._packed.bits}, "
+            f"group_size={self._packed.group_size}, {kind}"
+        )
 
 
 class TiedEmbedding(_Lookup):
-    """A :class:`MixedEmbedding` whose rows are those of another layer's weight, which alone has the tensors.
+    """A :class:`MixedEmbedding` whose rows are those of another layer's weight, which alone
+    has the tensors.
 
-    That layer is part of the same model, which moves, saves and loads the tensors once. On another device than the ids' it
-    looks the rows up where the weight is, and their values move.
+    That layer is part of the same model, which moves, saves and loads the tensors once. On another
+    device than the ids' it looks the rows up where the weight is, and their values move.
 
     Attributes:
         num_embeddings, embedding_dim, padding_idx, dtype, scale: as in :class:`MixedEmbedding`.
@@ -131,8 +146,11 @@ class TiedEmbedding(_Lookup):
     ) -> None:
         super().__init__()
         if not isinstance(layer, WeightBuffers):
-            raise TypeError(f"layer is a {type(layer).__name__}; a MixedLinear or a MixedEmbedding is expected")
-        self._layer = (layer,)  # no submodule: the model has the layer, once, for moves and state_dict
+            raise TypeError(
+                f"layer is a {type(layer).__name__}; a MixedLinear or a MixedEmbedding is expected"
+            )
+        # no submodule: the model has the layer, once, for moves and state_dict
+        self._layer = (layer,)
         self._set(layer.packed, dtype, padding_idx, scale)
 
     @property
@@ -165,7 +183,9 @@ class TiedEmbedding(_Lookup):
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
-            raise AttributeError("TiedEmbedding has no 'weight': its values are packed; dequantize() returns them")
+            raise AttributeError(
+                "TiedEmbedding has no 'weight': its values are packed; dequantize() returns them"
+            )
         return super().__getattr__(name)
 
 
@@ -173,5 +193,7 @@ def in_memory(layer: nn.Module) -> AbstractContextManager[None]:
     """A time in which a layer has its tensors, wherever accelerate keeps them."""
     if not hasattr(layer, "_hf_hook"):
         return nullcontext()
-    aligned: AbstractContextManager[None] = import_module("accelerate.utils").align_module_device(layer)
+    aligned: AbstractContextManager[None] = import_module("accelerate.utils").align_module_device(
+        layer
+    )
     return aligned

@@ -19,7 +19,8 @@ from .buffers import PackedBuffers, PackedState, read_mark
 
 
 class ExpertWeights(PackedBuffers):
-    """The weights of one product of :class:`MixedExperts`: their tensors as buffers, which keep their dtypes.
+    """The weights of one product of :class:`MixedExperts`: their tensors as buffers, which
+    keep their dtypes.
 
     Raises:
         TypeError: weights that are not packed.
@@ -31,7 +32,8 @@ class ExpertWeights(PackedBuffers):
         super().__init__()
         if not isinstance(packed, PackedExperts):
             raise TypeError(
-                f"packed is a {type(packed).__name__}; PackedExperts (see cutlass_ops.reorder_experts) are expected"
+                f"packed is a {type(packed).__name__}; PackedExperts (see "
+                "cutlass_ops.reorder_experts) are expected"
             )
         tensors = packed.tensors()
         for name in PARTS:
@@ -43,7 +45,8 @@ class ExpertWeights(PackedBuffers):
         """The weights as the buffers hold them now; they share their memory.
 
         Raises:
-            TypeError, ValueError: a buffer was replaced by one that does not fit; the message has the name.
+            TypeError, ValueError: a buffer was replaced by one that does not fit; the
+                message has the name.
         """
         kept = self._packed
         if self._buffers["perm"] is kept.perm and all(
@@ -53,18 +56,24 @@ class ExpertWeights(PackedBuffers):
         return self._from_buffers()
 
     def put_in_eights(self) -> None:
-        """Bring the rows of gate and up, which the buffers hold in the order of earlier versions, into that of ``gated``."""
+        """Bring the rows of gate and up, which the buffers hold in the order of earlier versions,
+        into that of ``gated``.
+        """
         self._packed = in_eights(replace(self.packed, gated=False))
         self._buffers.update(self._packed.tensors())
 
     def marks(self) -> dict[str, dict[str, Any]]:
-        """None: :class:`MixedExperts` writes the marks, as transformers' experts modules own the parameters."""
+        """None: :class:`MixedExperts` writes the marks, as transformers' experts modules
+        own the parameters.
+        """
         return {}
 
     def _from_buffers(self) -> PackedExperts:
         e, n, k = self._packed.shape
         packed = self._packed
-        return PackedExperts.of_parts(dict(self._buffers), e, n, k, packed.bits, packed.group_size, packed.gated)
+        return PackedExperts.of_parts(
+            dict(self._buffers), e, n, k, packed.bits, packed.group_size, packed.gated
+        )
 
     def state_format(self) -> dict[str, Any]:
         """As of other weights, and whether rows are of gate and up in eights."""
@@ -76,7 +85,10 @@ class ExpertWeights(PackedBuffers):
 
     def extra_repr(self) -> str:
         """Sizes and format, as ``print(model)`` shows them."""
-        kind = next((name for name in ("zeros", "offsets", "book") if self._buffers[name] is not None), "symmetric")
+        kind = next(
+            (name for name in ("zeros", "offsets", "book") if self._buffers[name] is not None),
+            "symmetric",
+        )
         experts, n, k = self._packed.shape
         return (
             f"experts={experts}, out_features={n}, in_features={k}, "
@@ -87,9 +99,10 @@ class ExpertWeights(PackedBuffers):
 class MixedExperts(PackedState):
     """The experts of a layer with packed weights: :func:`cutlass_ops.mixed_moe` as a module.
 
-    It takes the place of the experts modules of transformers 5 whose experts compute ``down(act(gate(x)) * up(x))``, as those
-    of Mixtral, Qwen3-MoE and DeepSeek-V3, and of gpt-oss's. The packed tensors, biases among them, are buffers of the children
-    ``gate_up_proj`` and ``down_proj``.
+    It takes the place of the experts modules of transformers 5 whose experts compute
+    ``down(act(gate(x)) * up(x))``, as those of Mixtral, Qwen3-MoE and DeepSeek-V3, and of
+    gpt-oss's. The packed tensors, biases among them, are buffers of the children ``gate_up_proj``
+    and ``down_proj``.
 
     Attributes:
         num_experts, hidden_dim, intermediate_dim: E, H and I.
@@ -98,13 +111,14 @@ class MixedExperts(PackedState):
         act_symmetric: whether quantised activations have no zero point. Unused with "none".
 
     Args:
-        gate_up: ``[E, 2 * I, H]``. If it was packed without ``gated=True``, the module holds a copy in that order.
+        gate_up: ``[E, 2 * I, H]``. If it was packed without ``gated=True``, the module holds a
+            copy in that order.
         down: ``[E, H, I]``.
 
     Raises:
         TypeError: weights that are not packed.
-        ValueError: weights whose shapes do not fit each other, ``down`` packed with ``gated=True``, or an option that does not
-            exist.
+        ValueError: weights whose shapes do not fit each other, ``down`` packed with ``gated=True``,
+            or an option that does not exist.
     """
 
     gate_up_proj: ExpertWeights
@@ -120,13 +134,17 @@ class MixedExperts(PackedState):
     ) -> None:
         super().__init__()
         if act_quant not in native.ACT_QUANT:
-            raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, native.ACT_QUANT))}")
+            raise ValueError(
+                f"act_quant is {act_quant!r}; supported are "
+                f"{', '.join(map(repr, native.ACT_QUANT))}"
+            )
         check_gate(activation)
         self.gate_up_proj, self.down_proj = ExpertWeights(gate_up), ExpertWeights(down)
         self.num_experts, self.hidden_dim, self.intermediate_dim = down.shape
         if gate_up.shape != (self.num_experts, 2 * self.intermediate_dim, self.hidden_dim):
             raise ValueError(
-                f"gate_up is {list(gate_up.shape)} and down {list(down.shape)}; [E, 2 * I, H] and [E, H, I] are expected"
+                f"gate_up is {list(gate_up.shape)} and down {list(down.shape)}; [E, 2 * I, H] and "
+                "[E, H, I] are expected"
             )
         check_down(down)
         if not gate_up.gated:
@@ -139,11 +157,16 @@ class MixedExperts(PackedState):
         """One mark for each product's weights."""
         return {name: getattr(self, name).state_format() for name in ("gate_up_proj", "down_proj")}
 
-    def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any
+    ) -> None:
         for name, form in self.marks().items():
             mark = state_dict.get(f"{prefix}{name}")
-            # Marks of earlier versions do not say "gated", and their rows of gate come before those of up.
-            if mark is None or read_mark(mark) != {key: value for key, value in form.items() if key != "gated"}:
+            # Marks of earlier versions do not say "gated", and their rows of gate come
+            # before those of up.
+            if mark is None or read_mark(mark) != {
+                key: value for key, value in form.items() if key != "gated"
+            }:
                 continue
             del state_dict[f"{prefix}{name}"]
             if form["gated"]:
@@ -151,7 +174,9 @@ class MixedExperts(PackedState):
                 parts = {part: state_dict.get(f"{prefix}{name}.{part}") for part in PARTS}
                 e, n, k = own.shape
                 packed = in_eights(PackedExperts.of_parts(parts, e, n, k, own.bits, own.group_size))
-                state_dict.update({f"{prefix}{name}.{part}": tensor for part, tensor in packed.tensors().items()})
+                state_dict.update(
+                    {f"{prefix}{name}.{part}": tensor for part, tensor in packed.tensors().items()}
+                )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -159,8 +184,8 @@ class MixedExperts(PackedState):
 
         Args:
             hidden_states: ``[M, H]``.
-            top_k_index: integers ``[M, top]``: each token's experts. E, by which transformers marks the experts of other
-                ranks, and -1 add nothing.
+            top_k_index: integers ``[M, top]``: each token's experts. E, by which transformers marks
+                the experts of other ranks, and -1 add nothing.
             top_k_weights: floating ``[M, top]``.
 
         Returns:

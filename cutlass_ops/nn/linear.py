@@ -1,4 +1,6 @@
-"""A linear layer over a packed weight, the replacement of a model's linear layers by it, and layers that share one launch."""
+"""A linear layer over a packed weight, the replacement of a model's linear layers by it, and layers
+that share one launch.
+"""
 
 from __future__ import annotations
 
@@ -30,30 +32,36 @@ from .quantizer_module import quantizer_module
 
 _ACT_QUANT = ("none", "token", "block")
 
-#: Layers with one parent that multiply the same x, by the name of the layer that can do their work: as the attention and the
-#: MLP of transformers' Llama, Qwen and Mistral models have these names.
-SHARED_INPUT = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+#: Layers with one parent that multiply the same x, by the name of the layer that can do their work:
+#: as the attention and the MLP of transformers' Llama, Qwen and Mistral models have these names.
+SHARED_INPUT = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 
 
 class MixedLinear(WeightBuffers):
     """``y = act(x @ W.T + bias)`` with ``W`` packed: :func:`cutlass_ops.mixed_gemm` as a module.
 
-    The packed tensors are buffers, so ``state_dict``, ``.to(device)`` and ``.cuda()`` treat them as any other. They
-    keep their dtypes under ``.half()`` and ``.to(dtype)``: scales are part of the checkpoint, not of the computation.
-    The product is always that of the buffers as they are: a buffer may be written to, or replaced by a tensor of the same
-    shape, by assignment, ``torch.func.functional_call`` or offloading hooks. ``bias`` may become None, or a tensor.
+    The packed tensors are buffers, so ``state_dict``, ``.to(device)`` and ``.cuda()`` treat them as
+    any other. They keep their dtypes under ``.half()`` and ``.to(dtype)``: scales are part of the
+    checkpoint, not of the computation. The product is always that of the buffers as they are: a
+    buffer may be written to, or replaced by a tensor of the same shape, by assignment,
+    ``torch.func.functional_call`` or offloading hooks. ``bias`` may become None, or a tensor.
 
-    Training: the output is differentiable in x, and the weight and its bias are frozen (see :func:`cutlass_ops.mixed_gemm`).
-    There is no ``weight`` attribute; :meth:`dequantize` returns its values. torch.compile and torch.export record the layer,
-    torch.jit refuses it.
+    Training: the output is differentiable in x, and the weight and its bias are frozen (see
+    :func:`cutlass_ops.mixed_gemm`). There is no ``weight`` attribute; :meth:`dequantize` returns
+    its values. torch.compile and torch.export record the layer, torch.jit refuses it.
 
     Attributes:
         in_features, out_features: K and N.
         act_quant: how x is quantised: "none", "token" or "block".
-        act_symmetric: whether quantised activations have no zero point. Unused with "none". A layer that is made without it
-            keeps its weight's column sums on Hopper, 4 bytes for 128 weights (:meth:`cutlass_ops.PackedWeight.sum_codes`).
+        act_symmetric: whether quantised activations have no zero point. Unused with "none". A layer
+            that is made without it keeps its weight's column sums on Hopper, 4 bytes for 128
+            weights (:meth:`cutlass_ops.PackedWeight.sum_codes`).
         activation: as in :func:`cutlass_ops.mixed_gemm`; applied after the bias.
-        shared_by: names of the siblings whose work this layer does, and which alone call it (:func:`fuse_linears`); or none.
+        shared_by: names of the siblings whose work this layer does, and which alone call it
+            (:func:`fuse_linears`); or none.
 
     Raises:
         TypeError: a weight that is not packed.
@@ -72,7 +80,9 @@ class MixedLinear(WeightBuffers):
     ) -> None:
         super().__init__(packed)
         if act_quant not in _ACT_QUANT:
-            raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, _ACT_QUANT))}")
+            raise ValueError(
+                f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, _ACT_QUANT))}"
+            )
         if packed.kernel_size:
             raise ValueError(reference.CONVOLUTION.format(packed.kernel_size))
         self.out_features, self.in_features = packed.shape
@@ -83,7 +93,9 @@ class MixedLinear(WeightBuffers):
         self._keep_sums()
 
     def view_buffers(self) -> None:
-        """As its base class has it; and keep the column sums of a weight whose activations have zero points."""
+        """As its base class has it; and keep the column sums of a weight whose activations
+        have zero points.
+        """
         packed = self._packed
         super().view_buffers()
         self._packed.share_sums(packed)  # captured graphs may read them, of what was loaded now
@@ -98,7 +110,8 @@ class MixedLinear(WeightBuffers):
         """The weight as this layer's buffers hold it now; it shares their memory.
 
         Raises:
-            TypeError, ValueError: a buffer was replaced by one that does not fit; the message has the name.
+            TypeError, ValueError: a buffer was replaced by one that does not fit; the
+                message has the name.
         """
         buffers, packed = self._buffers, self._packed
         try:
@@ -118,7 +131,8 @@ class MixedLinear(WeightBuffers):
         if is_dynamo_compiling():  # what is traced is not kept
             return found
         found.share_sums(packed)
-        # Codes that an offloading hook brings for one call are other ones every time, and must not be kept alive.
+        # Codes that an offloading hook brings for one call are other ones every time, and must
+        # not be kept alive.
         known = None if self._other_codes is None else self._other_codes()
         if found.codes is packed.codes or found.codes is known:
             self._packed = found
@@ -136,7 +150,10 @@ class MixedLinear(WeightBuffers):
         self._keep_sums()
 
     def __prepare_scriptable__(self) -> None:
-        raise RuntimeError(f"{type(self).__name__} cannot be scripted by torch.jit.script; use torch.compile or torch.export")
+        raise RuntimeError(
+            f"{type(self).__name__} cannot be scripted by torch.jit.script; use "
+            "torch.compile or torch.export"
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x ``[..., K]`` by the weight; returns ``[..., N]`` of x's dtype.
@@ -145,14 +162,21 @@ class MixedLinear(WeightBuffers):
             TypeError, ValueError: x or a replaced buffer does not fit; the message has its value.
             RuntimeError: as in :func:`cutlass_ops.mixed_gemm`.
         """
-        return gemm.mixed_gemm(x, self.packed, None, self.activation, self.act_quant, self.act_symmetric)
+        return gemm.mixed_gemm(
+            x, self.packed, None, self.activation, self.act_quant, self.act_symmetric
+        )
 
     def extra_repr(self) -> str:
         """Sizes, format and activation mode, as ``print(model)`` shows them."""
-        kind = next((name for name in ("zeros", "offsets", "book") if getattr(self, name) is not None), "symmetric")
+        kind = next(
+            (name for name in ("zeros", "offsets", "book") if getattr(self, name) is not None),
+            "symmetric",
+        )
         parts = [
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}",
-            f"bits={self._packed.bits}, group_size={self._packed.group_size}, {kind}, act_quant={self.act_quant!r}",
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}",
+            f"bits={self._packed.bits}, group_size={self._packed.group_size}, {kind}, "
+            f"act_quant={self.act_quant!r}",
         ]
         if self.act_quant != "none":
             parts.append(f"act_symmetric={self.act_symmetric}")
@@ -169,40 +193,48 @@ def replace_linears(
 ) -> list[str]:
     """Put a :class:`MixedLinear` in the place of each linear layer that ``packed`` names.
 
-    A layer's own bias is kept where the packed weight has none. Every name is checked before the first layer is
-    replaced, so that an error leaves the model as it was. A packed weight stays on its device; move the model after.
-    :func:`fuse_linears` then makes one of those that multiply the same x.
+    A layer's own bias is kept where the packed weight has none. Every name is checked before
+    the first layer is replaced, so that an error leaves the model as it was. A packed weight
+    stays on its device; move the model after. :func:`fuse_linears` then makes one of those that
+    multiply the same x.
 
-    The configuration of a model of transformers or diffusers names its packed layers, so that ``from_pretrained`` reads what
-    ``save_pretrained`` writes; :func:`load_model` reads the former.
+    The configuration of a model of transformers or diffusers names its packed layers, so that
+    ``from_pretrained`` reads what ``save_pretrained`` writes; :func:`load_model` reads the former.
 
     Args:
         model: any module; changed in place.
-        packed: weights by the layer's qualified name, as in ``model.named_modules()``: "model.layers.0.mlp.up_proj".
+        packed: weights by the layer's qualified name, as in ``model.named_modules()``:
+            "model.layers.0.mlp.up_proj".
         act_quant, act_symmetric: as in :class:`MixedLinear`.
 
     Returns:
         The replaced names, in the order of ``packed``.
 
     Raises:
-        ValueError: a name that the model does not have, a weight of another shape than the layer's, or a model of
-            transformers or diffusers that another method quantised.
-        TypeError: a named module that is neither ``torch.nn.Linear`` nor transformers' Conv1D, or a value that is not a
-            PackedWeight.
+        ValueError: a name that the model does not have, a weight of another shape than the layer's,
+            or a model of transformers or diffusers that another method quantised.
+        TypeError: a named module that is neither ``torch.nn.Linear`` nor transformers' Conv1D, or a
+            value that is not a PackedWeight.
     """
     quantizer = quantizer_module(model)
     modules = dict(model.named_modules())
     layers: dict[str, MixedLinear] = {}
     for name, weight in packed.items():
         if not isinstance(weight, PackedWeight):
-            raise TypeError(f"{name!r}: the weight is a {type(weight).__name__}; a PackedWeight is expected")
+            raise TypeError(
+                f"{name!r}: the weight is a {type(weight).__name__}; a PackedWeight is expected"
+            )
         linear = modules.get(name)
         if not name or linear is None:
             raise ValueError(f"{name!r}: the model has no module of that name inside it")
         if (shape := features(linear)) is None:
-            raise TypeError(f"{name!r}: the module is a {type(linear).__name__}; torch.nn.Linear is expected")
+            raise TypeError(
+                f"{name!r}: the module is a {type(linear).__name__}; torch.nn.Linear is expected"
+            )
         if weight.shape != shape:
-            raise ValueError(f"{name!r}: the packed weight is {list(weight.shape)}; the layer is {list(shape)}")
+            raise ValueError(
+                f"{name!r}: the packed weight is {list(weight.shape)}; the layer is {list(shape)}"
+            )
         bias: Tensor | None = linear.bias
         if weight.bias is None and bias is not None:
             weight = replace(weight, bias=bias.detach().to(weight.device))
@@ -217,13 +249,16 @@ def replace_linears(
 
 
 def set_activations(model: nn.Module, act_quant: str, act_symmetric: bool = True) -> None:
-    """Change how every :class:`MixedLinear`, :class:`MixedExperts` and :class:`MixedConv` of a model treats its activations.
+    """Change how every :class:`MixedLinear`, :class:`MixedExperts` and :class:`MixedConv` of a
+    model treats its activations.
 
     Raises:
         ValueError: an ``act_quant`` that does not exist.
     """
     if act_quant not in _ACT_QUANT:
-        raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, _ACT_QUANT))}")
+        raise ValueError(
+            f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, _ACT_QUANT))}"
+        )
     for module in model.modules():
         if isinstance(module, MixedLinear | MixedExperts | MixedConv):
             module.act_quant, module.act_symmetric = act_quant, act_symmetric
@@ -233,7 +268,9 @@ def set_activations(model: nn.Module, act_quant: str, act_symmetric: bool = True
 
 
 class _Shared:
-    """A layer that computes what several layers compute, and its last result, of which each takes its part once."""
+    """A layer that computes what several layers compute, and its last result, of which each
+    takes its part once.
+    """
 
     layer: MixedLinear
     sizes: list[int]
@@ -247,18 +284,27 @@ class _Shared:
 
     def part(self, index: int, x: Tensor) -> Tensor:
         last, state = self.last, self._state(x)
-        kept = last is not None and all(map(operator.is_, last[0], self._tensors(x))) and last[1] == state
+        kept = (
+            last is not None
+            and all(map(operator.is_, last[0], self._tensors(x)))
+            and last[1] == state
+        )
         parts = last[2] if last is not None and kept else []
         y = parts[index] if kept else None
         if y is None:
             whole = self.layer(x)
             # One view each, so that each may be written to while gradients are recorded.
             starts = (sum(self.sizes[:i]) for i in range(len(self.sizes)))
-            views = [whole.narrow(-1, start, size) for start, size in zip(starts, self.sizes, strict=True)]
+            views = [
+                whole.narrow(-1, start, size)
+                for start, size in zip(starts, self.sizes, strict=True)
+            ]
             parts, y = [*views], views[index]
         parts[index] = None
         # Nothing is kept once all have their parts. Hooks of the layer may have moved the weight.
-        self.last = (self._tensors(x), state, parts) if any(part is not None for part in parts) else None
+        self.last = (
+            (self._tensors(x), state, parts) if any(part is not None for part in parts) else None
+        )
         return y
 
     def _tensors(self, x: Tensor) -> tuple[Tensor | None, ...]:
@@ -271,7 +317,11 @@ class _Shared:
             return ()
         # Tensors of inference mode do not count what is done to them in place.
         version = None if x.is_inference() else x._version
-        return version, torch.is_grad_enabled() and x.requires_grad, torch.is_autocast_enabled(x.device.type)
+        return (
+            version,
+            torch.is_grad_enabled() and x.requires_grad,
+            torch.is_autocast_enabled(x.device.type),
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles begin without a result.
@@ -279,11 +329,13 @@ class _Shared:
 
 
 class FusedPart(PackedState):
-    """A linear layer whose work another one does, together with that of its siblings; made by :func:`fuse_linears`.
+    """A linear layer whose work another one does, together with that of its siblings; made by
+    :func:`fuse_linears`.
 
-    The first sibling that is called with an x multiplies x by the weights of all; the others, when they are called with that
-    same tensor, take their columns of the result. Called in another order, or alone, each still returns the right values,
-    at the price of a product of all. The parts are differentiable in x as :class:`MixedLinear` is.
+    The first sibling that is called with an x multiplies x by the weights of all; the others, when
+    they are called with that same tensor, take their columns of the result. Called in another
+    order, or alone, each still returns the right values, at the price of a product of all. The
+    parts are differentiable in x as :class:`MixedLinear` is.
 
     Attributes:
         in_features, out_features: of this part.
@@ -297,7 +349,9 @@ class FusedPart(PackedState):
         self.in_features, self.out_features = shared.layer.in_features, shared.sizes[index]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply x ``[..., K]`` by this part of the weight; returns a view ``[..., N]`` of the shared result."""
+        """Multiply x ``[..., K]`` by this part of the weight; returns a view ``[..., N]`` of
+        the shared result.
+        """
         return self._shared.part(self._index, x)
 
     def marks(self) -> dict[str, dict[str, Any]]:
@@ -317,7 +371,9 @@ class FusedPart(PackedState):
 
     @property
     def packed(self) -> PackedWeight:
-        """This part of the shared layer's weight: what the layer had before it was fused, bit for bit."""
+        """This part of the shared layer's weight: what the layer had before it was
+        fused, bit for bit.
+        """
         begin = sum(self._shared.sizes[: self._index])
         rows = _rows(self._shared.layer.packed, begin, begin + self.out_features)
         # Where only some parts had a bias, the others got one of -0.0.
@@ -341,20 +397,26 @@ class Fused:
     refused: Mapping[str, str]
 
 
-def fuse_linears(model: nn.Module, shared_input: Mapping[str, Sequence[str]] = SHARED_INPUT) -> Fused:
-    """Let one launch serve the layers of a model that multiply the same x: query, key and value; gate and up.
+def fuse_linears(
+    model: nn.Module, shared_input: Mapping[str, Sequence[str]] = SHARED_INPUT
+) -> Fused:
+    """Let one launch serve the layers of a model that multiply the same x: query, key and
+    value; gate and up.
 
-    Their weights are packed as one (:func:`cutlass_ops.reorder` of a list) in a :class:`MixedLinear` that the parent gets
-    under a new name, and :class:`FusedPart` modules take their places, so that the model's code stays as it is. The values
-    are those of the separate layers up to the order of fp32 sums. ``state_dict`` has the new layer's tensors instead of the
+    Their weights are packed as one (:func:`cutlass_ops.reorder` of a list) in a
+    :class:`MixedLinear` that the parent gets under a new name, and :class:`FusedPart` modules take
+    their places, so that the model's code stays as it is. The values are those of the separate
+    layers up to the order of fp32 sums. ``state_dict`` has the new layer's tensors instead of the
     old ones'; ``save_pretrained`` of transformers' models writes the old ones', bit for bit.
 
-    Layers are left alone, with the reason in the result, where one of them is no MixedLinear, or where they differ in what
-    one product must share: bits, group size, kind of zero point, act order, dtypes, device, treatment of x.
+    Layers are left alone, with the reason in the result, where one of them is no MixedLinear, or
+    where they differ in what one product must share: bits, group size, kind of zero point, act
+    order, dtypes, device, treatment of x.
 
     Args:
         model: with layers of :func:`replace_linears`; changed in place.
-        shared_input: names of layers with one parent that are always called with the same tensor, by the new layer's name.
+        shared_input: names of layers with one parent that are always called with the same tensor,
+            by the new layer's name.
     """
     layers: dict[str, tuple[str, ...]] = {}
     refused: dict[str, str] = {}
@@ -377,11 +439,17 @@ def fuse_linears(model: nn.Module, shared_input: Mapping[str, Sequence[str]] = S
             layer = MixedLinear(packed, first.act_quant, first.act_symmetric, first.activation)
             layer.train(first.training)
             layer.shared_by = tuple(children)
-            shared = _Shared(layer, [part.out_features for part in parts], [part.bias is not None for part in parts])
+            shared = _Shared(
+                layer,
+                [part.out_features for part in parts],
+                [part.bias is not None for part in parts],
+            )
             setattr(parent, new, layer)
             for index, child in enumerate(children):
                 setattr(parent, child, FusedPart(shared, index).train(first.training))
-            layers[name] = tuple(f"{parent_name}.{child}" if parent_name else child for child in children)
+            layers[name] = tuple(
+                f"{parent_name}.{child}" if parent_name else child for child in children
+            )
     return Fused(layers, refused)
 
 
@@ -389,32 +457,49 @@ def _rows(weight: PackedWeight, begin: int, end: int) -> PackedWeight:
     """Rows ``begin`` to ``end`` of a weight: views where they are whole row panels."""
     if begin % formats.ROWS_PER_PANEL or (end % formats.ROWS_PER_PANEL and end != weight.n):
         whole = weight.unpack()
-        parts = {name: getattr(whole, name) for name in ("codes", "scales", "zeros", "offsets", "bias")}
-        return reorder(replace(whole, **{name: part[begin:end] for name, part in parts.items() if part is not None}))
+        parts = {
+            name: getattr(whole, name) for name in ("codes", "scales", "zeros", "offsets", "bias")
+        }
+        return reorder(
+            replace(
+                whole, **{name: part[begin:end] for name, part in parts.items() if part is not None}
+            )
+        )
     return weight.row_panels(begin, end)
 
 
 def _as_one(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """What :func:`cutlass_ops.reorder` makes of the canonical weights as a list; ValueError if they cannot be one."""
+    """What :func:`cutlass_ops.reorder` makes of the canonical weights as a list; ValueError if
+    they cannot be one.
+    """
     first = weights[0]
     dtypes = {part: tensor.dtype for part, tensor in first.tensors().items()}
     alike = all(
-        (w.k, w.bits, w.group_size, w.device) == (first.k, first.bits, first.group_size, first.device)
+        (w.k, w.bits, w.group_size, w.device)
+        == (first.k, first.bits, first.group_size, first.device)
         and {part: tensor.dtype for part, tensor in w.tensors().items()} == dtypes
-        and all(torch.equal(getattr(w, part), getattr(first, part)) for part in ("perm", "book") if part in dtypes)
+        and all(
+            torch.equal(getattr(w, part), getattr(first, part))
+            for part in ("perm", "book")
+            if part in dtypes
+        )
         for w in weights
     )
     # Row panels are the outermost order, so whole ones need not be unpacked.
     if not alike or any(w.n % formats.ROWS_PER_PANEL for w in weights[:-1]):
         return reorder([w.unpack() for w in weights])
     joined: dict[str, Any] = {
-        part: torch.cat([getattr(w, part) for w in weights], dim=-1) for part in dtypes if part not in ("perm", "book")
+        part: torch.cat([getattr(w, part) for w in weights], dim=-1)
+        for part in dtypes
+        if part not in ("perm", "book")
     }
     return replace(first, n=sum(w.n for w in weights), **joined)
 
 
 def _reason_against(parent: nn.Module, new: str, parts: Mapping[str, nn.Module]) -> str:
-    """Why these layers cannot be one, as far as it is not their weights; "" if nothing speaks against it."""
+    """Why these layers cannot be one, as far as it is not their weights; "" if nothing
+    speaks against it.
+    """
     if hasattr(parent, new):
         return f"its parent has a {new} already"
     for name, part in parts.items():
@@ -422,7 +507,9 @@ def _reason_against(parent: nn.Module, new: str, parts: Mapping[str, nn.Module])
             return f"{name} is a {type(part).__name__}; a MixedLinear is expected"
         if part.codes.is_meta:
             return f"{name} is offloaded: its tensors are not in memory"
-    options = {name: (part.act_quant, part.act_symmetric, part.activation) for name, part in parts.items()}
+    options = {
+        name: (part.act_quant, part.act_symmetric, part.activation) for name, part in parts.items()
+    }
     if len(set(options.values())) > 1:
         return f"act_quant, act_symmetric and activation differ: {options}"
     return ""

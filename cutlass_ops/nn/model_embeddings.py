@@ -18,23 +18,32 @@ _SCALE = "scalar_embed_scale"
 
 
 def embedding_scale(module: nn.Embedding) -> float | None:
-    """What a word embedding multiplies its rows by, rounded to their dtype; None if it computes something else."""
+    """What a word embedding multiplies its rows by, rounded to their dtype; None if it
+    computes something else.
+    """
     if module.max_norm is not None:  # its forward writes to the weight
         return None
     kind = type(module)
     if kind.forward is nn.Embedding.forward:
         return 1.0
     scale = getattr(module, _SCALE, None)
-    return float(scale) if isinstance(scale, int | float) and _multiplies(cast(Hashable, kind)) else None
+    return (
+        float(scale)
+        if isinstance(scale, int | float) and _multiplies(cast(Hashable, kind))
+        else None
+    )
 
 
 @cache
 def _multiplies(kind: Any) -> bool:
-    """Whether a class of embeddings multiplies its rows by the factor in its dtype, and does nothing else: tried on a small
-    one.
+    """Whether a class of embeddings multiplies its rows by the factor in its dtype, and does
+    nothing else: tried on a small one.
     """
-    # from_pretrained makes models in the context of the meta device, and under another default dtype
-    weight = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").bfloat16()
+    # from_pretrained makes models in the context of the meta device, and under
+    # another default dtype
+    weight = torch.randn(
+        5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    ).bfloat16()
     scale, ids = 1.2345, torch.tensor([3, 0, 3], dtype=torch.int64, device="cpu")
     layer: Any = nn.Embedding(5, 3, _weight=weight)
     layer.__class__ = kind
@@ -55,8 +64,11 @@ def reason_against_embedding(module: nn.Embedding) -> str:
     return ""
 
 
-def packed_embedding(module: nn.Embedding, weight: PackedWeight | WeightBuffers) -> MixedEmbedding | TiedEmbedding:
-    """The packed layer in the place of a word embedding: of this weight, or tied to the layer that has it.
+def packed_embedding(
+    module: nn.Embedding, weight: PackedWeight | WeightBuffers
+) -> MixedEmbedding | TiedEmbedding:
+    """The packed layer in the place of a word embedding: of this weight, or tied to the
+    layer that has it.
 
     Raises:
         ValueError: a weight of another shape, or an embedding that cannot be packed.
@@ -66,13 +78,18 @@ def packed_embedding(module: nn.Embedding, weight: PackedWeight | WeightBuffers)
     packed = weight if isinstance(weight, PackedWeight) else weight.packed
     if packed.shape != (module.num_embeddings, module.embedding_dim):
         raise ValueError(
-            f"the packed weight is {list(packed.shape)}; the embedding is {[module.num_embeddings, module.embedding_dim]}"
+            f"the packed weight is {list(packed.shape)}; the embedding is "
+            f"{[module.num_embeddings, module.embedding_dim]}"
         )
     scale = embedding_scale(module)
     assert scale is not None
     options = (module.weight.dtype, module.padding_idx, scale)
     layer: MixedEmbedding | TiedEmbedding
-    layer = MixedEmbedding(weight, *options) if isinstance(weight, PackedWeight) else TiedEmbedding(weight, *options)
+    layer = (
+        MixedEmbedding(weight, *options)
+        if isinstance(weight, PackedWeight)
+        else TiedEmbedding(weight, *options)
+    )
     layer.train(module.training)
     return layer
 
@@ -81,4 +98,6 @@ def restore_scale(module: nn.Embedding, device: torch.device) -> None:
     """Give an embedding that was made on the meta device the values of its factor."""
     scale = module._buffers.get("embed_scale")
     if scale is not None and scale.is_meta:
-        module._buffers["embed_scale"] = torch.full((), getattr(module, _SCALE), dtype=scale.dtype, device=device)
+        module._buffers["embed_scale"] = torch.full(
+            (), getattr(module, _SCALE), dtype=scale.dtype, device=device
+        )

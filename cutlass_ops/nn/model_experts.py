@@ -1,4 +1,6 @@
-"""Experts modules of transformers: what they compute, and how their parameters hold an expert's weights."""
+"""Experts modules of transformers: what they compute, and how their parameters hold an
+expert's weights.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,19 @@ from ..weights.weight import FLOAT_TYPES
 #: The products of a layer of experts, by the names that transformers has for their parameters.
 PRODUCTS = (GATE_UP, DOWN) = ("gate_up_proj", "down_proj")
 
-#: Activations of gate that experts of transformers have, by their classes, as :func:`cutlass_ops.mixed_moe` names them.
+#: Activations of gate that experts of transformers have, by their classes, as
+#: :func:`cutlass_ops.mixed_moe` names them.
 _GATES = {
     "torch.nn.modules.activation.SiLU": "silu",
     "transformers.activations.SiLUActivation": "silu",
     "torch.nn.modules.activation.ReLU": "relu",
     "transformers.activations.GELUActivation": "gelu",
 }
-#: Classes of experts that compute ``("clamped_swiglu", alpha, limit)``, of matrices ``[in, out]`` with biases, whose columns of
-#: gate and up alternate.
+#: Classes of experts that compute ``("clamped_swiglu", alpha, limit)``, of matrices ``[in, out]``
+#: with biases, whose columns of gate and up alternate.
 _CLAMPED = ("transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts",)
-#: What transformers 5 says of experts modules that compute ``down(act(gate(x)) * up(x))``, of matrices ``[out, in]`` and gate's
-#: before up's.
+#: What transformers 5 says of experts modules that compute ``down(act(gate(x)) * up(x))``, of
+#: matrices ``[out, in]`` and gate's before up's.
 _PLAIN = {
     "has_gate": True,
     "has_bias": False,
@@ -41,14 +44,17 @@ _CLAMPED_SAYS = {**_PLAIN, "has_bias": True, "is_transposed": True, "is_concaten
 
 @dataclass(frozen=True)
 class ExpertsForm:
-    """An experts module of transformers that :class:`cutlass_ops.nn.MixedExperts` takes the place of.
+    """An experts module of transformers that :class:`cutlass_ops.nn.MixedExperts`
+    takes the place of.
 
     Attributes:
         activation: as in :func:`cutlass_ops.mixed_moe`.
         sizes: E, H and I.
         transposed: whether parameters are ``[E, K, N]``.
-        interleaved: whether features of gate and up alternate in parameters; otherwise gate's come first.
-        biased: whether there are parameters ``gate_up_proj_bias`` and ``down_proj_bias``, ``[E, N]``.
+        interleaved: whether features of gate and up alternate in parameters; otherwise
+            gate's come first.
+        biased: whether there are parameters ``gate_up_proj_bias`` and
+            ``down_proj_bias``, ``[E, N]``.
     """
 
     activation: reference.Activation
@@ -60,7 +66,11 @@ class ExpertsForm:
     def shape(self, product: str) -> tuple[int, int, int]:
         """``[E, N, K]`` of a product's weights, gate's rows before up's."""
         experts, hidden, intermediate = self.sizes
-        return (experts, 2 * intermediate, hidden) if product == GATE_UP else (experts, hidden, intermediate)
+        return (
+            (experts, 2 * intermediate, hidden)
+            if product == GATE_UP
+            else (experts, hidden, intermediate)
+        )
 
     def rows(self, product: str) -> tuple[slice, ...]:
         """Which features of a product's parameters are gate's and which up's; or down's."""
@@ -76,11 +86,15 @@ class ExpertsForm:
         return (experts, k, n) if self.transposed else (experts, n, k)
 
     def matrix(self, values: Tensor) -> Tensor:
-        """``[N, K]`` of what a parameter has of one expert, features in the parameter's order; a view."""
+        """``[N, K]`` of what a parameter has of one expert, features in the
+        parameter's order; a view.
+        """
         return values.t() if self.transposed else values
 
     def from_parameter(self, product: str, values: Tensor) -> Tensor:
-        """An expert's weight ``[N, K]`` or bias ``[N]``, gate's rows before up's, of what the parameter has of it; a copy."""
+        """An expert's weight ``[N, K]`` or bias ``[N]``, gate's rows before up's, of what the
+        parameter has of it; a copy.
+        """
         values = self.matrix(values) if values.dim() == 2 else values
         return torch.cat([values[rows] for rows in self.rows(product)])
 
@@ -92,7 +106,9 @@ class ExpertsForm:
 
 
 def experts_form(module: Any) -> ExpertsForm | None:
-    """What an experts module of transformers computes; None for other modules, and for experts of another formula."""
+    """What an experts module of transformers computes; None for other modules, and for experts of
+    another formula.
+    """
     clamped = _qualified(type(module)) in _CLAMPED
     stated = _CLAMPED_SAYS if clamped else _PLAIN
     if any(getattr(module, name, None) is not value for name, value in stated.items()):
@@ -103,7 +119,9 @@ def experts_form(module: Any) -> ExpertsForm | None:
     elif (activation := _activation_of_gate(module)) is None:
         return None
     parameters: Mapping[str, Any] = module._parameters
-    if not all(type(p) is nn.Parameter and p.dtype in FLOAT_TYPES for p in parameters.values()) or any(module.buffers()):
+    if not all(
+        type(p) is nn.Parameter and p.dtype in FLOAT_TYPES for p in parameters.values()
+    ) or any(module.buffers()):
         return None
     if (down := parameters.get("down_proj")) is None or down.dim() != 3:
         return None
@@ -112,7 +130,11 @@ def experts_form(module: Any) -> ExpertsForm | None:
     form = ExpertsForm(activation, (experts, hidden, intermediate), clamped, clamped, clamped)
     shapes = {product: form.parameter_shape(product) for product in PRODUCTS}
     biases = {f"{product}_bias": form.shape(product)[:2] for product in PRODUCTS if form.biased}
-    return form if {name: tuple(p.shape) for name, p in parameters.items()} == {**shapes, **biases} else None
+    return (
+        form
+        if {name: tuple(p.shape) for name, p in parameters.items()} == {**shapes, **biases}
+        else None
+    )
 
 
 def _activation_of_gate(module: Any) -> str | None:

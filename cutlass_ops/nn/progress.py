@@ -16,7 +16,12 @@ def progress(title: str, total: int) -> Iterator[Callable[[str, int], None]]:
     if not console.is_terminal:  # where rich before 14.3 writes an empty line, even if disabled
         yield lambda name, nbytes: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda name, nbytes: bar.advance(task, nbytes)

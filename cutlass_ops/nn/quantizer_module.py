@@ -17,13 +17,15 @@ def add_library(library: str, base: str, quantizer: str) -> None:
 
     Args:
         library, base: the module and the name of the class of models.
-        quantizer: a module with ``check_method`` and ``attach``, each of a model; imported when such a model is packed.
+        quantizer: a module with ``check_method`` and ``attach``, each of a model; imported when
+            such a model is packed.
     """
     _LIBRARIES[library, base] = quantizer
 
 
 def quantizer_module(model: nn.Module) -> Any:
-    """What tells a model of transformers or diffusers of its packed layers (``attach``); None for other models.
+    """What tells a model of transformers or diffusers of its packed layers (``attach``); None
+    for other models.
 
     Raises:
         ValueError: a model that another method quantised.

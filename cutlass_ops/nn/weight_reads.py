@@ -1,7 +1,9 @@
-"""Which weights of the layers inside it the code of a module reads by itself: such layers cannot be packed.
+"""Which weights of the layers inside it the code of a module reads by itself: such layers
+cannot be packed.
 
-Found in the source of its class: chains of attributes and indices that start from ``self`` and end in ``.weight``, also through
-local variables, loops over lists of modules and arguments of the class's own methods. Classes without source read nothing.
+Found in the source of its class: chains of attributes and indices that start from ``self`` and end
+in ``.weight``, also through local variables, loops over lists of modules and arguments of the
+class's own methods. Classes without source read nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ Path: TypeAlias = "tuple[str, ...]"
 Test: TypeAlias = "tuple[CodeType, bool]"
 _Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef"
 
-#: Parts of the names of methods that do not run on a packed model: weights are initialised before there are any to pack, and
-#: attention of diffusers joins its projections on request.
+#: Parts of the names of methods that do not run on a packed model: weights are initialised before
+#: there are any to pack, and attention of diffusers joins its projections on request.
 _NOT_RUN = ("init", "reset", "fuse_projections")
 
 
@@ -35,7 +37,8 @@ class Read:
     Attributes:
         path: of the layer, from the module.
         tests: the conditions around it.
-        asks: whether the method looks at ``_is_quantized``, and does otherwise in a quantised model.
+        asks: whether the method looks at ``_is_quantized``, and does otherwise in a
+            quantised model.
     """
 
     path: Path
@@ -44,7 +47,8 @@ class Read:
 
 
 def readers(model: nn.Module, happens: Callable[[Read, nn.Module], bool]) -> dict[str, str]:
-    """Names of modules whose weight is read by a module around them, and the name of that one's class.
+    """Names of modules whose weight is read by a module around them, and the name of
+    that one's class.
 
     Args:
         model: any.
@@ -125,7 +129,10 @@ class _Method:
         arguments: dict[str, dict[str, set[Path]]],
     ) -> None:
         self.module = module
-        self.asks = any(isinstance(part, ast.Constant) and part.value == "_is_quantized" for part in ast.walk(node))
+        self.asks = any(
+            isinstance(part, ast.Constant) and part.value == "_is_quantized"
+            for part in ast.walk(node)
+        )
         self.functions = {function.name: function for _, function in functions}
         self.arguments = arguments
         self.variables = {name: set(paths) for name, paths in arguments.get(node.name, {}).items()}
@@ -136,7 +143,9 @@ class _Method:
     def walk(self, node: ast.AST, tests: tuple[Test, ...]) -> None:
         match node:
             case ast.Attribute(attr="weight"):
-                self.reads += [Read(path, tests, self.asks) for path in sorted(self.paths(node.value)) if path]
+                self.reads += [
+                    Read(path, tests, self.asks) for path in sorted(self.paths(node.value)) if path
+                ]
             case ast.If(test=test) | ast.IfExp(test=test):
                 code = compile(ast.Expression(test), self.module, "eval")
                 self.walk(test, tests)
@@ -151,7 +160,9 @@ class _Method:
                 self.bind(node.target, node.value)
             case ast.For() | ast.comprehension():
                 self.bind_items(node.target, node.iter)
-            case ast.Call(func=ast.Attribute(attr=name, value=ast.Name(id="self"))) if name in self.functions:
+            case ast.Call(func=ast.Attribute(attr=name, value=ast.Name(id="self"))) if (
+                name in self.functions
+            ):
                 self.bind_arguments(name, node)
             case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
                 for generator in node.generators:  # they bind what the elements use
@@ -173,7 +184,9 @@ class _Method:
             case ast.Subscript(value=value, slice=index):
                 key = str(index.value) if isinstance(index, ast.Constant) else "*"
                 return {(*path, key) for path in self.paths(value)}
-            case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str(name)), *_]):
+            case ast.Call(
+                func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str(name)), *_]
+            ):
                 return {(*path, name) for path in self.paths(value)}
             case ast.IfExp(body=body, orelse=orelse):
                 return self.paths(body) | self.paths(orelse)
@@ -190,12 +203,16 @@ class _Method:
 
     def bind_items(self, target: ast.AST, items: ast.AST) -> None:
         match items, target:
-            case ast.Call(func=ast.Name(id="enumerate"), args=[values, *_]), ast.Tuple(elts=[_, one]):
+            case ast.Call(func=ast.Name(id="enumerate"), args=[values, *_]), ast.Tuple(
+                elts=[_, one]
+            ):
                 self.bind_items(one, values)
             case ast.Call(func=ast.Name(id="zip"), args=lists), ast.Tuple(elts=targets):
                 for one, values in zip(targets, lists, strict=False):
                     self.bind_items(one, values)
-            case ast.Call(func=ast.Attribute(attr="items" | "named_children", value=values)), ast.Tuple(elts=[_, one]):
+            case ast.Call(
+                func=ast.Attribute(attr="items" | "named_children", value=values)
+            ), ast.Tuple(elts=[_, one]):
                 self.bind_items(one, values)
             case ast.Call(func=ast.Attribute(attr="values" | "children", value=values)), _:
                 self.bind_items(target, values)
@@ -203,14 +220,24 @@ class _Method:
                 for value in values:
                     self.bind(target, value)
             case _, ast.Name(id=name):
-                self.variables.setdefault(name, set()).update((*path, "*") for path in self.paths(items))
+                self.variables.setdefault(name, set()).update(
+                    (*path, "*") for path in self.paths(items)
+                )
 
     def bind_arguments(self, name: str, call: ast.Call) -> None:
         """Keep what modules a method of the class is called with."""
         function = self.functions[name]
-        static = any(isinstance(mark, ast.Name) and mark.id == "staticmethod" for mark in function.decorator_list)
-        parameters = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)][0 if static else 1 :]
-        given = [*zip(parameters, call.args, strict=False), *((word.arg, word.value) for word in call.keywords if word.arg)]
+        static = any(
+            isinstance(mark, ast.Name) and mark.id == "staticmethod"
+            for mark in function.decorator_list
+        )
+        parameters = [
+            argument.arg for argument in (*function.args.posonlyargs, *function.args.args)
+        ][0 if static else 1 :]
+        given = [
+            *zip(parameters, call.args, strict=False),
+            *((word.arg, word.value) for word in call.keywords if word.arg),
+        ]
         for parameter, value in given:
             if paths := self.paths(value) - {()}:
                 self.arguments.setdefault(name, {}).setdefault(parameter, set()).update(paths)

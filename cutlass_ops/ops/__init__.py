@@ -1,1 +1,3 @@
-"""The operators, in eager mode and of torch.library, with the checks of their arguments and their gradients."""
+"""The operators, in eager mode and of torch.library, with the checks of their arguments and
+their gradients.
+"""

@@ -1,4 +1,6 @@
-"""Activations that are quantised online: alone, or behind the functions that come before a product."""
+"""Activations that are quantised online: alone, or behind the functions that come
+before a product.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from torch import Tensor
 
 from .. import _C, reference
 from ..weights import formats
-from .arguments import check_device, check_float, check_like, check_no_gradient, dtype_names, runs_directly
+from .arguments import (
+    check_device,
+    check_float,
+    check_like,
+    check_no_gradient,
+    dtype_names,
+    runs_directly,
+)
 from .native import DATA_TYPES, current_stream, pointer, row_matrix
 
 MAX_M, _MAX_NORM_K = _C.max_m, _C.max_norm_k
@@ -24,9 +33,11 @@ class QuantizedActivations:
     """int8 activations in kernel order, made by :func:`quantize_activations`.
 
     Attributes:
-        codes: int8 ``[M, k_pad]``, K padded to 128 with each block's zero point; inside each 16 columns in the order
-            0, 8, 1, 9, ..., 7, 15. A product may read, and ignores, what the storage holds behind the last row.
-        scales: fp32 ``[B, stride]``, the M rows of x side by side in each block, stride being M rounded up to 16.
+        codes: int8 ``[M, k_pad]``, K padded to 128 with each block's zero point; inside each 16
+            columns in the order 0, 8, 1, 9, ..., 7, 15. A product may read, and ignores, what the
+            storage holds behind the last row.
+        scales: fp32 ``[B, stride]``, the M rows of x side by side in each block, stride being M
+            rounded up to 16.
         zeros: int8 ``[B, stride]``, or None if symmetric.
         block: columns a scale covers; -1 for the whole row.
         k: columns of x.
@@ -50,11 +61,17 @@ class QuantizedActivations:
         return self.codes.device
 
     def natural(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes int8 ``[M, K]``, scales fp32 ``[M, B]`` and zeros int8 ``[M, B]`` in natural order."""
+        """Codes int8 ``[M, K]``, scales fp32 ``[M, B]`` and zeros int8 ``[M, B]``
+        in natural order.
+        """
         m = self.codes.shape[0]
         blocks = formats.group_count(self.k, self.block)
         zeros = None if self.zeros is None else self.zeros[:blocks, :m].t().contiguous()
-        return reference.natural_order(self.codes, self.k), self.scales[:blocks, :m].t().contiguous(), zeros
+        return (
+            reference.natural_order(self.codes, self.k),
+            self.scales[:blocks, :m].t().contiguous(),
+            zeros,
+        )
 
     def dequantize(self) -> Tensor:
         """The values the codes stand for, fp32, of x's shape; columns as gathered by ``perm``."""
@@ -62,7 +79,9 @@ class QuantizedActivations:
         return reference.dequantize_activations(codes, scales, zeros, self.block).view(self.shape)
 
 
-def empty_quantized(x: Tensor, block: int, symmetric: bool, rows: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def empty_quantized(
+    x: Tensor, block: int, symmetric: bool, rows: int | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes, with memory for ``rows`` of them, scales and zeros of an x ``[M, K]``."""
     m, k_pad = x.shape[0], formats.padded_k(x.shape[1])
     stride = -(-m // 16) * 16
@@ -72,7 +91,11 @@ def empty_quantized(x: Tensor, block: int, symmetric: bool, rows: int | None = N
     if rows is not None:
         codes.resize_(m, k_pad)
     scales = torch.empty((blocks, stride), dtype=torch.float32, device=device)
-    return codes, scales, None if symmetric else torch.empty((blocks, stride), dtype=torch.int8, device=device)
+    return (
+        codes,
+        scales,
+        None if symmetric else torch.empty((blocks, stride), dtype=torch.int8, device=device),
+    )
 
 
 def run_quantize(
@@ -80,18 +103,31 @@ def run_quantize(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """x ``[M, K]`` -> codes, scales, zeros (None if symmetric) in kernel order.
 
-    On a GPU ``function`` has the arguments of ``_C.quantize_activations`` that say which function of x is quantised.
+    On a GPU ``function`` has the arguments of ``_C.quantize_activations`` that say which function
+    of x is quantised.
     """
     m, k = x.shape
-    # Memory for whole tiles of few rows: products read what lies there sooner than they get zeros for rows that are not there.
+    # Memory for whole tiles of few rows: products read what lies there sooner than they get zeros
+    # for rows that are not there.
     rows = 1 << max(0, m - 1).bit_length()
-    codes, scales, zeros = empty_quantized(x, block, symmetric, rows if m < rows <= _MOST_PADDED_ROWS else None)
+    codes, scales, zeros = empty_quantized(
+        x, block, symmetric, rows if m < rows <= _MOST_PADDED_ROWS else None
+    )
     x = row_matrix(x)
     if x.is_cpu:
-        out = _C.QuantizedActivations(codes.data_ptr(), scales.data_ptr(), pointer(zeros), block, scales.shape[1], m)
+        out = _C.QuantizedActivations(
+            codes.data_ptr(), scales.data_ptr(), pointer(zeros), block, scales.shape[1], m
+        )
         perm = None if perm is None else perm.contiguous()
         _C.cpu_quantize_activations(
-            x.data_ptr(), DATA_TYPES[x.dtype], x.stride(0), m, k, pointer(perm), out, torch.get_num_threads()
+            x.data_ptr(),
+            DATA_TYPES[x.dtype],
+            x.stride(0),
+            m,
+            k,
+            pointer(perm),
+            out,
+            torch.get_num_threads(),
         )
         return codes, scales, zeros
     index = x.get_device()
@@ -115,18 +151,30 @@ def run_quantize(
 
 
 def run_rms_norm_quantize(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, perm: Tensor | None, block: int, symmetric: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    perm: Tensor | None,
+    block: int,
+    symmetric: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Codes, scales, zeros and ``x + residual``."""
     if x.is_cpu:
-        y, total = reference.rms_norm(x.detach(), weight.detach(), eps, None if residual is None else residual.detach())
+        y, total = reference.rms_norm(
+            x.detach(), weight.detach(), eps, None if residual is None else residual.detach()
+        )
         return *run_quantize(y, perm, block, symmetric), None if residual is None else total
     norm = {"norm_weight_ptr": weight.data_ptr(), "norm_eps": eps}
     if residual is None:
         return *run_quantize(x, perm, block, symmetric, **norm), None
     residual = row_matrix(residual)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    norm |= {"residual_ptr": residual.data_ptr(), "residual_stride": residual.stride(0), "sum_ptr": total.data_ptr()}
+    norm |= {
+        "residual_ptr": residual.data_ptr(),
+        "residual_stride": residual.stride(0),
+        "sum_ptr": total.data_ptr(),
+    }
     return *run_quantize(x, perm, block, symmetric, **norm), total
 
 
@@ -152,7 +200,9 @@ def _check_quantize(x: Tensor, block: int, perm: Tensor | None) -> Tensor:
         raise ValueError(f"block is {block!r}; supported are 32, 64, 128 and -1 (the whole row)")
     if perm is not None and not isinstance(perm, Tensor):
         raise TypeError(f"perm is a {type(perm).__name__}; a torch.Tensor or None is expected")
-    if perm is not None and (perm.dtype != torch.int32 or tuple(perm.shape) != (x.shape[-1],) or perm.device != x.device):
+    if perm is not None and (
+        perm.dtype != torch.int32 or tuple(perm.shape) != (x.shape[-1],) or perm.device != x.device
+    ):
         raise ValueError(
             f"perm is {dtype_names((perm.dtype,))} {tuple(perm.shape)} on {perm.device}; "
             f"int32 {(x.shape[-1],)} on {x.device} is expected"
@@ -168,16 +218,17 @@ def quantize_activations(
 ) -> QuantizedActivations:
     """Quantise activations to int8, one scale (and zero point) for each row and block of K.
 
-    The formulas are :func:`cutlass_ops.reference.quantize_activations`; every device finds the same codes and scales.
-    The codes have no gradient: to train through quantised activations, pass floats and ``act_quant`` to
-    :func:`mixed_gemm`.
+    The formulas are :func:`cutlass_ops.reference.quantize_activations`; every device finds the same
+    codes and scales. The codes have no gradient: to train through quantised activations, pass
+    floats and ``act_quant`` to :func:`mixed_gemm`.
 
     Args:
         x: fp16, bf16 or fp32 ``[..., K]``.
         block: 32, 64 or 128 columns, or -1 for one block a row. A product wants
             :func:`cutlass_ops.weights.formats.activation_block` of its weight's group size, or -1.
         symmetric: whether there are no zero points.
-        perm: int32 ``[K]``, the act order of the weight that is to be multiplied (``PackedWeight.perm``), or None.
+        perm: int32 ``[K]``, the act order of the weight that is to be multiplied
+            (``PackedWeight.perm``), or None.
 
     Raises:
         TypeError, ValueError: an argument that does not fit; the message has its value.
@@ -187,7 +238,9 @@ def quantize_activations(
     check_no_gradient("quantize_activations", x)
     run = run_quantize if runs_directly(x, perm) else torch.ops.cutlass_ops.quantize_activations
     codes, scales, zeros = run(matrix, perm, block, symmetric)
-    return QuantizedActivations(codes, scales, None if symmetric else zeros, block, x.shape[-1], x.shape, x.dtype, perm)
+    return QuantizedActivations(
+        codes, scales, None if symmetric else zeros, block, x.shape[-1], x.shape, x.dtype, perm
+    )
 
 
 @overload
@@ -223,10 +276,11 @@ def rms_norm_quantize(
     symmetric: bool = True,
     perm: Tensor | None = None,
 ) -> QuantizedActivations | tuple[QuantizedActivations, Tensor]:
-    """:func:`quantize_activations` of the root mean square norm of x, or of x + residual, without a way through memory.
+    """:func:`quantize_activations` of the root mean square norm of x, or of x + residual, without a
+    way through memory.
 
-    The results are those of :func:`cutlass_ops.reference.rms_norm` and then :func:`quantize_activations`, bit for bit, on every
-    device.
+    The results are those of :func:`cutlass_ops.reference.rms_norm` and then
+    :func:`quantize_activations`, bit for bit, on every device.
 
     Args:
         x: fp16, bf16 or fp32 ``[..., K]``.
@@ -236,7 +290,8 @@ def rms_norm_quantize(
         block, symmetric, perm: as in :func:`quantize_activations`; the norm knows no act order.
 
     Returns:
-        The quantised norm; with a residual also ``x + residual``, rounded to x's dtype: the residual of the next layer.
+        The quantised norm; with a residual also ``x + residual``, rounded to x's dtype: the
+        residual of the next layer.
 
     Raises:
         TypeError, ValueError: an argument that does not fit; the message has its value.
@@ -253,9 +308,17 @@ def rms_norm_quantize(
     if residual is not None:
         check_like("residual", residual, x, tuple(x.shape))
     rows = None if residual is None else residual.reshape(-1, k)
-    run = run_rms_norm_quantize if runs_directly(x, weight, residual, perm) else torch.ops.cutlass_ops.rms_norm_quantize
-    codes, scales, zeros, total = run(matrix, weight.contiguous(), eps, rows, perm, block, symmetric)
-    quantized = QuantizedActivations(codes, scales, None if symmetric else zeros, block, k, x.shape, x.dtype, perm)
+    run = (
+        run_rms_norm_quantize
+        if runs_directly(x, weight, residual, perm)
+        else torch.ops.cutlass_ops.rms_norm_quantize
+    )
+    codes, scales, zeros, total = run(
+        matrix, weight.contiguous(), eps, rows, perm, block, symmetric
+    )
+    quantized = QuantizedActivations(
+        codes, scales, None if symmetric else zeros, block, k, x.shape, x.dtype, perm
+    )
     return quantized if residual is None or total is None else (quantized, total.view(x.shape))
 
 
@@ -280,7 +343,13 @@ def silu_mul_quantize(
     matrix = _check_quantize(gate, block, perm)
     check_no_gradient("silu_mul_quantize", gate, up)
     check_like("up", up, gate, tuple(gate.shape))
-    run = run_silu_mul_quantize if runs_directly(gate, up, perm) else torch.ops.cutlass_ops.silu_mul_quantize
+    run = (
+        run_silu_mul_quantize
+        if runs_directly(gate, up, perm)
+        else torch.ops.cutlass_ops.silu_mul_quantize
+    )
     codes, scales, zeros = run(matrix, up.reshape(-1, up.shape[-1]), perm, block, symmetric)
     k = matrix.shape[1]
-    return QuantizedActivations(codes, scales, None if symmetric else zeros, block, k, gate.shape, gate.dtype, perm)
+    return QuantizedActivations(
+        codes, scales, None if symmetric else zeros, block, k, gate.shape, gate.dtype, perm
+    )

@@ -18,16 +18,23 @@ from .native import DATA_TYPES
 #: Classes of tensors, or of none, that need no dispatcher of torch's.
 TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _PLAIN = TENSORS | {type(None)}
-#: Whether torch.jit.trace, a transform of torch.func or torch.autocast is at work, in a third of the time of torch's public
-#: functions.
+#: Whether torch.jit.trace, a transform of torch.func or torch.autocast is at work, in a third of
+#: the time of torch's public functions.
 jit_state = cast("Callable[[], object]", torch._C._get_tracing_state)
 func_transforms = torch._C._are_functorch_transforms_active
 any_autocast = torch._C._is_any_autocast_enabled
-NO_TANGENTS = "{} has neither forward-mode derivatives nor rules for the transforms of torch.func (grad, jvp, vmap)"
+NO_TANGENTS = (
+    "{} has neither forward-mode derivatives nor rules for the transforms of torch.func "
+    "(grad, jvp, vmap)"
+)
 
 
-def runs_directly(a: Tensor, b: Tensor | None = None, c: Tensor | None = None, d: Tensor | None = None) -> bool:
-    """Whether to call the implementation without torch's dispatcher: nothing is traced and no tensor is of a subclass."""
+def runs_directly(
+    a: Tensor, b: Tensor | None = None, c: Tensor | None = None, d: Tensor | None = None
+) -> bool:
+    """Whether to call the implementation without torch's dispatcher: nothing is traced and no
+    tensor is of a subclass.
+    """
     if is_dynamo_compiling():  # other tracers bring tensors of subclasses
         return False
     return type(a) in _PLAIN and type(b) in _PLAIN and type(c) in _PLAIN and type(d) in _PLAIN
@@ -41,19 +48,23 @@ def requires_grad(tensor: Any) -> bool:
 def check_transforms(name: str, *tensors: Any) -> None:
     """Raise ``RuntimeError`` where the result would be a constant to what computes with it.
 
-    Kernels and the reference see values alone: torch.jit.trace would record the result as a constant, and forward-mode
-    derivatives and the transforms of torch.func would lose theirs.
+    Kernels and the reference see values alone: torch.jit.trace would record the result as a
+    constant, and forward-mode derivatives and the transforms of torch.func would lose theirs.
     """
     if is_dynamo_compiling():
         return
     if jit_state() is not None:
-        raise RuntimeError(f"{name} cannot be recorded by torch.jit.trace; torch.compile and torch.export record it")
+        raise RuntimeError(
+            f"{name} cannot be recorded by torch.jit.trace; torch.compile and torch.export "
+            "record it"
+        )
     if forward_ad._current_level < 0 and not func_transforms():
         return
     unpack_dual: Any = forward_ad.unpack_dual  # torch has no types here
     for tensor in tensors:
         if isinstance(tensor, Tensor) and (
-            torch._C._functorch.is_functorch_wrapped_tensor(tensor) or unpack_dual(tensor).tangent is not None
+            torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            or unpack_dual(tensor).tangent is not None
         ):
             raise RuntimeError(NO_TANGENTS.format(name))
 
@@ -63,7 +74,8 @@ def check_no_gradient(name: str, *tensors: Any) -> None:
     check_transforms(name, *tensors)
     if is_grad_enabled() and any(map(requires_grad, tensors)):
         raise RuntimeError(
-            f"{name} has no gradient, and an input requires one; call it under torch.no_grad(), or with .detach() of the input"
+            f"{name} has no gradient, and an input requires one; call it under torch.no_grad(), or "
+            "with .detach() of the input"
         )
 
 
@@ -100,7 +112,10 @@ def check_float(name: str, value: Any, device: torch.device) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; a torch.Tensor is expected")
     if value.dtype not in DATA_TYPES:
-        raise TypeError(f"{name} has dtype {dtype_names((value.dtype,))}; supported are {dtype_names(DATA_TYPES)}")
+        raise TypeError(
+            f"{name} has dtype {dtype_names((value.dtype,))}; supported are "
+            f"{dtype_names(DATA_TYPES)}"
+        )
     if value.device != device:
         raise ValueError(f"{name} is on {value.device}; the weight is on {device}")
 
@@ -109,7 +124,9 @@ def check_device(device: torch.device) -> None:
     """Raise unless the package computes on ``device``."""
     kind = device.type
     if kind == "cuda" and not _C.built_with_cuda:
-        raise RuntimeError("this build of cutlass_ops has no CUDA kernels: it was compiled without nvcc")
+        raise RuntimeError(
+            "this build of cutlass_ops has no CUDA kernels: it was compiled without nvcc"
+        )
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"the tensors are on {device}; supported are cpu and cuda")
 
@@ -120,7 +137,8 @@ def check_like(name: str, value: Any, x: Tensor, shape: tuple[int, ...]) -> None
         raise TypeError(f"{name} is a {type(value).__name__}; a torch.Tensor is expected")
     if value.dtype != x.dtype or value.device != x.device:
         raise TypeError(
-            f"{name} is {dtype_names((value.dtype,))} on {value.device}; x is {dtype_names((x.dtype,))} on {x.device}"
+            f"{name} is {dtype_names((value.dtype,))} on {value.device}; x is "
+            f"{dtype_names((x.dtype,))} on {x.device}"
         )
     if tuple(value.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; {shape} is expected")

@@ -14,8 +14,9 @@ from .native import ACTIVATIONS, data_type, named_activation, pointer
 
 
 class Call(NamedTuple):
-    """How a product, a convolution or a layer of experts was called; the arguments are checked, and named as those of
-    :func:`cutlass_ops.mixed_gemm`. Those that an operator lacks have their defaults.
+    """How a product, a convolution or a layer of experts was called; the arguments are
+    checked, and named as those of :func:`cutlass_ops.mixed_gemm`. Those that an operator
+    lacks have their defaults.
 
     Attributes:
         activation: the name alone; :attr:`named_activation` is what users write.
@@ -65,11 +66,22 @@ class Call(NamedTuple):
 
     def without_tensors(self) -> Call:
         """The call without bias and residual."""
-        return self if self.bias is None and self.residual is None else self._replace(bias=None, residual=None)
+        return (
+            self
+            if self.bias is None and self.residual is None
+            else self._replace(bias=None, residual=None)
+        )
 
     def before_activation(self) -> Call:
         """The call whose result is this one's before its activation, in fp32."""
-        return self._replace(activation=None, low=0.0, high=0.0, residual=None, out_dtype=torch.float32, saturate=False)
+        return self._replace(
+            activation=None,
+            low=0.0,
+            high=0.0,
+            residual=None,
+            out_dtype=torch.float32,
+            saturate=False,
+        )
 
 
 _TYPES = {
@@ -89,7 +101,8 @@ _TYPES = {
 
 
 class CallSchema:
-    """A :class:`Call` as the last arguments of an operator of torch.library, which lacks the fields ``without``.
+    """A :class:`Call` as the last arguments of an operator of torch.library, which lacks the
+    fields ``without``.
 
     Attributes:
         text: the arguments in the operator's schema.

@@ -36,35 +36,55 @@ def check_extents(name: str, value: Any, dims: int, least: int) -> tuple[int, ..
     Raises:
         ValueError: it is no integer of at least ``least``, nor ``dims`` of them.
     """
-    extents = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    extents = (
+        tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    )
     extents = extents * dims if len(extents) == 1 else extents
     # type() and not isinstance(): True is no number of pixels.
     if len(extents) != dims or any(type(extent) is not int or extent < least for extent in extents):
-        raise ValueError(f"{name} is {value!r:.100}; an integer of at least {least}, or {dims} of them, is expected")
+        raise ValueError(
+            f"{name} is {value!r:.100}; an integer of at least {least}, or {dims} of them, "
+            "is expected"
+        )
     return extents
 
 
 def check_weight(weight: Any, dims: int) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if it is no packed weight whose kernel has ``dims`` dimensions; 0 is a matrix."""
+    """Raise ``TypeError`` or ``ValueError`` if it is no packed weight whose kernel has ``dims``
+    dimensions; 0 is a matrix.
+    """
     if not isinstance(weight, PackedWeight):
-        raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+        raise TypeError(
+            f"weight is a {type(weight).__name__}; a PackedWeight (see "
+            "cutlass_ops.reorder) is expected"
+        )
     if len(weight.kernel_size) != dims:
         has = f"a kernel of {weight.kernel_size}" if weight.kernel_size else "no kernel"
         expected = f"one of {dims} dimensions" if dims else "a matrix"
-        raise ValueError(f"the weight of shape {list(weight.shape)} has {has}; {expected} is expected")
+        raise ValueError(
+            f"the weight of shape {list(weight.shape)} has {has}; {expected} is expected"
+        )
 
 
 def check_geometry(
-    kernel_size: tuple[int, ...], n: int, stride: Extents, padding: Extents, dilation: Extents, groups: int
+    kernel_size: tuple[int, ...],
+    n: int,
+    stride: Extents,
+    padding: Extents,
+    dilation: Extents,
+    groups: int,
 ) -> Geometry:
     """The arguments of torch's convolutions as numbers for each dimension.
 
     Raises:
-        ValueError: one that means nothing for a weight of this kernel and so many output channels; the message has its value.
+        ValueError: one that means nothing for a weight of this kernel and so many output channels;
+            the message has its value.
     """
     dims = len(kernel_size)
     if type(groups) is not int or groups < 1 or n % groups:
-        raise ValueError(f"groups is {groups!r}; a divisor of the weight's {n} output channels is expected")
+        raise ValueError(
+            f"groups is {groups!r}; a divisor of the weight's {n} output channels is expected"
+        )
     return Geometry(
         check_extents("stride", stride, dims, 1),
         check_extents("padding", padding, dims, 0),
@@ -84,18 +104,22 @@ def check_image(
         geometry: of the convolution.
 
     Raises:
-        ValueError: x has other dimensions or channels than the weight takes, or fewer pixels than the kernel.
+        ValueError: x has other dimensions or channels than the weight takes, or fewer pixels
+            than the kernel.
     """
     dims, size = len(kernel_size), tuple(shape[2:])
     if len(shape) != dims + 2 or shape[1] != channels * geometry.groups:
         space = ("L", "H, W", "D, H, W")[dims - 1]
         raise ValueError(
-            f"x has shape {tuple(shape)}; [B, {channels * geometry.groups}, {space}] is expected, for a weight of "
+            f"x has shape {tuple(shape)}; [B, {channels * geometry.groups}, {space}] is expected, "
+            "for a weight of "
             f"{channels} channels and groups={geometry.groups}"
         )
     padded = [extent + 2 * pad for extent, pad in zip(size, geometry.padding, strict=True)]
     spans = geometry.spans(kernel_size)
-    if any(extent < 1 for extent in size) or any(extent < span for extent, span in zip(padded, spans, strict=True)):
+    if any(extent < 1 for extent in size) or any(
+        extent < span for extent, span in zip(padded, spans, strict=True)
+    ):
         raise ValueError(
             f"x has {size} pixels, {tuple(padded)} with padding={geometry.padding}; the kernel "
             f"{kernel_size} with dilation={geometry.dilation} takes at least {tuple(spans)}"
@@ -140,9 +164,13 @@ def mixed_conv1d(
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """:func:`mixed_conv2d` in one dimension of space: x ``[B, groups * C, L]``, the weight ``[N, C, kernel]``."""
+    """:func:`mixed_conv2d` in one dimension of space: x ``[B, groups * C, L]``, the weight
+    ``[N, C, kernel]``.
+    """
     geometry = (stride, padding, dilation, groups)
-    return _mixed_conv(1, x, weight, bias, geometry, activation, act_quant, act_symmetric, residual, out_dtype)
+    return _mixed_conv(
+        1, x, weight, bias, geometry, activation, act_quant, act_symmetric, residual, out_dtype
+    )
 
 
 def mixed_conv2d(
@@ -162,30 +190,35 @@ def mixed_conv2d(
 ) -> Tensor:
     """``activation(conv2d(x, W) + bias) + residual`` with a packed weight.
 
-    Sums are fp32, whatever the types; the result is rounded once. On a GPU the kernels of products take the
-    pixels under each tap straight from x. torch's convolution of the dequantised operands takes their place where x is fp32 and
-    not quantised, where a group of the convolution has a number of output channels that is no multiple of 64, and where few
-    channels would leave much of the kernels' tiles empty (large results of x's dtype): there sums are rounded to x's
-    dtype before bias, activation and residual, and one that is infinite stays so where nothing follows it. Weights and
-    quantised activations may be rounded once to x's dtype where the result has it too, as in :func:`cutlass_ops.mixed_gemm`.
-    Depthwise convolutions (one input channel a group) round nothing on the way. The first call with such a weight keeps its
-    values in fp32 as long as ``weight.codes`` lives, and waits for the GPU; later calls do not wait. What is written to the
+    Sums are fp32, whatever the types; the result is rounded once. On a GPU the kernels of products
+    take the pixels under each tap straight from x. torch's convolution of the dequantised operands
+    takes their place where x is fp32 and not quantised, where a group of the convolution has a
+    number of output channels that is no multiple of 64, and where few channels would leave much of
+    the kernels' tiles empty (large results of x's dtype): there sums are rounded to x's dtype
+    before bias, activation and residual, and one that is infinite stays so where nothing follows
+    it. Weights and quantised activations may be rounded once to x's dtype where the result has it
+    too, as in :func:`cutlass_ops.mixed_gemm`. Depthwise convolutions (one input channel a group)
+    round nothing on the way. The first call with such a weight keeps its values in fp32 as long as
+    ``weight.codes`` lives, and waits for the GPU; later calls do not wait. What is written to the
     weight's tensors is noticed by the next call, not by CUDA graphs.
     Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
 
-    Training: the result is differentiable in x, bias and residual; the weight is frozen. The gradient is that of
-    ``torch.nn.functional.conv2d`` with :func:`cutlass_ops.dequantize`'s values, which the backward pass computes and does not
-    keep; activations that ``act_quant`` quantises pass it straight through. There are no gradients of gradients.
+    Training: the result is differentiable in x, bias and residual; the weight is frozen. The
+    gradient is that of ``torch.nn.functional.conv2d`` with :func:`cutlass_ops.dequantize`'s values,
+    which the backward pass computes and does not keep; activations that ``act_quant`` quantises
+    pass it straight through. There are no gradients of gradients.
 
     Args:
-        x: fp16, bf16 or fp32 ``[B, groups * C, H, W]`` on the weight's device, in any memory format.
+        x: fp16, bf16 or fp32 ``[B, groups * C, H, W]`` on the weight's device, in any memory
+            format.
         weight: what :func:`cutlass_ops.reorder` returned for a weight ``[N, C, R, S]``.
         bias: fp16, bf16 or fp32 ``[N]``, if the weight has none.
-        stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``: a number, or one for each dimension. Pixels of
-            the padding are exact zeros, with zero points too.
+        stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``: a number, or one
+            for each dimension. Pixels of the padding are exact zeros, with zero points too.
         activation: as in :func:`cutlass_ops.mixed_gemm`.
-        act_quant: "none" multiplies x as it is. The others quantise it to int8: "token" with one scale for each pixel over its
-            channels, "block" for each pixel and min(group_size, 128) channels, "tensor" for all of x.
+        act_quant: "none" multiplies x as it is. The others quantise it to int8: "token" with one
+            scale for each pixel over its channels, "block" for each pixel and min(group_size, 128)
+            channels, "tensor" for all of x.
         act_symmetric: whether quantised activations have no zero point.
         residual: fp16, bf16 or fp32, of the result's shape, added last.
         out_dtype: fp16, bf16 or fp32; x's dtype if None.
@@ -194,12 +227,15 @@ def mixed_conv2d(
         ``[B, N, H', W']`` of ``out_dtype``; in memory the channels are last.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, before anything is computed; the message has its value.
-        RuntimeError: the weight requires a gradient; or torch.jit.trace, forward-mode differentiation or a transform of
-            torch.func is at work.
+        TypeError, ValueError: an argument that does not fit, before anything is computed; the
+            message has its value.
+        RuntimeError: the weight requires a gradient; or torch.jit.trace, forward-mode
+            differentiation or a transform of torch.func is at work.
     """
     geometry = (stride, padding, dilation, groups)
-    return _mixed_conv(2, x, weight, bias, geometry, activation, act_quant, act_symmetric, residual, out_dtype)
+    return _mixed_conv(
+        2, x, weight, bias, geometry, activation, act_quant, act_symmetric, residual, out_dtype
+    )
 
 
 def mixed_conv3d(
@@ -217,9 +253,13 @@ def mixed_conv3d(
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """:func:`mixed_conv2d` in three dimensions of space: x ``[B, groups * C, D, H, W]``, the weight ``[N, C, T, R, S]``."""
+    """:func:`mixed_conv2d` in three dimensions of space: x ``[B, groups * C, D, H, W]``, the weight
+    ``[N, C, T, R, S]``.
+    """
     geometry = (stride, padding, dilation, groups)
-    return _mixed_conv(3, x, weight, bias, geometry, activation, act_quant, act_symmetric, residual, out_dtype)
+    return _mixed_conv(
+        3, x, weight, bias, geometry, activation, act_quant, act_symmetric, residual, out_dtype
+    )
 
 
 def _mixed_conv(
@@ -245,11 +285,23 @@ def _mixed_conv(
         x = x.to(torch.get_autocast_dtype(x.device.type))
     directly = not differentiable and arguments.runs_directly(x, bias, residual)
     check = known_convolution if directly else check_convolution
-    stride, padding, dilation = (tuple(value) if isinstance(value, list) else value for value in geometry[:3])
-    described = (weight.kernel_size, weight.k // weight.taps, weight.n, stride, padding, dilation, geometry[3])
+    stride, padding, dilation = (
+        tuple(value) if isinstance(value, list) else value for value in geometry[:3]
+    )
+    described = (
+        weight.kernel_size,
+        weight.k // weight.taps,
+        weight.n,
+        stride,
+        padding,
+        dilation,
+        geometry[3],
+    )
     checked, shape = check(x.shape, *described)
     if act_quant not in ACT_QUANT:
-        raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, ACT_QUANT))}")
+        raise ValueError(
+            f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, ACT_QUANT))}"
+        )
     if weight.book is not None and act_quant != "none":
         raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r}")
     named = native.split_activation(activation)
@@ -258,9 +310,14 @@ def _mixed_conv(
     if residual is not None:
         arguments.check_residual(residual, weight, shape)
     if out_dtype is not None and out_dtype not in native.DATA_TYPES:
-        raise TypeError(f"out_dtype is {out_dtype}; supported are {arguments.dtype_names(native.DATA_TYPES)}")
+        raise TypeError(
+            f"out_dtype is {out_dtype}; supported are {arguments.dtype_names(native.DATA_TYPES)}"
+        )
     if x.is_cuda and math.prod(shape) // weight.n > activations.MAX_M:
-        raise ValueError(f"the result has shape {shape}; at most {activations.MAX_M} pixels of all images are supported")
+        raise ValueError(
+            f"the result has shape {shape}; at most {activations.MAX_M} pixels of all "
+            "images are supported"
+        )
     dtype = x.dtype if out_dtype is None else out_dtype
     call = Call(bias, *named, residual, dtype, act_quant=act_quant, act_symmetric=act_symmetric)
     if directly:
@@ -282,7 +339,10 @@ def run_conv(x: Tensor, weight: PackedWeight, geometry: Geometry, call: Call) ->
 # ---- torch.library
 
 #: A weight and the geometry of its convolution.
-CONV_SCHEMA = f"{library.WEIGHT_SCHEMA}, int[] kernel_size, int[] stride, int[] padding, int[] dilation, int groups"
+CONV_SCHEMA = (
+    f"{library.WEIGHT_SCHEMA}, int[] kernel_size, int[] stride, int[] padding, int[] "
+    "dilation, int groups"
+)
 #: A convolution's call.
 OF_CONV = CallSchema("saturate", "batch_invariant", "architecture", "exact")
 
@@ -307,7 +367,13 @@ def _mixed_conv_op(x: Tensor, *args: Any) -> Tensor:
 
 def _mixed_conv_fake(x: Tensor, *args: Any) -> Tensor:
     fields, call = OF_CONV.split(args)
-    return x.new_empty((x.shape[0], *out_extents(x, fields), fields[6]), dtype=call.out_dtype).movedim(-1, 1)
+    return x.new_empty(
+        (x.shape[0], *out_extents(x, fields), fields[6]), dtype=call.out_dtype
+    ).movedim(-1, 1)
 
 
-library.register(f"mixed_conv(Tensor x, {CONV_SCHEMA}, {OF_CONV.text}) -> Tensor", _mixed_conv_op, _mixed_conv_fake)
+library.register(
+    f"mixed_conv(Tensor x, {CONV_SCHEMA}, {OF_CONV.text}) -> Tensor",
+    _mixed_conv_op,
+    _mixed_conv_fake,
+)

@@ -1,8 +1,10 @@
-"""Mixed convolutions on a GPU: an image's pixels under the kernel are the rows of x of a product, which no tensor holds.
+"""Mixed convolutions on a GPU: an image's pixels under the kernel are the rows of x of a product,
+which no tensor holds.
 
-Depthwise convolutions, whose products would have one column a tap, have a kernel that sums in registers. Where no kernel takes
-a convolution (few output channels a group, fp32 x as it is, a scale for all groups and a result of another dtype than x), and
-where few channels would leave much of the kernels' tiles empty, torch convolves the dequantised x with the dequantised weight.
+Depthwise convolutions, whose products would have one column a tap, have a kernel that sums in
+registers. Where no kernel takes a convolution (few output channels a group, fp32 x as it is, a
+scale for all groups and a result of another dtype than x), and where few channels would leave much
+of the kernels' tiles empty, torch convolves the dequantised x with the dequantised weight.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from .call import Call
 _VECTOR = 16
 #: Channels, of a tap or of the result, that tiles of the kernels are filled up to.
 _TILE_CHANNELS = 128
-#: Where less than this share of the products in the tiles is the convolution's, torch's takes less time: on an H100 1.0 to 1.3
-#: of its time for fp16 weights, with 3 or 64 channels, or with 320 of 320 and 960, where the kernels take 1.4 to 30 times.
-#: Tiles of int8 take half as long, and values of codes are one more pass over x.
+#: Where less than this share of the products in the tiles is the convolution's, torch's takes less
+#: time: on an H100 1.0 to 1.3 of its time for fp16 weights, with 3 or 64 channels, or with 320 of
+#: 320 and 960, where the kernels take 1.4 to 30 times. Tiles of int8 take half as long, and values
+#: of codes are one more pass over x.
 _LEAST_SHARE, _LEAST_INT8_SHARE = 0.8, 0.4
-#: With fewer products in the tiles, they take less time than torch's convolution and the launches around it.
+#: With fewer products in the tiles, they take less time than torch's convolution and the
+#: launches around it.
 LEAST_TORCH_PRODUCTS = 8 * 10**9
 
 
@@ -36,7 +40,8 @@ def convolve(
     geometry: Geometry,
     call: Call,
 ) -> Tensor | None:
-    """What :func:`cutlass_ops.reference.conv.mixed_conv` computes, ``[B, *out, N]``, or None if no kernel takes it.
+    """What :func:`cutlass_ops.reference.conv.mixed_conv` computes, ``[B, *out, N]``, or None if no
+    kernel takes it.
 
     The call's residual is ``[B, *out, N]``.
     """
@@ -50,7 +55,8 @@ def convolve(
     call = _contiguous(call, weight)
     of_all_groups = geometry.groups > 1 and call.act_quant in ("token", "tensor")
     if weight.k > weight.taps and of_all_groups and x.dtype == call.out_dtype:
-        # A scale is that of all groups' channels, and each group is a product: the products take the values.
+        # A scale is that of all groups' channels, and each group is a product: the products
+        # take the values.
         x = dequantized_pixels(x, weight, geometry.groups, call, x.dtype)
         call = call._replace(act_quant="none")
     if weight.k == weight.taps:
@@ -61,7 +67,9 @@ def convolve(
 
 
 def _contiguous(call: Call, weight: PackedWeight) -> Call:
-    """The call with its bias, or else the weight's, and its residual as a matrix, as kernels read them."""
+    """The call with its bias, or else the weight's, and its residual as a matrix, as
+    kernels read them.
+    """
     bias = call.bias_of(weight)
     return call._replace(
         bias=None if bias is None else bias.contiguous(),
@@ -70,26 +78,44 @@ def _contiguous(call: Call, weight: PackedWeight) -> Call:
 
 
 def _is_narrow(weight: PackedWeight, geometry: Geometry, pixels: int, share: float) -> bool:
-    """Whether less than a share of the kernels' tiles would be products of the convolution, so that torch's own is faster."""
+    """Whether less than a share of the kernels' tiles would be products of the convolution, so that
+    torch's own is faster.
+    """
     channels, n = weight.k // weight.taps, weight.n // geometry.groups
-    in_tiles = -(-channels // _TILE_CHANNELS) * _TILE_CHANNELS * -(-n // _TILE_CHANNELS) * _TILE_CHANNELS
+    in_tiles = (
+        -(-channels // _TILE_CHANNELS) * _TILE_CHANNELS * -(-n // _TILE_CHANNELS) * _TILE_CHANNELS
+    )
     large = pixels * geometry.groups * weight.taps * in_tiles >= LEAST_TORCH_PRODUCTS
     return large and min(channels, weight.taps) > 1 and channels * n < share * in_tiles
 
 
-def dequantized_pixels(x: Tensor, weight: PackedWeight, groups: int, call: Call, dtype: torch.dtype) -> Tensor:
-    """:func:`cutlass_ops.reference.conv.dequantized_pixels`' values, rounded to a dtype, with the channels last in memory."""
+def dequantized_pixels(
+    x: Tensor, weight: PackedWeight, groups: int, call: Call, dtype: torch.dtype
+) -> Tensor:
+    """:func:`cutlass_ops.reference.conv.dequantized_pixels`' values, rounded to a dtype, with the
+    channels last in memory.
+    """
     images = x.permute(0, *range(2, x.dim()), 1).contiguous()
     values = torch.empty(images.shape, dtype=dtype, device=x.device)
     columns = x.shape[1] if call.act_quant == "token" else x.shape[1] // groups
     block = formats.activation_block(weight.group_size) if call.act_quant == "block" else -1
-    span = torch.empty(2, dtype=torch.int32, device=x.device) if call.act_quant == "tensor" else None
+    span = (
+        torch.empty(2, dtype=torch.int32, device=x.device) if call.act_quant == "tensor" else None
+    )
     types = native.DATA_TYPES[x.dtype], native.DATA_TYPES[dtype]
     rows = x.numel() // columns
     with native.on_device(weight.device):
         stream = native.current_stream(weight.gpu)
         _C.quantized_values(
-            images.data_ptr(), values.data_ptr(), *types, rows, columns, block, call.act_symmetric, native.pointer(span), stream
+            images.data_ptr(),
+            values.data_ptr(),
+            *types,
+            rows,
+            columns,
+            block,
+            call.act_symmetric,
+            native.pointer(span),
+            stream,
         )
     return values.movedim(-1, 1)
 
@@ -116,12 +142,19 @@ def _three(extents: tuple[int, ...] | list[int], filling: int) -> list[int]:
 
 
 def _pixels(x: Tensor, groups: int, pads: bool) -> Tensor:
-    """x with its channels last, ``[B, *space, groups * C]``; if ``pads``, with zeros behind a group's up to whole vectors."""
+    """x with its channels last, ``[B, *space, groups * C]``; if ``pads``, with zeros behind a
+    group's up to whole vectors.
+    """
     images = x.permute(0, *range(2, x.dim()), 1)
     missing = -(x.shape[1] // groups) % (_VECTOR // x.element_size()) if pads else 0
     if missing:
-        # Of four or five dimensions, F.pad() keeps an order of memory in which the channels are not last.
-        images = F.pad(images.view(*images.shape[:-1], groups, -1), (0, missing)).contiguous().flatten(-2)
+        # Of four or five dimensions, F.pad() keeps an order of memory in which the
+        # channels are not last.
+        images = (
+            F.pad(images.view(*images.shape[:-1], groups, -1), (0, missing))
+            .contiguous()
+            .flatten(-2)
+        )
     images = images.contiguous()
     return images.clone() if images.data_ptr() % _VECTOR else images
 
@@ -178,14 +211,20 @@ def _depthwise(x: Tensor, weight: PackedWeight, geometry: Geometry, y: Tensor, c
 
 
 def _tap_values(weight: PackedWeight, book_type: torch.dtype | None) -> tuple[Tensor]:
-    """The values of a depthwise weight, fp32 ``[taps, N]``, with zeros behind them up to whole vectors."""
+    """The values of a depthwise weight, fp32 ``[taps, N]``, with zeros behind them up
+    to whole vectors.
+    """
     weight = weight if book_type is None else products.rounded_book(weight, book_type)
     values = products.run_dequantize(weight, torch.float32).view(weight.n, weight.taps)
     return (F.pad(values.t(), (0, -weight.n % _C.tap_vector)).contiguous(),)
 
 
-def _by_products(x: Tensor, weight: PackedWeight, geometry: Geometry, y: Tensor, call: Call) -> bool:
-    """Write the result to y, a product for each group of the convolution; False if no kernel takes one."""
+def _by_products(
+    x: Tensor, weight: PackedWeight, geometry: Geometry, y: Tensor, call: Call
+) -> bool:
+    """Write the result to y, a product for each group of the convolution; False if no
+    kernel takes one.
+    """
     groups, n = geometry.groups, weight.n // geometry.groups
     if groups > 1 and (n % formats.ROWS_PER_PANEL or call.act_quant in ("token", "tensor")):
         return False
@@ -199,11 +238,25 @@ def _by_products(x: Tensor, weight: PackedWeight, geometry: Geometry, y: Tensor,
             own_bias = None if call.bias is None else call.bias[features]
             own_residual = None if call.residual is None else call.residual[:, features]
             epilogue = call.epilogue(own_bias, own_residual)
-            problem = _problem(images, group, weight, matrix, geometry, own_y, epilogue, call.act_quant, call.act_symmetric)
+            problem = _problem(
+                images,
+                group,
+                weight,
+                matrix,
+                geometry,
+                own_y,
+                epilogue,
+                call.act_quant,
+                call.act_symmetric,
+            )
             plan = problem.plan(device)
             if plan is None:
                 return False
-            workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=x.device) if plan.workspace else None
+            workspace = (
+                torch.empty(plan.workspace, dtype=torch.uint8, device=x.device)
+                if plan.workspace
+                else None
+            )
             _C.mixed_conv(problem, plan, native.pointer(workspace), stream)
             if own_y is not y:
                 y[..., features] = own_y

@@ -1,6 +1,7 @@
 """Convolutions and products of int8 with scales that are known beforehand.
 
-On a CPU they are the reference. Kernels take weights in natural order, which are made once and kept beside the packed ones.
+On a CPU they are the reference. Kernels take weights in natural order, which are made once and kept
+beside the packed ones.
 """
 
 from __future__ import annotations
@@ -19,13 +20,25 @@ from ..reference.conv import Geometry
 from ..weights.packed_weight import PackedWeight, group_vector_positions
 from . import arguments, kept, library, native
 from .call import Call, CallSchema
-from .conv import CONV_SCHEMA, Extents, check_geometry, check_image, check_weight, out_extents, packed_weight
+from .conv import (
+    CONV_SCHEMA,
+    Extents,
+    check_geometry,
+    check_image,
+    check_weight,
+    out_extents,
+    packed_weight,
+)
 
 __all__ = ["conv2d_int8", "linear_int8"]
 
 _INT8 = (torch.int8, torch.uint8)
 _NO_GEOMETRY = Geometry((), (), (), 1)
-_OUTPUTS = {torch.int8: _C.ConvOutput.int8, torch.uint8: _C.ConvOutput.uint8, torch.int32: _C.ConvOutput.int32}
+_OUTPUTS = {
+    torch.int8: _C.ConvOutput.int8,
+    torch.uint8: _C.ConvOutput.uint8,
+    torch.int32: _C.ConvOutput.int32,
+}
 #: fp32's smallest normal number and its largest.
 _SCALES = torch.finfo(torch.float32)
 
@@ -48,40 +61,57 @@ def conv2d_int8(
 ) -> Tensor:
     """A convolution of integers with scales that are known beforehand, as ONNX's QLinearConv.
 
-    ``acc`` is the int32 sum of ``(x - x_zero_point) * (w - w_zero_point)`` over the taps that lie inside of x, plus the bias.
-    The result is ``clamp(rint(float(acc) * m) + y_zero_point)`` with ``m = x_scale * w_scale / y_scale``, each operation
-    rounded to fp32 by itself, ``rint`` half to even; bit for bit what ONNX Runtime's QLinearConv computes.
+    ``acc`` is the int32 sum of ``(x - x_zero_point) * (w - w_zero_point)`` over the taps that lie
+    inside of x, plus the bias. The result is ``clamp(rint(float(acc) * m) + y_zero_point)`` with
+    ``m = x_scale * w_scale / y_scale``, each operation rounded to fp32 by itself, ``rint`` half to
+    even; bit for bit what ONNX Runtime's QLinearConv computes.
 
-    Of ONNX's uint8 weights ``weight`` has the codes and zero points as they are, of its int8 ones both plus 128; what ONNX
-    gives once for all output channels stands in each row.
+    Of ONNX's uint8 weights ``weight`` has the codes and zero points as they are, of its int8 ones
+    both plus 128; what ONNX gives once for all output channels stands in each row.
 
-    On a GPU the first call with a weight keeps its codes in another order, a byte each, as long as ``weight.codes`` lives, and
-    waits for that; later ones do not wait. What is written to the codes and zero points is noticed by the next call, not by
-    CUDA graphs. Zero points cost nothing if the differences ``w - w_zero_point`` of each row fit int8. Otherwise the sums go
-    through memory in int32, and so do those of x over each window, which compensate what does not fit; CUDA graphs from
-    before something was written that does not fit have to be captured again.
+    On a GPU the first call with a weight keeps its codes in another order, a byte each, as long as
+    ``weight.codes`` lives, and waits for that; later ones do not wait. What is written to the codes
+    and zero points is noticed by the next call, not by CUDA graphs. Zero points cost nothing if the
+    differences ``w - w_zero_point`` of each row fit int8. Otherwise the sums go through memory in
+    int32, and so do those of x over each window, which compensate what does not fit; CUDA graphs
+    from before something was written that does not fit have to be captured again.
 
     Args:
         x: int8 or uint8 ``[B, groups * C, H, W]`` on the weight's device.
-        weight: packed, ``[N, C, R, S]``, 8 bits, one scale a row (``group_size=-1``), with or without zero points.
-        bias: int32 ``[N]``, in steps of ``x_scale * w_scale``; or floating, as the weight's own bias is, which is rounded to
-            that.
+        weight: packed, ``[N, C, R, S]``, 8 bits, one scale a row (``group_size=-1``), with or
+            without zero points.
+        bias: int32 ``[N]``, in steps of ``x_scale * w_scale``; or floating, as the weight's own
+            bias is, which is rounded to that.
         stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``.
         x_scale, x_zero_point: what codes of x mean: ``x_scale * (code - x_zero_point)``.
         y_scale, y_zero_point: the same of the result; unused if it is int32.
-        activation: None, "relu", "relu6" or ``("clamp", lo, hi)``; bounds are rounded to codes of the result.
-        out_dtype: torch.int8, torch.uint8, or torch.int32 for ``acc`` itself, without an activation.
+        activation: None, "relu", "relu6" or ``("clamp", lo, hi)``; bounds are rounded to
+            codes of the result.
+        out_dtype: torch.int8, torch.uint8, or torch.int32 for ``acc`` itself, without an
+            activation.
 
     Returns:
         ``[B, N, H', W']`` of ``out_dtype``; in memory the channels are last.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, before anything is computed; the message has its value.
+        TypeError, ValueError: an argument that does not fit, before anything is computed; the
+            message has its value.
         RuntimeError: bias requires a gradient.
     """
     check_weight(weight, 2)
     geometry = check_geometry(weight.kernel_size, weight.n, stride, padding, dilation, groups)
-    static = _check_static("conv2d_int8", x, weight, bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype)
+    static = _check_static(
+        "conv2d_int8",
+        x,
+        weight,
+        bias,
+        x_scale,
+        x_zero_point,
+        y_scale,
+        y_zero_point,
+        activation,
+        out_dtype,
+    )
     check_image(x.shape, weight.kernel_size, weight.k // weight.taps, weight.n, geometry)
     return _static(x, weight, geometry, *static).movedim(-1, 1)
 
@@ -102,8 +132,10 @@ def linear_int8(
 
     Args:
         x: int8 or uint8 ``[..., K]`` on the weight's device.
-        weight: packed, ``[N, K]``, 8 bits, one scale a row (``group_size=-1``), with or without zero points, no act order.
-        bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype: as in :func:`conv2d_int8`.
+        weight: packed, ``[N, K]``, 8 bits, one scale a row (``group_size=-1``), with or without
+            zero points, no act order.
+        bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype: as in
+        :func:`conv2d_int8`.
 
     Returns:
         ``[..., N]`` of ``out_dtype``.
@@ -112,9 +144,23 @@ def linear_int8(
         TypeError, ValueError, RuntimeError: as in :func:`conv2d_int8`.
     """
     check_weight(weight, 0)
-    static = _check_static("linear_int8", x, weight, bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype)
+    static = _check_static(
+        "linear_int8",
+        x,
+        weight,
+        bias,
+        x_scale,
+        x_zero_point,
+        y_scale,
+        y_zero_point,
+        activation,
+        out_dtype,
+    )
     if x.dim() < 1 or x.shape[-1] != weight.k:
-        raise ValueError(f"x has shape {tuple(x.shape)}; [..., {weight.k}] is expected, for a weight of {list(weight.shape)}")
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; [..., {weight.k}] is expected, for a weight of "
+            f"{list(weight.shape)}"
+        )
     y = _static(x.reshape(-1, weight.k), weight, _NO_GEOMETRY, *static)
     return y.view(*x.shape[:-1], weight.n)
 
@@ -143,7 +189,10 @@ def _check_static(
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}; a torch.Tensor is expected")
     if x.dtype not in _INT8:
-        raise TypeError(f"x has dtype {arguments.dtype_names((x.dtype,))}; supported are {arguments.dtype_names(_INT8)}")
+        raise TypeError(
+            f"x has dtype {arguments.dtype_names((x.dtype,))}; supported are "
+            f"{arguments.dtype_names(_INT8)}"
+        )
     if x.device != weight.device:
         raise ValueError(f"x is on {x.device}; the weight is on {weight.device}")
     arguments.check_device(x.device)
@@ -151,7 +200,8 @@ def _check_static(
     if not plain or weight.offsets is not None or weight.book is not None:
         parts = ", ".join(part for part in weight.tensors() if part not in ("codes", "bias"))
         raise ValueError(
-            f"the weight has bits={weight.bits}, group_size={weight.group_size} and {parts}; static int8 takes 8 bits, "
+            f"the weight has bits={weight.bits}, group_size={weight.group_size} and {parts}; "
+            "static int8 takes 8 bits, "
             "group_size=-1, scales and zero points, nothing else"
         )
     if bias is not None:
@@ -160,14 +210,20 @@ def _check_static(
     if is_grad_enabled():
         arguments.check_frozen(weight)
     if out_dtype not in (*_INT8, torch.int32):
-        raise TypeError(f"out_dtype is {out_dtype}; supported are {arguments.dtype_names((*_INT8, torch.int32))}")
+        raise TypeError(
+            f"out_dtype is {out_dtype}; supported are "
+            f"{arguments.dtype_names((*_INT8, torch.int32))}"
+        )
     reference_conv.check_static_activation(activation)
     call = Call(bias, *native.split_activation(activation), out_dtype=out_dtype)
     _check_scale("x_scale", x_scale)
     _check_zero_point("x_zero_point", x_zero_point, x.dtype)
     if out_dtype == torch.int32:
         if activation is not None:
-            raise ValueError(f"activation is {activation!r} with out_dtype=torch.int32, which is the sums themselves")
+            raise ValueError(
+                f"activation is {activation!r} with out_dtype=torch.int32, which is the "
+                "sums themselves"
+            )
         return Scales(float(x_scale), x_zero_point), call
     if y_scale is None:
         raise ValueError(f"y_scale is None; a number is expected with out_dtype={out_dtype}")
@@ -192,24 +248,34 @@ def _check_scale(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is a {type(value).__name__}; a number is expected")
     if not _SCALES.tiny <= value <= _SCALES.max:
-        raise ValueError(f"{name} is {value!r}; a number from {_SCALES.tiny:g} to {_SCALES.max:g} is expected")
+        raise ValueError(
+            f"{name} is {value!r}; a number from {_SCALES.tiny:g} to {_SCALES.max:g} is expected"
+        )
 
 
 def _check_zero_point(name: str, value: Any, dtype: torch.dtype) -> None:
     info = torch.iinfo(dtype)
     if type(value) is not int or not info.min <= value <= info.max:
-        raise ValueError(f"{name} is {value!r}; an integer from {info.min} to {info.max} is expected")
+        raise ValueError(
+            f"{name} is {value!r}; an integer from {info.min} to {info.max} is expected"
+        )
 
 
-def _static(x: Tensor, weight: PackedWeight, geometry: Geometry, scales: Scales, call: Call) -> Tensor:
+def _static(
+    x: Tensor, weight: PackedWeight, geometry: Geometry, scales: Scales, call: Call
+) -> Tensor:
     """``[B, *out, N]``."""
     if arguments.runs_directly(x, call.bias):
         return _run_static(x, weight, geometry, scales, call)
     fields = (*library.weight_fields(weight), weight.kernel_size, *geometry)
-    return cast(Tensor, torch.ops.cutlass_ops.conv_int8(x, *fields, *scales, *_OF_STATIC.values(call)))
+    return cast(
+        Tensor, torch.ops.cutlass_ops.conv_int8(x, *fields, *scales, *_OF_STATIC.values(call))
+    )
 
 
-def _run_static(x: Tensor, weight: PackedWeight, geometry: Geometry, scales: Scales, call: Call) -> Tensor:
+def _run_static(
+    x: Tensor, weight: PackedWeight, geometry: Geometry, scales: Scales, call: Call
+) -> Tensor:
     if weight.gpu >= 0:
         return launch(x, weight, geometry, scales, call)
     with arguments.without_autocast(x.device):
@@ -247,8 +313,8 @@ class _Natural(NamedTuple):
 class _Operand(NamedTuple):
     """What kernels multiply x by, and what is left of the zero points.
 
-    ``w - zw = code - rest``, so the sums are those of the codes minus ``rest`` times the sum of ``x - zx`` over the window,
-    which is a convolution with ones.
+    ``w - zw = code - rest``, so the sums are those of the codes minus ``rest`` times the sum of
+    ``x - zx`` over the window, which is a convolution with ones.
 
     Attributes:
         weight: ``[N]`` channels.
@@ -273,7 +339,9 @@ def _in_order(codes: Tensor, order: _C.ConvOrder) -> _Natural:
         return _Natural(words.permute(1, 2, 0, 3).contiguous(), sums)
     if order == _C.ConvOrder.flat:
         codes = codes.flatten(1)
-    return _Natural(F.pad(codes, (0, _C.stored_channels(codes.shape[-1]) - codes.shape[-1])).contiguous(), sums)
+    return _Natural(
+        F.pad(codes, (0, _C.stored_channels(codes.shape[-1]) - codes.shape[-1])).contiguous(), sums
+    )
 
 
 def _kernel_shape(weight: PackedWeight) -> tuple[int, ...]:
@@ -282,31 +350,42 @@ def _kernel_shape(weight: PackedWeight) -> tuple[int, ...]:
 
 
 def _inside(taps: int, most: int, device: torch.device) -> Tensor:
-    """Whether a tap of an axis is inside of x, for each begin and end that are not: bool ``[(most + 1) ** 2, taps]``."""
+    """Whether a tap of an axis is inside of x, for each begin and end that are not: bool
+    ``[(most + 1) ** 2, taps]``.
+    """
     place, cut = torch.arange(taps, device=device), torch.arange(most + 1, device=device)
     return ((place >= cut.view(-1, 1, 1)) & (place < taps - cut.view(-1, 1))).flatten(0, 1)
 
 
 def _cut_sums(natural: _Natural, groups: int, most: Sequence[int]) -> Tensor:
-    """The sums of the codes of taps outside of x, int32 ``[classes, groups, stored_channels(N / groups)]``, as ``conv.h`` has
-    the classes, of a weight in the order ``by_channels``. ``most``: taps that are cut at one end of each axis.
+    """The sums of the codes of taps outside of x, int32
+    ``[classes, groups, stored_channels(N / groups)]``, as ``conv.h`` has the classes, of a weight
+    in the order ``by_channels``. ``most``: taps that are cut at one end of each axis.
     """
     taps = natural.codes.sum(-1, dtype=torch.int32)  # [N, height, width]
     high, wide = (_inside(taps.shape[1 + axis], most[axis], taps.device) for axis in (0, 1))
-    lines = (taps * high[:, None, :, None]).sum(2, dtype=torch.int32)  # [classes of height, N, width]
+    # [classes of height, N, width]
+    lines = (taps * high[:, None, :, None]).sum(2, dtype=torch.int32)
     inside = (lines[:, None] * wide[:, None, :]).sum(-1, dtype=torch.int32)
     cut = (natural.sums - inside).view(len(high) * len(wide), groups, -1)
     return F.pad(cut, (0, _C.stored_channels(cut.shape[2]) - cut.shape[2])).contiguous()
 
 
 def _without_zeros(weight: PackedWeight, groups: int) -> tuple[Tensor, ...]:
-    """The tensors of ``_Operand.weight`` and, of a weight with zero points, ``_Operand.rest`` even if that is zero."""
+    """The tensors of ``_Operand.weight`` and, of a weight with zero points, ``_Operand.rest`` even
+    if that is zero.
+    """
     qw, order = weight.unpack(), _order(weight.n, weight, groups)
     if qw.zeros is None:
-        return _in_order((qw.codes ^ 0x80).view(torch.int8).view(weight.n, *_kernel_shape(weight)), order)
-    # The point of each row that is nearest to its zero point and from which all its codes are in reach of int8.
+        return _in_order(
+            (qw.codes ^ 0x80).view(torch.int8).view(weight.n, *_kernel_shape(weight)), order
+        )
+    # The point of each row that is nearest to its zero point and from which all its codes are
+    # in reach of int8.
     zeros, codes = qw.zeros.short(), qw.codes
-    near = zeros.clamp(codes.amax(1, keepdim=True).short() - 127, codes.amin(1, keepdim=True).short() + 128)
+    near = zeros.clamp(
+        codes.amax(1, keepdim=True).short() - 127, codes.amin(1, keepdim=True).short() + 128
+    )
     natural = (codes - near.byte()).view(torch.int8).view(weight.n, *_kernel_shape(weight))
     return (*_in_order(natural, order), (zeros - near)[:, 0].int())
 
@@ -325,8 +404,13 @@ def _operand(weight: PackedWeight, groups: int) -> _Operand:
         made = _without_zeros(weight, groups)
         if len(made) == 2:
             return made
-        # On the CPU, whether the rest counts. To know it waits, which happens only where the answer is kept.
-        counts = made[2].any().cpu() if kept.keeps(weight, parts) else torch.ones((), dtype=torch.bool, device="cpu")
+        # On the CPU, whether the rest counts. To know it waits, which happens only where
+        # the answer is kept.
+        counts = (
+            made[2].any().cpu()
+            if kept.keeps(weight, parts)
+            else torch.ones((), dtype=torch.bool, device="cpu")
+        )
         return (*made, counts)
 
     codes, sums, *left = kept.form(weight, parts, (_CODES, *sizes), make)
@@ -338,7 +422,12 @@ def _operand(weight: PackedWeight, groups: int) -> _Operand:
 
 
 def _kept_cut_sums(
-    weight: PackedWeight, natural: _Natural, name: str, parts: tuple[str, ...], x_zero_point: int, geometry: Geometry
+    weight: PackedWeight,
+    natural: _Natural,
+    name: str,
+    parts: tuple[str, ...],
+    x_zero_point: int,
+    geometry: Geometry,
 ) -> Tensor | None:
     """``_cut_sums``, where kernels take the zero point of x into account by them.
 
@@ -347,7 +436,11 @@ def _kept_cut_sums(
         x_zero_point, geometry: as in :func:`conv2d_int8`.
     """
     groups, n = geometry.groups, len(natural.sums)
-    if x_zero_point == 0 or not any(geometry.padding) or _order(n, weight, groups) != _C.ConvOrder.by_channels:
+    if (
+        x_zero_point == 0
+        or not any(geometry.padding)
+        or _order(n, weight, groups) != _C.ConvOrder.by_channels
+    ):
         return None
     axes = zip(weight.kernel_size, geometry.padding, geometry.dilation, strict=True)
     most = tuple(_C.most_cut(*axis) for axis in axes)
@@ -365,7 +458,8 @@ def launch(
     call: Call,
     choose: Callable[[_C.ConvProblem], _C.ConvPlan] | None = None,
 ) -> Tensor:
-    """The result, as ``choose`` plans it or, without that, as it is planned for the GPU that x is on.
+    """The result, as ``choose`` plans it or, without that, as it is planned for the
+    GPU that x is on.
 
     Args:
         x, weight, geometry: as in :func:`conv2d_int8`.
@@ -386,7 +480,9 @@ def launch(
             return y
         of_sums = Scales(scales.x_scale, scales.x_zero_point)
         acc = torch.empty(shape, dtype=torch.int32, device=x.device)
-        _multiply(acc, image, weight, operand.weight, cut_sums, geometry, of_sums, Call(call.bias), choose)
+        _multiply(
+            acc, image, weight, operand.weight, cut_sums, geometry, of_sums, Call(call.bias), choose
+        )
         windows = acc.new_empty(*shape[:-1], geometry.groups)
         cut_sums = _kept_cut_sums(weight, operand.ones, _ONES, (), zero, geometry)
         _multiply(windows, image, weight, operand.ones, cut_sums, geometry, of_sums, Call(), None)
@@ -399,9 +495,13 @@ def launch(
 
 
 def _compensate(acc: Tensor, windows: Tensor, rest: Tensor) -> None:
-    """Subtract ``rest`` times the sums of x over windows ``[..., groups]`` from the sums ``[..., N]``; they wrap."""
+    """Subtract ``rest`` times the sums of x over windows ``[..., groups]`` from the sums
+    ``[..., N]``; they wrap.
+    """
     groups = windows.shape[-1]
-    acc.view(-1, groups, len(rest) // groups).addcmul_(windows.view(-1, groups, 1), rest.view(groups, -1), value=-1)
+    acc.view(-1, groups, len(rest) // groups).addcmul_(
+        windows.view(-1, groups, 1), rest.view(groups, -1), value=-1
+    )
 
 
 def _multiply(
@@ -415,9 +515,11 @@ def _multiply(
     call: Call,
     choose: Callable[[_C.ConvProblem], _C.ConvPlan] | None,
 ) -> None:
-    """Write the product of an image with the channels last to y, by one kernel; ``natural`` has as many channels as y.
+    """Write the product of an image with the channels last to y, by one kernel; ``natural`` has as
+    many channels as y.
 
-    ``cut_sums``: those of ``natural``, if kernels are to take the zero point of x in its padding into account by them.
+    ``cut_sums``: those of ``natural``, if kernels are to take the zero point of x in its padding
+    into account by them.
     """
     bias, n, groups = call.bias, y.shape[-1], geometry.groups
     conv_weight = _C.ConvWeight(
@@ -442,7 +544,9 @@ def _multiply(
         groups,
         native.pointer(bias),
         bias is not None and bias.dtype is torch.int32,
-        _C.DataType.none if bias is None or bias.dtype is torch.int32 else native.DATA_TYPES[bias.dtype],
+        _C.DataType.none
+        if bias is None or bias.dtype is torch.int32
+        else native.DATA_TYPES[bias.dtype],
         y.data_ptr(),
         _OUTPUTS[y.dtype],
         *scales,
@@ -457,13 +561,17 @@ def _multiply(
 
 # ---- torch.library
 
-_OF_STATIC = CallSchema("residual", "saturate", "act_quant", "act_symmetric", "batch_invariant", "architecture", "exact")
+_OF_STATIC = CallSchema(
+    "residual", "saturate", "act_quant", "act_symmetric", "batch_invariant", "architecture", "exact"
+)
 _SCALES_SCHEMA = "float x_scale, int x_zero_point, float y_scale, int y_zero_point"
 
 
 def _conv_int8_op(x: Tensor, *args: Any) -> Tensor:
     (*fields, x_scale, x_zero_point, y_scale, y_zero_point), call = _OF_STATIC.split(args)
-    return _run_static(x, *packed_weight(fields), Scales(x_scale, x_zero_point, y_scale, y_zero_point), call)
+    return _run_static(
+        x, *packed_weight(fields), Scales(x_scale, x_zero_point, y_scale, y_zero_point), call
+    )
 
 
 def _conv_int8_fake(x: Tensor, *args: Any) -> Tensor:
@@ -472,5 +580,7 @@ def _conv_int8_fake(x: Tensor, *args: Any) -> Tensor:
 
 
 library.register(
-    f"conv_int8(Tensor x, {CONV_SCHEMA}, {_SCALES_SCHEMA}, {_OF_STATIC.text}) -> Tensor", _conv_int8_op, _conv_int8_fake
+    f"conv_int8(Tensor x, {CONV_SCHEMA}, {_SCALES_SCHEMA}, {_OF_STATIC.text}) -> Tensor",
+    _conv_int8_op,
+    _conv_int8_fake,
 )

@@ -1,7 +1,8 @@
 """Operators on other libraries' tensors as they are, not reordered: drop-ins for existing code.
 
-4-bit code books (NF4, FP4) in flat blocks are bitsandbytes' storage, byte for byte; AWQ weights are AutoAWQ's.
-None of these operators has a gradient: each raises where one would be recorded. :func:`cutlass_ops.mixed_gemm` has one.
+4-bit code books (NF4, FP4) in flat blocks are bitsandbytes' storage, byte for byte; AWQ weights are
+AutoAWQ's. None of these operators has a gradient: each raises where one would be recorded.
+:func:`cutlass_ops.mixed_gemm` has one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def _check_tensor(name: str, value: Tensor, types: tuple[torch.dtype, ...]) -> N
         raise TypeError(f"{name} is a {type(value).__name__}; a torch.Tensor is expected")
     if value.dtype not in types:
         accepted = ", ".join(str(t).removeprefix("torch.") for t in types)
-        raise TypeError(f"{name} has dtype {str(value.dtype).removeprefix('torch.')}; supported are {accepted}")
+        raise TypeError(
+            f"{name} has dtype {str(value.dtype).removeprefix('torch.')}; supported are {accepted}"
+        )
 
 
 def _check_size(name: str, value: Tensor, count: int, device: torch.device, of: str) -> None:
@@ -60,7 +63,9 @@ class NestedAbsmax(NamedTuple):
         """
         _check_tensor("absmax", absmax, (torch.float32,))
         if absmax.numel() == 0:
-            raise ValueError(f"absmax has shape {tuple(absmax.shape)}; at least one value is expected")
+            raise ValueError(
+                f"absmax has shape {tuple(absmax.shape)}; at least one value is expected"
+            )
         return cls(*reference.quantize_absmax(absmax.reshape(-1)))
 
     def dequantize(self) -> Tensor:
@@ -70,7 +75,9 @@ class NestedAbsmax(NamedTuple):
             TypeError, ValueError: tensors that do not fit together.
         """
         self.check()
-        return reference.dequantize_absmax(self.codes, self.absmax.reshape(-1), self.code, self.offset)
+        return reference.dequantize_absmax(
+            self.codes, self.absmax.reshape(-1), self.code, self.offset
+        )
 
     def check(self) -> None:
         """Raise ``TypeError`` or ``ValueError`` if the tensors do not fit together."""
@@ -88,12 +95,13 @@ class NestedAbsmax(NamedTuple):
 def quantize_4bit(
     x: Tensor, blocksize: int = 64, quant_type: str = "nf4", *, code: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantise to 4-bit codes of a code book in flat blocks, as ``reference.quantize_4bit`` defines it.
+    """Quantise to 4-bit codes of a code book in flat blocks, as
+    ``reference.quantize_4bit`` defines it.
 
     Args:
         x: fp16, bf16 or fp32 of any shape.
-        blocksize: elements of the flattened x that share an absmax: 32, 64, 128, 256, 512, 1024, 2048 or 4096. The last
-            block may be short.
+        blocksize: elements of the flattened x that share an absmax: 32, 64, 128, 256, 512, 1024,
+            2048 or 4096. The last block may be short.
         quant_type: "nf4" or "fp4".
         code: another book, fp32 ``[16]`` in any order, in place of ``quant_type``'s.
 
@@ -111,7 +119,9 @@ def quantize_4bit(
     _check_code(code, x.device)
     arguments.check_device(x.device)
     arguments.check_no_gradient("quantize_4bit", x, code)
-    run = _quantize_4bit if arguments.runs_directly(x, code) else torch.ops.cutlass_ops.quantize_4bit
+    run = (
+        _quantize_4bit if arguments.runs_directly(x, code) else torch.ops.cutlass_ops.quantize_4bit
+    )
     packed, absmax = run(x, blocksize, quant_type, code)
     return packed, absmax
 
@@ -126,7 +136,8 @@ def dequantize_4bit(
     *,
     code: Tensor | None = None,
 ) -> Tensor:
-    """The values of :func:`quantize_4bit`'s codes: ``book[q] * absmax`` in fp32, rounded once to ``dtype``.
+    """The values of :func:`quantize_4bit`'s codes: ``book[q] * absmax`` in fp32, rounded
+    once to ``dtype``.
 
     Args:
         packed: uint8 of any shape, ``ceil(numel / 2)`` bytes.
@@ -152,28 +163,46 @@ def dequantize_4bit(
         raise ValueError(f"shape is {tuple(shape)}; extents of at least 0 are expected")
     count = math.prod(shape)
     if packed.numel() != -(-count // 2):
-        _check_size("packed", packed, -(-count // 2), packed.device, f"a tensor of shape {tuple(shape)}")
+        _check_size(
+            "packed", packed, -(-count // 2), packed.device, f"a tensor of shape {tuple(shape)}"
+        )
     blocks = -(-count // blocksize)
     if isinstance(absmax, NestedAbsmax):
         absmax.check()
         values, first = absmax.absmax, absmax.codes
-        nested: tuple[Tensor | None, Tensor | None, Tensor | None] = (absmax.codes, absmax.code, absmax.offset)
+        nested: tuple[Tensor | None, Tensor | None, Tensor | None] = (
+            absmax.codes,
+            absmax.code,
+            absmax.offset,
+        )
     else:
         _check_tensor("absmax", absmax, (torch.float32,))
         values = first = absmax
         nested = (None, None, None)
     if first.numel() != blocks or first.device != packed.device:
-        _check_size("absmax", first, blocks, packed.device, f"a tensor of shape {tuple(shape)} in blocks of {blocksize}")
+        _check_size(
+            "absmax",
+            first,
+            blocks,
+            packed.device,
+            f"a tensor of shape {tuple(shape)} in blocks of {blocksize}",
+        )
     arguments.check_device(packed.device)
     arguments.check_no_gradient("dequantize_4bit", values, *nested, code)
-    run = _dequantize_4bit if arguments.runs_directly(packed, values, code) else torch.ops.cutlass_ops.dequantize_4bit
+    run = (
+        _dequantize_4bit
+        if arguments.runs_directly(packed, values, code)
+        else torch.ops.cutlass_ops.dequantize_4bit
+    )
     return cast(Tensor, run(packed, values, *nested, shape, blocksize, quant_type, dtype, code))
 
 
 @functools.lru_cache
 def _tables(quant_type: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Book, cuts and codes of a named book on a device; made once."""
-    return reference.code_book(quant_type, device=device), *reference.book_cuts(quant_type, device=device)
+    return reference.code_book(quant_type, device=device), *reference.book_cuts(
+        quant_type, device=device
+    )
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -182,7 +211,9 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def _quantize_4bit(x: Tensor, blocksize: int, quant_type: str, code: Tensor | None) -> tuple[Tensor, Tensor]:
+def _quantize_4bit(
+    x: Tensor, blocksize: int, quant_type: str, code: Tensor | None
+) -> tuple[Tensor, Tensor]:
     x = x.detach()
     if x.device.type == "cpu":
         return reference.quantize_4bit(x, blocksize, quant_type, code)
@@ -208,10 +239,14 @@ def _quantize_4bit(x: Tensor, blocksize: int, quant_type: str, code: Tensor | No
     return packed, absmax
 
 
-def _quantize_4bit_fake(x: Tensor, blocksize: int, quant_type: str, code: Tensor | None) -> tuple[Tensor, Tensor]:
+def _quantize_4bit_fake(
+    x: Tensor, blocksize: int, quant_type: str, code: Tensor | None
+) -> tuple[Tensor, Tensor]:
     count = x.numel()
     packed = torch.empty((count + 1) // 2, 1, dtype=torch.uint8, device=x.device)
-    return packed, torch.empty((count + blocksize - 1) // blocksize, dtype=torch.float32, device=x.device)
+    return packed, torch.empty(
+        (count + blocksize - 1) // blocksize, dtype=torch.float32, device=x.device
+    )
 
 
 def _dequantize_4bit(
@@ -230,11 +265,15 @@ def _dequantize_4bit(
         values = absmax.reshape(-1)
         if nested_codes is not None and nested_code is not None and nested_offset is not None:
             values = reference.dequantize_absmax(nested_codes, values, nested_code, nested_offset)
-        return reference.dequantize_4bit(packed, values, tuple(shape), blocksize, quant_type, dtype, code)
+        return reference.dequantize_4bit(
+            packed, values, tuple(shape), blocksize, quant_type, dtype, code
+        )
     book = _tables(quant_type, packed.device)[0] if code is None else code.contiguous()
     out = torch.empty(tuple(shape), dtype=dtype, device=packed.device)
     packed, absmax = _aligned(packed), absmax.contiguous()
-    codes, nested_book, offset = (None if t is None else t.contiguous() for t in (nested_codes, nested_code, nested_offset))
+    codes, nested_book, offset = (
+        None if t is None else t.contiguous() for t in (nested_codes, nested_code, nested_offset)
+    )
     with native.on_device(packed.device):
         _C.dequantize_flat(
             packed.data_ptr(),
@@ -260,7 +299,8 @@ def _dequantize_4bit_fake(packed: Tensor, *args: Any) -> Tensor:
 
 
 def awq_dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
-    """The values of an AWQ weight as AutoAWQ stores it ("gemm"), as ``reference.awq_dequantize`` defines them.
+    """The values of an AWQ weight as AutoAWQ stores it ("gemm"), as
+    ``reference.awq_dequantize`` defines them.
 
     Args:
         qweight: int32 ``[K, N / 8]``.
@@ -276,16 +316,20 @@ def awq_dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
     """
     _check_awq(qweight, scales, qzeros)
     arguments.check_no_gradient("awq_dequantize", scales)
-    run = _awq_dequantize if arguments.runs_directly(qweight, scales, qzeros) else torch.ops.cutlass_ops.awq_dequantize
+    run = (
+        _awq_dequantize
+        if arguments.runs_directly(qweight, scales, qzeros)
+        else torch.ops.cutlass_ops.awq_dequantize
+    )
     return cast(Tensor, run(qweight, scales, qzeros))
 
 
 def awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
     """``x @ W`` with an AWQ weight as AutoAWQ stores it ("gemm"), not reordered.
 
-    On a GPU up to 32 rows (64 with weights of 2**25 elements or more) are multiplied in one launch that rounds once, at the
-    end; more rows, or groups that are no multiple of 32, by torch's product with :func:`awq_dequantize`'s values, as on the
-    CPU.
+    On a GPU up to 32 rows (64 with weights of 2**25 elements or more) are multiplied in one launch
+    that rounds once, at the end; more rows, or groups that are no multiple of 32, by torch's
+    product with :func:`awq_dequantize`'s values, as on the CPU.
 
     Args:
         x: of the scales' dtype, ``[..., K]``.
@@ -305,7 +349,11 @@ def awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tens
     if x.device != qweight.device:
         raise ValueError(f"x is on {x.device}; the weight is on {qweight.device}")
     arguments.check_no_gradient("awq_gemm", x, scales)
-    run = _awq_gemm if arguments.runs_directly(x, qweight, scales, qzeros) else torch.ops.cutlass_ops.awq_gemm
+    run = (
+        _awq_gemm
+        if arguments.runs_directly(x, qweight, scales, qzeros)
+        else torch.ops.cutlass_ops.awq_gemm
+    )
     y = cast(Tensor, run(x.reshape(-1, x.shape[-1]), qweight, scales, qzeros))
     return y.view(*x.shape[:-1], scales.shape[1])
 
@@ -315,11 +363,15 @@ def _check_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> None:
     _check_tensor("scales", scales, (torch.float16, torch.bfloat16))
     _check_tensor("qzeros", qzeros, (torch.int32,))
     if qweight.dim() != 2 or 0 in qweight.shape:
-        raise ValueError(f"qweight has shape {tuple(qweight.shape)}; [K, N / 8], neither empty, is expected")
+        raise ValueError(
+            f"qweight has shape {tuple(qweight.shape)}; [K, N / 8], neither empty, is expected"
+        )
     k, n = qweight.shape[0], 8 * qweight.shape[1]
     groups = scales.shape[0] if scales.dim() == 2 else 0
     if groups == 0 or scales.shape[1] != n or k % groups:
-        raise ValueError(f"scales has shape {tuple(scales.shape)}; [G, {n}] is expected, G a divisor of {k}")
+        raise ValueError(
+            f"scales has shape {tuple(scales.shape)}; [G, {n}] is expected, G a divisor of {k}"
+        )
     if tuple(qzeros.shape) != (groups, n // 8):
         raise ValueError(f"qzeros has shape {tuple(qzeros.shape)}; {(groups, n // 8)} is expected")
     for name, value in (("scales", scales), ("qzeros", qzeros)):
@@ -347,7 +399,11 @@ def _awq_dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
     qweight, scales, qzeros = _aligned(qweight), _aligned(scales), _aligned(qzeros)
     out = _awq_dequantize_fake(qweight, scales, qzeros)
     with native.on_device(qweight.device):
-        _C.dequantize_awq(_awq_weight(qweight, scales, qzeros), out.data_ptr(), native.current_stream(qweight.get_device()))
+        _C.dequantize_awq(
+            _awq_weight(qweight, scales, qzeros),
+            out.data_ptr(),
+            native.current_stream(qweight.get_device()),
+        )
     return out
 
 
@@ -363,14 +419,25 @@ def _awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Ten
     if x.device.type == "cpu" or x.shape[0] > most or group % 32:
         with arguments.without_autocast(x.device):
             return x @ _awq_dequantize(qweight, scales, qzeros)
-    qweight, scales, qzeros = _aligned(qweight.detach()), _aligned(scales.detach()), _aligned(qzeros.detach())
+    qweight, scales, qzeros = (
+        _aligned(qweight.detach()),
+        _aligned(scales.detach()),
+        _aligned(qzeros.detach()),
+    )
     m, k = x.shape
     if not native.has_rows(x) or (m > 1 and x.stride(0) % 8) or x.data_ptr() % 16:
         x = _aligned(x)
     out = _awq_gemm_fake(x, qweight, scales, qzeros)
     with native.on_device(x.device):
         weight = _awq_weight(qweight, scales, qzeros)
-        _C.awq_gemm(weight, x.data_ptr(), x.stride(0) if m > 1 else k, m, out.data_ptr(), native.current_stream(x.get_device()))
+        _C.awq_gemm(
+            weight,
+            x.data_ptr(),
+            x.stride(0) if m > 1 else k,
+            m,
+            out.data_ptr(),
+            native.current_stream(x.get_device()),
+        )
     return out
 
 
@@ -384,15 +451,22 @@ library.register(
     _quantize_4bit_fake,
 )
 library.register(
-    "dequantize_4bit(Tensor packed, Tensor absmax, Tensor? nested_codes, Tensor? nested_code, Tensor? nested_offset, "
+    "dequantize_4bit(Tensor packed, Tensor absmax, Tensor? nested_codes, Tensor? nested_code, "
+    "Tensor? nested_offset, "
     "SymInt[] shape, int blocksize, str quant_type, ScalarType dtype, Tensor? code) -> Tensor",
     _dequantize_4bit,
     _dequantize_4bit_fake,
 )
 library.register(
-    "awq_dequantize(Tensor qweight, Tensor scales, Tensor qzeros) -> Tensor", _awq_dequantize, _awq_dequantize_fake
+    "awq_dequantize(Tensor qweight, Tensor scales, Tensor qzeros) -> Tensor",
+    _awq_dequantize,
+    _awq_dequantize_fake,
 )
-library.register("awq_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor qzeros) -> Tensor", _awq_gemm, _awq_gemm_fake)
+library.register(
+    "awq_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor qzeros) -> Tensor",
+    _awq_gemm,
+    _awq_gemm_fake,
+)
 
 
 def _check_code(code: Tensor | None, device: torch.device) -> None:

@@ -19,10 +19,12 @@ _ID_TYPES = (torch.int64, torch.int32)
 
 
 def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.float16) -> Tensor:
-    """Rows of a packed weight: ``dequantize(weight, dtype)[ids]``, bit for bit, of which only these rows are computed.
+    """Rows of a packed weight: ``dequantize(weight, dtype)[ids]``, bit for bit, of which only these
+    rows are computed.
 
-    Its memory is that of some copies of the result, whatever the weight's size. It never synchronises and can be captured in
-    a CUDA graph. The result has no gradient: packed weights are frozen, and a bias of the weight has no part in it.
+    Its memory is that of some copies of the result, whatever the weight's size. It never
+    synchronises and can be captured in a CUDA graph. The result has no gradient: packed weights are
+    frozen, and a bias of the weight has no part in it.
 
     Args:
         ids: int64 or int32 of any shape, on the weight's device.
@@ -33,8 +35,8 @@ def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.floa
         ``[*ids.shape, K]`` of ``dtype``.
 
     Raises:
-        IndexError: an id outside of 0 .. N-1, on a CPU. On a GPU it fails an assertion of torch's kernels, as in
-            ``torch.nn.functional.embedding``.
+        IndexError: an id outside of 0 .. N-1, on a CPU. On a GPU it fails an assertion of torch's
+            kernels, as in ``torch.nn.functional.embedding``.
         TypeError: ids, weight or dtype is of another type.
         ValueError: ids on another device, or a convolution's weight.
         RuntimeError: a tensor of the weight requires a gradient.
@@ -42,9 +44,14 @@ def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.floa
     if not isinstance(ids, Tensor):
         raise TypeError(f"ids is a {type(ids).__name__}; a torch.Tensor is expected")
     if not isinstance(weight, PackedWeight):
-        raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+        raise TypeError(
+            f"weight is a {type(weight).__name__}; a PackedWeight (see "
+            "cutlass_ops.reorder) is expected"
+        )
     if ids.dtype not in _ID_TYPES:
-        raise TypeError(f"ids has dtype {dtype_names((ids.dtype,))}; supported are {dtype_names(_ID_TYPES)}")
+        raise TypeError(
+            f"ids has dtype {dtype_names((ids.dtype,))}; supported are {dtype_names(_ID_TYPES)}"
+        )
     if dtype not in DATA_TYPES:
         raise TypeError(f"dtype is {dtype}; supported are {dtype_names(DATA_TYPES)}")
     if weight.kernel_size:
@@ -65,20 +72,29 @@ def _look_up(ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     inside = (rows >= 0) & (rows < weight.n)
     if weight.gpu < 0:
         if not bool(inside.all()):
-            raise IndexError(f"ids holds {int(rows[~inside][0])}; the weight has rows 0 to {weight.n - 1}")
+            raise IndexError(
+                f"ids holds {int(rows[~inside][0])}; the weight has rows 0 to {weight.n - 1}"
+            )
     else:
-        # torch's kernels take negative indices, and the padding has rows, too: neither may pass for a row of the weight.
+        # torch's kernels take negative indices, and the padding has rows, too: neither may pass for
+        # a row of the weight.
         rows = rows.where(inside, formats.padded_rows(weight.n))
     positions = positions_of_rows(rows)
 
-    codes = in_blocks(gather_codes(weight.codes, rows, weight.k, weight.bits)[:, : weight.k], weight.group_size)
+    codes = in_blocks(
+        gather_codes(weight.codes, rows, weight.k, weight.bits)[:, : weight.k], weight.group_size
+    )
     groups = codes.shape[1]
 
     def by_group(vectors: Tensor) -> Tensor:
         return vectors[:groups, positions].t().float()[..., None]
 
     # Each operation is rounded by itself, as in reference.dequantize_weight.
-    values = codes.float().sub_(formats.midpoint(weight.bits)) if weight.book is None else weight.book[codes.int()]
+    values = (
+        codes.float().sub_(formats.midpoint(weight.bits))
+        if weight.book is None
+        else weight.book[codes.int()]
+    )
     if weight.zeros is not None:
         values.sub_(by_group(weight.zeros))
     values.mul_(by_group(weight.scales))
@@ -103,4 +119,8 @@ def _embedding_fake(ids: Tensor, *args: Any) -> Tensor:
     return ids.new_empty((*ids.shape, args[7]), dtype=args[library.WEIGHT_FIELDS])
 
 
-library.register(f"embedding(Tensor ids, {library.WEIGHT_SCHEMA}, ScalarType dtype) -> Tensor", _embedding_op, _embedding_fake)
+library.register(
+    f"embedding(Tensor ids, {library.WEIGHT_SCHEMA}, ScalarType dtype) -> Tensor",
+    _embedding_op,
+    _embedding_fake,
+)

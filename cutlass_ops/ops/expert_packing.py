@@ -37,23 +37,26 @@ class WeightsOnDemand(Sequence[QuantizedWeight]):
 def reorder_experts(weights: Sequence[QuantizedWeight], gated: bool = False) -> PackedExperts:
     """Pack the weights of a layer's experts as one.
 
-    ``reorder_experts(ws).unpack()`` are the same weights, bit for bit. The sequence is indexed once for each expert, in order,
-    and an expert is packed before the next is read: a sequence that makes its weights when they are
-    read holds one of them at a time.
+    ``reorder_experts(ws).unpack()`` are the same weights, bit for bit. The sequence is indexed once
+    for each expert, in order, and an expert is packed before the next is read: a sequence that
+    makes its weights when they are read holds one of them at a time.
 
     Args:
-        weights: of one shape ``[N, K]``, device and format (bits, group size, kinds and dtypes of tensors, code book); each
-            may have a separate act order.
-        gated: the first half of the rows is gate's and the second up's, of a layer that :func:`mixed_moe` multiplies; they are
-            packed in eights (:attr:`PackedExperts.gated`), as its kernels read them.
+        weights: of one shape ``[N, K]``, device and format (bits, group size, kinds and dtypes of
+            tensors, code book); each may have a separate act order.
+        gated: the first half of the rows is gate's and the second up's, of a layer that
+            :func:`mixed_moe` multiplies; they are packed in eights (:attr:`PackedExperts.gated`),
+            as its kernels read them.
 
     Raises:
         TypeError: an element that is no QuantizedWeight.
-        ValueError: none, or weights that differ in what they must share, with the name of that; an odd number of rows of gate
-            and up; scales, offsets or a code book that are not finite.
+        ValueError: none, or weights that differ in what they must share, with the name of that; an
+            odd number of rows of gate and up; scales, offsets or a code book that are not finite.
     """
     if isinstance(weights, QuantizedWeight) or not isinstance(weights, Sequence):
-        raise TypeError(f"weights is a {type(weights).__name__}; a sequence of QuantizedWeights is expected")
+        raise TypeError(
+            f"weights is a {type(weights).__name__}; a sequence of QuantizedWeights is expected"
+        )
     experts = len(weights)
     if not experts:
         raise ValueError("no weight is given; at least one is expected")
@@ -62,31 +65,52 @@ def reorder_experts(weights: Sequence[QuantizedWeight], gated: bool = False) -> 
     for e in range(experts):
         weight = weights[e]
         if not isinstance(weight, QuantizedWeight):
-            raise TypeError(f"weights[{e}] is a {type(weight).__name__}; a QuantizedWeight is expected")
+            raise TypeError(
+                f"weights[{e}] is a {type(weight).__name__}; a QuantizedWeight is expected"
+            )
         if weight.kernel_size:
             raise ValueError(f"weights[{e}]: {reference.CONVOLUTION.format(weight.kernel_size)}")
         # Tensors last: an error names other groups first, rather than another shape of scales.
-        names = sorted((f.name for f in fields(weight)), key=lambda name: isinstance(getattr(weight, name), Tensor))
-        found = {"shape": list(weight.shape), **{name: common_form(getattr(weight, name)) for name in names}}
+        names = sorted(
+            (f.name for f in fields(weight)),
+            key=lambda name: isinstance(getattr(weight, name), Tensor),
+        )
+        found = {
+            "shape": list(weight.shape),
+            **{name: common_form(getattr(weight, name)) for name in names},
+        }
         form = form or found
         for name, value in found.items():
             if value != form[name]:
-                raise ValueError(f"weights[{e}] and weights[0] cannot be packed as one: {name} is {value} and {form[name]}")
+                raise ValueError(
+                    f"weights[{e}] and weights[0] cannot be packed as one: {name} is "
+                    f"{value} and {form[name]}"
+                )
         if gated and weight.n % 2:
-            raise ValueError(f"weights[{e}] is {list(weight.shape)}; as many rows of gate as of up are expected")
+            raise ValueError(
+                f"weights[{e}] is {list(weight.shape)}; as many rows of gate as of up are expected"
+            )
         packed = reorder(rows_of(weight, gated_order(weight.n, weight.device)) if gated else weight)
         if first is None:
             first = packed
             n_pad = formats.padded_rows(first.n)
             dtypes = {part: t.dtype for part, t in first.tensors().items() if part != "perm"}
-            stack = empty_packed(experts * n_pad, first.k, first.bits, first.group_size, dtypes, first.device)
+            stack = empty_packed(
+                experts * n_pad, first.k, first.bits, first.group_size, dtypes, first.device
+            )
             if stack.bias is not None:
                 stack.bias.zero_()
             if stack.book is not None and first.book is not None:
                 stack.book.copy_(first.book)
             perm = None if first.perm is None else first.perm.new_empty(experts, first.k)
-        if first.book is not None and packed.book is not None and not torch.equal(first.book, packed.book):
-            raise ValueError(f"weights[{e}] and weights[0] cannot be packed as one: their code books differ")
+        if (
+            first.book is not None
+            and packed.book is not None
+            and not torch.equal(first.book, packed.book)
+        ):
+            raise ValueError(
+                f"weights[{e}] and weights[0] cannot be packed as one: their code books differ"
+            )
         stack.codes[e * packed.codes.numel() :][: packed.codes.numel()] = packed.codes
         for part in ("scales", "zeros", "offsets"):
             if (vectors := getattr(packed, part)) is not None:

@@ -24,7 +24,10 @@ _WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def _check_experts(name: str, experts: Any) -> None:
     if not isinstance(experts, PackedExperts):
-        raise TypeError(f"{name} is a {type(experts).__name__}; PackedExperts (see cutlass_ops.reorder_experts) are expected")
+        raise TypeError(
+            f"{name} is a {type(experts).__name__}; PackedExperts (see "
+            "cutlass_ops.reorder_experts) are expected"
+        )
     if is_grad_enabled():
         arguments.check_frozen(experts.weight)
 
@@ -41,7 +44,8 @@ _PLAIN_ROWS = "gate_up was packed without gated=True"
 def _gated(gate_up: PackedExperts, direct: bool) -> PackedExperts:
     """``gate_up`` with its rows in eights: itself, or what is kept of it, which direct calls make.
 
-    torch.compile may have operators run in the memory of a CUDA graph, where what is kept must not lie.
+    torch.compile may have operators run in the memory of a CUDA graph, where what is
+    kept must not lie.
     """
     if gate_up.gated:
         return gate_up
@@ -50,14 +54,17 @@ def _gated(gate_up: PackedExperts, direct: bool) -> PackedExperts:
     def make() -> tuple[Tensor, ...]:
         if not direct or kept.captures(weight):
             raise RuntimeError(
-                f"{_PLAIN_ROWS}, and its rows are brought into another order in eager calls alone, not while a CUDA graph is "
-                "captured or under torch.compile; reorder_experts(gate_up.unpack(), gated=True) packs it in that order"
+                f"{_PLAIN_ROWS}, and its rows are brought into another order in eager calls alone, "
+                "not while a CUDA graph is "
+                "captured or under torch.compile; reorder_experts(gate_up.unpack(), gated=True) "
+                "packs it in that order"
             )
         cost = "at every call, as torch records no changes of inference tensors"
         if kept.keeps(weight, EIGHTS_PARTS):
             cost = "which takes as much memory again, and host time at every call"
         warnings.warn(
-            f"{_PLAIN_ROWS}: its rows are brought into another order, {cost}; reorder_experts(..., gated=True) avoids it",
+            f"{_PLAIN_ROWS}: its rows are brought into another order, {cost}; reorder_experts(..., "
+            "gated=True) avoids it",
             stacklevel=5,
         )
         with torch.inference_mode(False), torch.no_grad():  # later calls may record a gradient
@@ -87,7 +94,11 @@ def _check_x(x: Any, device: torch.device, k: int) -> None:
 
 def _autocast(x: Any) -> Any:
     """x in the dtype in which torch.autocast has products computed."""
-    if isinstance(x, Tensor) and x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
+    if (
+        isinstance(x, Tensor)
+        and x.dtype is torch.float32
+        and torch.is_autocast_enabled(x.device.type)
+    ):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 
@@ -96,23 +107,33 @@ def _check_recordable(name: str, direct: bool, *tensors: Any) -> None:
     arguments.check_transforms(name, *tensors)
     if not direct and is_grad_enabled() and any(map(arguments.requires_grad, tensors)):
         raise RuntimeError(
-            f"{name} has a gradient in eager calls only, and an input requires one; call it under torch.no_grad()"
+            f"{name} has a gradient in eager calls only, and an input requires one; call "
+            "it under torch.no_grad()"
         )
 
 
 def _check_capture(name: str, x: Tensor) -> None:
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"{name} waits for the GPU to count each expert's rows, and cannot be captured in a CUDA graph")
+        raise RuntimeError(
+            f"{name} waits for the GPU to count each expert's rows, and cannot be captured "
+            "in a CUDA graph"
+        )
 
 
 def _product(experts: PackedExperts, call: Call) -> reference_experts.Product:
     """The product of rows with one of the experts; the call's bias is ``[E, N]``."""
-    order = gated_order(experts.n, experts.device) if experts.gated and call.bias is not None else slice(None)
+    order = (
+        gated_order(experts.n, experts.device)
+        if experts.gated and call.bias is not None
+        else slice(None)
+    )
     options = (call.named_activation, call.act_quant, call.act_symmetric)
 
     def product(e: int, rows: Tensor) -> Tensor:
         bias = None if call.bias is None else call.bias[e][order]
-        return experts.in_order(gemm.mixed_gemm(rows, experts.expert(e), bias, *options, out_dtype=call.out_dtype), 1)
+        return experts.in_order(
+            gemm.mixed_gemm(rows, experts.expert(e), bias, *options, out_dtype=call.out_dtype), 1
+        )
 
     return product
 
@@ -129,11 +150,12 @@ def grouped_gemm(
     *,
     gathered: bool = False,
 ) -> Tensor:
-    """The rows of x that a routing gathers, each times its expert: ``activation(x[token] @ W_e^T + bias_e)``.
+    """The rows of x that a routing gathers, each times its expert:
+    ``activation(x[token] @ W_e^T + bias_e)``.
 
-    On a GPU this waits until it knows how many rows each expert has, and launches a product for each; it cannot be captured in
-    a CUDA graph. Products, gradients and ``act_quant`` are those of :func:`cutlass_ops.mixed_gemm`; gradients are recorded in
-    eager calls.
+    On a GPU this waits until it knows how many rows each expert has, and launches a product for
+    each; it cannot be captured in a CUDA graph. Products, gradients and ``act_quant`` are those of
+    :func:`cutlass_ops.mixed_gemm`; gradients are recorded in eager calls.
 
     Args:
         x: fp16, bf16 or fp32 ``[M, K]`` on the weights' device.
@@ -144,7 +166,8 @@ def grouped_gemm(
         gathered: x is ``[M * top, K]`` in the routing's order already, as this function returns it.
 
     Returns:
-        ``[M * top, N]``, row i for position ``routing.order[i]``; positions without an expert have rows of zeros.
+        ``[M * top, N]``, row i for position ``routing.order[i]``; positions without an expert
+        have rows of zeros.
 
     Raises:
         TypeError, ValueError: an argument that does not fit; the message has its value.
@@ -157,16 +180,26 @@ def grouped_gemm(
     _check_x(x, experts.device, experts.k)
     _check_routing(routing, experts, x.shape[0], gathered)
     if out_dtype is not None and out_dtype not in native.DATA_TYPES:
-        raise TypeError(f"out_dtype is {out_dtype}; supported are {arguments.dtype_names(native.DATA_TYPES)}")
+        raise TypeError(
+            f"out_dtype is {out_dtype}; supported are {arguments.dtype_names(native.DATA_TYPES)}"
+        )
     if bias is not None:
         arguments.check_float("bias", bias, experts.device)
         if experts.weight.bias is not None:
             raise ValueError("a bias is given, but the experts have theirs already")
         if tuple(bias.shape) != (experts.experts, experts.n):
-            raise ValueError(f"bias has shape {tuple(bias.shape)}; {(experts.experts, experts.n)} is expected")
+            raise ValueError(
+                f"bias has shape {tuple(bias.shape)}; {(experts.experts, experts.n)} is expected"
+            )
     direct = arguments.runs_directly(x, bias, routing.order)
     _check_recordable("grouped_gemm", direct, x, bias)
-    call = Call(bias, *named, out_dtype=out_dtype or x.dtype, act_quant=act_quant, act_symmetric=act_symmetric)
+    call = Call(
+        bias,
+        *named,
+        out_dtype=out_dtype or x.dtype,
+        act_quant=act_quant,
+        act_symmetric=act_symmetric,
+    )
     if direct:
         return _grouped_gemm(x, experts, routing, gathered, call)
     fields = (*_fields(experts), *routing, gathered)
@@ -175,21 +208,33 @@ def grouped_gemm(
 
 def _check_routing(routing: Any, experts: PackedExperts, rows: int, gathered: bool) -> None:
     if not isinstance(routing, Routing):
-        raise TypeError(f"routing is a {type(routing).__name__}; a Routing (see cutlass_ops.route) is expected")
+        raise TypeError(
+            f"routing is a {type(routing).__name__}; a Routing (see cutlass_ops.route) is expected"
+        )
     if routing.order.device != experts.device:
-        raise ValueError(f"routing is on {routing.order.device}; the experts are on {experts.device}")
+        raise ValueError(
+            f"routing is on {routing.order.device}; the experts are on {experts.device}"
+        )
     if len(routing.offsets) != experts.experts + 1:
-        raise ValueError(f"routing is for {len(routing.offsets) - 1} experts; there are {experts.experts}")
+        raise ValueError(
+            f"routing is for {len(routing.offsets) - 1} experts; there are {experts.experts}"
+        )
     if len(routing.order) != (rows if gathered else rows * routing.top):
         tokens = len(routing.order) if gathered else len(routing.order) // max(routing.top, 1)
-        raise ValueError(f"x has {rows} rows; {tokens} are expected by the routing, with gathered={gathered}")
+        raise ValueError(
+            f"x has {rows} rows; {tokens} are expected by the routing, with gathered={gathered}"
+        )
 
 
-def _grouped_gemm(x: Tensor, experts: PackedExperts, routing: Routing, gathered: bool, call: Call) -> Tensor:
+def _grouped_gemm(
+    x: Tensor, experts: PackedExperts, routing: Routing, gathered: bool, call: Call
+) -> Tensor:
     _check_capture("grouped_gemm", x)
     rows = x if gathered else x[routing.order.long() // max(routing.top, 1)]
     counts = routing.offsets.diff().tolist()
-    return reference_experts.grouped_gemm(rows, counts, experts.n, _product(experts, call), call.out_dtype)
+    return reference_experts.grouped_gemm(
+        rows, counts, experts.n, _product(experts, call), call.out_dtype
+    )
 
 
 def mixed_moe(
@@ -203,33 +248,38 @@ def mixed_moe(
     act_symmetric: bool = True,
     expert_map: Tensor | None = None,
 ) -> Tensor:
-    """A layer of experts: ``y[t] = sum over j of topk_weights[t, j] * down_e(act(gate_e x_t) * (up_e x_t))``.
+    """A layer of experts: ``y[t] = sum over j of topk_weights[t, j] * down_e(act(gate_e
+    x_t) * (up_e x_t))``.
 
-    e is ``topk_ids[t, j]``. ``act(gate) * up`` is computed in fp32 and rounded once to x's dtype; outputs of experts and their
-    weighted sum are fp32, the sum in the order of j, rounded once. The same input gives the same bits every time. On Hopper
-    with fp16 or bf16 x nothing waits for the GPU, so that the call can be captured in a CUDA graph and replayed with other
-    routings; weights are rounded to x's dtype, but not integers in groups of 128 or more where experts have more than some 24
-    rows on average, or 4 bits and scales of x's dtype; outputs of experts that have more rows are rounded, too. Values of quantised activations are rounded as those of
-    :func:`cutlass_ops.mixed_gemm`, but not where experts have more rows, x has no zero points and both weights can be
-    multiplied with int8: integers in groups of 128 or more, of 8 bits without zero points. Elsewhere, for an fp32 x, for I
-    that is no multiple of 8, for "clamped_swiglu" and where a gradient is recorded, a GPU is asked how many rows each expert
-    has, two products are launched for each expert that has any, and a capture is refused.
+    e is ``topk_ids[t, j]``. ``act(gate) * up`` is computed in fp32 and rounded once to x's dtype;
+    outputs of experts and their weighted sum are fp32, the sum in the order of j, rounded once. The
+    same input gives the same bits every time. On Hopper with fp16 or bf16 x nothing waits for the
+    GPU, so that the call can be captured in a CUDA graph and replayed with other routings; weights
+    are rounded to x's dtype, but not integers in groups of 128 or more where experts have more than
+    some 24 rows on average, or 4 bits and scales of x's dtype; outputs of experts that have more
+    rows are rounded, too. Values of quantised activations are rounded as those of
+    :func:`cutlass_ops.mixed_gemm`, but not where experts have more rows, x has no zero points and
+    both weights can be multiplied with int8: integers in groups of 128 or more, of 8 bits without
+    zero points. Elsewhere, for an fp32 x, for I that is no multiple of 8, for "clamped_swiglu" and
+    where a gradient is recorded, a GPU is asked how many rows each expert has, two products are
+    launched for each expert that has any, and a capture is refused.
 
-    Training: in eager calls the result is differentiable in x and ``topk_weights``, as :func:`cutlass_ops.mixed_gemm` is in x;
-    the experts are frozen. Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
+    Training: in eager calls the result is differentiable in x and ``topk_weights``, as
+    :func:`cutlass_ops.mixed_gemm` is in x; the experts are frozen. Under ``torch.autocast`` an
+    fp32 x is cast to the autocast dtype first.
 
     Args:
         x: fp16, bf16 or fp32 ``[M, H]``, any M from 0, on the weights' device.
-        gate_up: ``[E, 2 * I, H]``, best packed with ``gated=True``. Otherwise the first eager call brings its rows into that
-            order, warns, and keeps the result as long as the codes live, which takes as much memory again and some host
-            time at every call (of inference tensors nothing is kept: every call converts them). Biases are added to the
-            products.
+        gate_up: ``[E, 2 * I, H]``, best packed with ``gated=True``. Otherwise the first eager call
+            brings its rows into that order, warns, and keeps the result as long as the codes live,
+            which takes as much memory again and some host time at every call (of inference tensors
+            nothing is kept: every call converts them). Biases are added to the products.
         down: ``[E, H, I]``; of any format, whatever that of ``gate_up`` is.
         topk_ids: integers ``[M, top]``: each token's experts; -1 adds nothing.
         topk_weights: floating ``[M, top]``.
         activation: as in :func:`cutlass_ops.mixed_gemm`, of gate; or gpt-oss's
-            ``("clamped_swiglu", alpha, limit)`` of both: ``(u + 1) * g * sigmoid(alpha * g)``, where g is gate, at most limit,
-            and u is up, clamped to -limit .. limit.
+            ``("clamped_swiglu", alpha, limit)`` of both: ``(u + 1) * g * sigmoid(alpha * g)``,
+            where g is gate, at most limit, and u is up, clamped to -limit .. limit.
         act_quant, act_symmetric: of both products, as in :func:`cutlass_ops.mixed_gemm`.
         expert_map: integers ``[ids]``, as in :func:`route`; ids that it sends to -1 add nothing.
 
@@ -237,10 +287,11 @@ def mixed_moe(
         ``[M, H]`` of x's dtype.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, as in :func:`route` and :func:`cutlass_ops.mixed_gemm`.
-        RuntimeError: a CUDA graph is captured; ``gate_up`` was packed without ``gated=True`` and no eager call has brought its
-            rows into order before a capture or torch.compile; or a gradient is required under torch.compile, in forward mode
-            or of a weight.
+        TypeError, ValueError: an argument that does not fit, as in :func:`route` and
+            :func:`cutlass_ops.mixed_gemm`.
+        RuntimeError: a CUDA graph is captured; ``gate_up`` was packed without ``gated=True`` and no
+            eager call has brought its rows into order before a capture or torch.compile; or a
+            gradient is required under torch.compile, in forward mode or of a weight.
     """
     _check_experts("gate_up", gate_up)
     _check_experts("down", down)
@@ -248,24 +299,35 @@ def mixed_moe(
     named = native.split_activation(activation, reference_experts.check_gate)
     x = _autocast(x)
     _check_x(x, gate_up.device, gate_up.k)
-    if gate_up.n % 2 or down.shape != (gate_up.experts, gate_up.k, gate_up.n // 2) or down.device != gate_up.device:
+    if (
+        gate_up.n % 2
+        or down.shape != (gate_up.experts, gate_up.k, gate_up.n // 2)
+        or down.device != gate_up.device
+    ):
         raise ValueError(
-            f"gate_up is {list(gate_up.shape)} on {gate_up.device} and down {list(down.shape)} on {down.device}; "
+            f"gate_up is {list(gate_up.shape)} on {gate_up.device} and down "
+            f"{list(down.shape)} on {down.device}; "
             "[E, 2 * I, H] and [E, H, I] on one device are expected"
         )
     check_down(down)
     check_route(topk_ids, gate_up.experts, expert_map, gate_up.device)
     if not isinstance(topk_weights, Tensor):
-        raise TypeError(f"topk_weights is a {type(topk_weights).__name__}; a torch.Tensor is expected")
+        raise TypeError(
+            f"topk_weights is a {type(topk_weights).__name__}; a torch.Tensor is expected"
+        )
     if topk_weights.dtype not in _WEIGHT_TYPES or topk_weights.device != gate_up.device:
         raise TypeError(
-            f"topk_weights is {arguments.dtype_names((topk_weights.dtype,))} on {topk_weights.device}; "
+            f"topk_weights is {arguments.dtype_names((topk_weights.dtype,))} on "
+            f"{topk_weights.device}; "
             f"{arguments.dtype_names(_WEIGHT_TYPES)} on {gate_up.device} are supported"
         )
     expected = (x.shape[0], topk_ids.shape[1])
     for name, value in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         if value.shape != expected:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; {expected} is expected, for {x.shape[0]} rows of x")
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}; {expected} is expected, for "
+                f"{x.shape[0]} rows of x"
+            )
     direct = arguments.runs_directly(x, topk_ids, topk_weights, expert_map)
     _check_recordable("mixed_moe", direct, x, topk_weights)
     call = Call(None, *named, act_quant=act_quant, act_symmetric=act_symmetric)
@@ -276,8 +338,12 @@ def mixed_moe(
     return cast(Tensor, torch.ops.cutlass_ops.mixed_moe(x, *fields, *_OF_LAYER.values(call)))
 
 
-def _has_kernels(x: Tensor, gate_up: PackedExperts, down: PackedExperts, topk_ids: Tensor, topk_weights: Tensor) -> bool:
-    """Whether kernels take the whole layer; otherwise, and where a gradient is recorded, there is a product for each expert."""
+def _has_kernels(
+    x: Tensor, gate_up: PackedExperts, down: PackedExperts, topk_ids: Tensor, topk_weights: Tensor
+) -> bool:
+    """Whether kernels take the whole layer; otherwise, and where a gradient is recorded, there is a
+    product for each expert.
+    """
     return (
         x.is_cuda
         and _C.built_with_cuda
@@ -301,7 +367,11 @@ def _launch_moe(
     call: Call,
 ) -> Tensor:
     x = native.row_matrix(x)
-    weights = topk_weights.contiguous() if topk_weights.dtype in native.DATA_TYPES else topk_weights.float().contiguous()
+    weights = (
+        topk_weights.contiguous()
+        if topk_weights.dtype in native.DATA_TYPES
+        else topk_weights.float().contiguous()
+    )
     route, held = route_problem(topk_ids, gate_up.experts, expert_map)
     y = x.new_empty(x.shape)
     perms = [0 if experts.perm is None else experts.perm.data_ptr() for experts in (gate_up, down)]
@@ -365,7 +435,9 @@ def _mixed_moe(
 
 def _schema(name: str) -> str:
     """The arguments of one PackedExperts, as :func:`_fields` lists them."""
-    tensors = ", ".join(f"Tensor{'' if part in ('codes', 'scales') else '?'} {name}_{part}" for part in PARTS)
+    tensors = ", ".join(
+        f"Tensor{'' if part in ('codes', 'scales') else '?'} {name}_{part}" for part in PARTS
+    )
     sizes = ", ".join(f"int {name}_{size}" for size in ("experts", "n", "k", "bits", "group_size"))
     return f"{tensors}, {sizes}, bool {name}_gated"
 
@@ -377,8 +449,24 @@ _N = len(PARTS) + 1
 
 def _fields(experts: PackedExperts) -> tuple[Any, ...]:
     weight = experts.weight
-    tensors = (weight.codes, weight.scales, weight.zeros, weight.offsets, weight.bias, experts.perm, weight.book)
-    return (*tensors, experts.experts, experts.n, weight.k, weight.bits, weight.group_size, experts.gated)
+    tensors = (
+        weight.codes,
+        weight.scales,
+        weight.zeros,
+        weight.offsets,
+        weight.bias,
+        experts.perm,
+        weight.book,
+    )
+    return (
+        *tensors,
+        experts.experts,
+        experts.n,
+        weight.k,
+        weight.bits,
+        weight.group_size,
+        experts.gated,
+    )
 
 
 def _experts(fields: Sequence[Any]) -> PackedExperts:
@@ -388,7 +476,9 @@ def _experts(fields: Sequence[Any]) -> PackedExperts:
 
 
 _OF_GROUPS = CallSchema("residual", "saturate", "batch_invariant", "architecture", "exact")
-_OF_LAYER = CallSchema("bias", "residual", "out_dtype", "saturate", "batch_invariant", "architecture", "exact")
+_OF_LAYER = CallSchema(
+    "bias", "residual", "out_dtype", "saturate", "batch_invariant", "architecture", "exact"
+)
 
 
 def _mixed_moe_op(x: Tensor, *args: Any) -> Tensor:
@@ -412,13 +502,15 @@ def _grouped_gemm_fake(x: Tensor, *args: Any) -> Tensor:
 
 
 library.register(
-    f"grouped_gemm(Tensor x, {_schema('weight')}, Tensor offsets, Tensor order, int top, bool gathered, "
+    f"grouped_gemm(Tensor x, {_schema('weight')}, Tensor offsets, Tensor order, int top, "
+    "bool gathered, "
     f"{_OF_GROUPS.text}) -> Tensor",
     _grouped_gemm_op,
     _grouped_gemm_fake,
 )
 library.register(
-    f"mixed_moe(Tensor x, {_schema('gate_up')}, {_schema('down')}, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, "
+    f"mixed_moe(Tensor x, {_schema('gate_up')}, {_schema('down')}, Tensor topk_ids, Tensor "
+    "topk_weights, Tensor? expert_map, "
     f"{_OF_LAYER.text}) -> Tensor",
     _mixed_moe_op,
     _mixed_moe_fake,

@@ -15,8 +15,9 @@ from . import arguments, gemm, native, products
 from .activations import MAX_M, QuantizedActivations
 from .call import Call
 
-#: Architecture -> multiprocessors and largest shared memory of a block, of a GPU that is not there (CUDA C++ Programming Guide,
-#: "Technical Specifications per Compute Capability"; multiprocessors of A100, RTX 3090, RTX 4090, H100/H200, B200, RTX 5090).
+#: Architecture -> multiprocessors and largest shared memory of a block, of a GPU that is not there
+#: (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; multiprocessors
+#: of A100, RTX 3090, RTX 4090, H100/H200, B200, RTX 5090).
 _KNOWN_DEVICES = {
     80: (108, 166912),
     86: (82, 101376),
@@ -33,20 +34,24 @@ class Explanation:
 
     Attributes:
         device: "cpu" or the GPU's architecture, "sm_90".
-        kernel: the kernel's name, and in ``csrc/kernels`` its file's; on a CPU that of its instruction set; "torch.matmul" for
-            an x that is not quantised and is fp32, or on a CPU has many rows.
-        launches: the files in ``csrc/kernels`` of the kernels that run, in order: quantize_activations (unless `kernel`
-            quantises x itself), upcast_activations or compensate_zeros, weight_colsum (where terms of zero points are needed
-            and not kept), `kernel`, splitk_reduce; for "torch.matmul" dequantize, for each panel. Empty without rows of x.
-        tile: output features and rows of x that a cluster (a CTA, where there are no clusters) computes at a time.
+        kernel: the kernel's name, and in ``csrc/kernels`` its file's; on a CPU that of its
+            instruction set; "torch.matmul" for an x that is not quantised and is fp32, or on a
+            CPU has many rows.
+        launches: the files in ``csrc/kernels`` of the kernels that run, in order:
+            quantize_activations (unless `kernel` quantises x itself), upcast_activations or
+            compensate_zeros, weight_colsum (where terms of zero points are needed and not
+            kept), `kernel`, splitk_reduce; for "torch.matmul" dequantize, for each panel. Empty
+            without rows of x.
+        tile: output features and rows of x that a cluster (a CTA, where there are no clusters)
+            computes at a time.
         grid: CTAs along x and y.
         cluster: CTAs of a cluster.
         threads: threads of a CTA.
         shared_memory: dynamic shared memory of a CTA, in bytes.
         stages: tiles of K, of weights, that are in flight.
         slices: slices that K is cut into.
-        tail_tiles: the last tiles of the result, where K of these alone is cut and the kernel adds up the slices itself; 0
-            where that of all tiles is, and splitk_reduce adds up.
+        tail_tiles: the last tiles of the result, where K of these alone is cut and the kernel adds
+            up the slices itself; 0 where that of all tiles is, and splitk_reduce adds up.
         workspace: bytes of scratch memory.
         exact: whether neither weights nor quantised activations are rounded to 16 bits.
         why: the reason for the kernel.
@@ -74,9 +79,12 @@ class Explanation:
         tail = f" of the last {self.tail_tiles} tiles" if self.tail_tiles else ""
         return (
             f"{self.device}: {', '.join(self.launches) or self.kernel}; "
-            f"tile {self.tile[0]} features x {self.tile[1]} rows, grid {self.grid[0]} x {self.grid[1]}{clusters}, "
-            f"{self.threads} threads, {self.shared_memory} bytes of shared memory, {self.stages} stages, "
-            f"{self.slices} slice{'s' if self.slices > 1 else ''} of K{tail}, {self.workspace} bytes of workspace ({self.why})"
+            f"tile {self.tile[0]} features x {self.tile[1]} rows, grid {self.grid[0]} x "
+            f"{self.grid[1]}{clusters}, "
+            f"{self.threads} threads, {self.shared_memory} bytes of shared memory, "
+            f"{self.stages} stages, "
+            f"{self.slices} slice{'s' if self.slices > 1 else ''} of K{tail}, {self.workspace} "
+            f"bytes of workspace ({self.why})"
         )
 
 
@@ -97,7 +105,9 @@ def _device(device: torch.device | str) -> _C.Device | None:
 
 
 def _memory(x: Tensor, plain: bool, batch_invariant: bool) -> tuple[int, int]:
-    """The address and the row stride at which a kernel sees x ``[..., K]``; address 0 of a copy, whose rows are aligned."""
+    """The address and the row stride at which a kernel sees x ``[..., K]``; address 0 of a copy,
+    whose rows are aligned.
+    """
     k = x.shape[-1]
     if plain:
         rows, stride = _C.rows_of(tuple(x.shape), x.stride(), k)
@@ -132,20 +142,26 @@ def explain(
     """Say how :func:`mixed_gemm` would be launched with these arguments, without running it.
 
     Args:
-        x: what :func:`mixed_gemm` is to be given, of which the shape, the dtype and the place in memory matter; or the number
-            of rows of a contiguous x.
-        weight: the weight; its sizes and format matter, and whether :meth:`PackedWeight.sum_codes` keeps its column sums.
+        x: what :func:`mixed_gemm` is to be given, of which the shape, the dtype and the place in
+            memory matter; or the number of rows of a contiguous x.
+        weight: the weight; its sizes and format matter, and whether :meth:`PackedWeight.sum_codes`
+            keeps its column sums.
         dtype: dtype of x, where x is a number of rows: fp16 if None.
-        device: "cpu", a GPU of this machine, or "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120" for one that need not be
-            there. The weight's own device if None.
-        act_quant, act_symmetric, bias, activation, residual, out_dtype, saturate, batch_invariant, architecture, exact: as in
+        device: "cpu", a GPU of this machine, or "sm_80", "sm_86", "sm_89", "sm_90", "sm_100",
+            "sm_120" for one that need not be there. The weight's own device if None.
+        act_quant, act_symmetric, bias, activation, residual, out_dtype, saturate, batch_invariant,
+        architecture, exact: as in
             :func:`mixed_gemm`.
 
     Raises:
-        TypeError, ValueError: an argument that :func:`mixed_gemm` would refuse, or a dtype that is not x's.
+        TypeError, ValueError: an argument that :func:`mixed_gemm` would refuse, or a dtype
+            that is not x's.
     """
     if not isinstance(weight, PackedWeight):
-        raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+        raise TypeError(
+            f"weight is a {type(weight).__name__}; a PackedWeight (see "
+            "cutlass_ops.reorder) is expected"
+        )
     if weight.kernel_size:
         raise ValueError(reference.CONVOLUTION.format(weight.kernel_size))
     if act_quant not in native.ACT_QUANT:
@@ -167,31 +183,43 @@ def explain(
         dtype = torch.float16
     for name, given in (("dtype", dtype), ("out_dtype", out_dtype)):
         if given is not None and given not in native.DATA_TYPES:
-            raise TypeError(f"{name} is {given}; supported are {arguments.dtype_names(native.DATA_TYPES)}")
+            raise TypeError(
+                f"{name} is {given}; supported are {arguments.dtype_names(native.DATA_TYPES)}"
+            )
     if weight.book is not None and (act_quant != "none" or isinstance(x, QuantizedActivations)):
         kind = "number of rows" if isinstance(x, int) else type(x).__name__
-        raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r} and x a {kind}")
+        raise ValueError(
+            f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r} and x a {kind}"
+        )
     if bias is not None:
         arguments.check_bias(bias, weight)
     if residual is not None:
         arguments.check_residual(residual, weight, (*shape[:-1], weight.n))
 
     gpu = _device(weight.device if device is None else device)
-    if isinstance(x, Tensor) and dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
+    if (
+        isinstance(x, Tensor)
+        and dtype is torch.float32
+        and torch.is_autocast_enabled(x.device.type)
+    ):
         dtype = torch.get_autocast_dtype(x.device.type)
         x = torch.empty_like(x, dtype=dtype, device="meta")
     m = math.prod(shape[:-1])
     if not isinstance(x, QuantizedActivations):
         named = native.split_activation(activation)
         choice = (batch_invariant, architecture, exact)
-        call = Call(bias, *named, residual, out_dtype or dtype, saturate, act_quant, act_symmetric, *choice)
+        call = Call(
+            bias, *named, residual, out_dtype or dtype, saturate, act_quant, act_symmetric, *choice
+        )
         compute = products.panel_type(m, weight, gpu is not None, dtype, call)
         if compute is not None:
             return _panels(m, weight, gpu, compute, batch_invariant)
     if gpu is None:
         nothing = (0, 0)
         why = "the bits are the reference's"
-        return Explanation("cpu", _C.cpu_kernel(), (), nothing, nothing, 1, 0, 0, 0, 1, 0, 0, True, why)
+        return Explanation(
+            "cpu", _C.cpu_kernel(), (), nothing, nothing, 1, 0, 0, 0, 1, 0, 0, True, why
+        )
     quantized, ptr, stride = None, 0, weight.k
     if isinstance(x, QuantizedActivations):
         quantized, act_quant, act_symmetric = products.native_quantized(x), "none", True
@@ -199,7 +227,9 @@ def explain(
             dtype = torch.float16
     elif isinstance(x, Tensor):
         plain = type(x) in arguments.TENSORS and not (x.requires_grad and torch.is_grad_enabled())
-        plain = plain and bias is None and activation is None and residual is None and out_dtype is None
+        plain = (
+            plain and bias is None and activation is None and residual is None and out_dtype is None
+        )
         plain = plain and not (saturate or batch_invariant or architecture or exact)
         ptr, stride = _memory(x, plain, batch_invariant)
     weight.check_sums()
@@ -236,14 +266,27 @@ def explain(
     )
 
 
-def _panels(m: int, weight: PackedWeight, gpu: Any, compute: torch.dtype, batch_invariant: bool) -> Explanation:
+def _panels(
+    m: int, weight: PackedWeight, gpu: Any, compute: torch.dtype, batch_invariant: bool
+) -> Explanation:
     """What :func:`products.panel_gemm` does with m rows, on a CPU if gpu is None."""
     products.check_panels(batch_invariant)
     if not 0 <= m <= MAX_M:
         raise ValueError(f"m is {m}; 0 to {MAX_M} is supported")
     nothing, exact = (0, 0), compute is torch.float32
-    scratch = (4 if exact else 2) * weight.k * products.panel_rows(weight, products.panel_values(gpu is not None))
+    scratch = (
+        (4 if exact else 2)
+        * weight.k
+        * products.panel_rows(weight, products.panel_values(gpu is not None))
+    )
     reason = "a CPU multiplies many rows faster so" if gpu is None else "no kernel takes an fp32 x"
-    why = f"{reason}: the weight is dequantised in panels of rows for torch's {str(compute).removeprefix('torch.')} product"
-    name, launches = ("cpu", ()) if gpu is None else (f"sm_{gpu.architecture}", ("dequantize",) if m else ())
-    return Explanation(name, "torch.matmul", launches, nothing, nothing, 1, 0, 0, 0, 1, 0, scratch, exact, why)
+    why = (
+        f"{reason}: the weight is dequantised in panels of rows for torch's "
+        f"{str(compute).removeprefix('torch.')} product"
+    )
+    name, launches = (
+        ("cpu", ()) if gpu is None else (f"sm_{gpu.architecture}", ("dequantize",) if m else ())
+    )
+    return Explanation(
+        name, "torch.matmul", launches, nothing, nothing, 1, 0, 0, 0, 1, 0, scratch, exact, why
+    )

@@ -1,8 +1,9 @@
-"""The public operators: they check their arguments, allocate results, and call the kernels (CUDA) or those of the host (CPU).
+"""The public operators: they check their arguments, allocate results, and call the kernels (CUDA)
+or those of the host (CPU).
 
-Each is also registered with ``torch.library`` under ``torch.ops.cutlass_ops``, on plain tensors, with a fake implementation,
-so that ``torch.compile(fullgraph=True)`` traces through. Eager calls skip the dispatcher, which costs more host time than
-all the rest of a call.
+Each is also registered with ``torch.library`` under ``torch.ops.cutlass_ops``, on plain tensors,
+with a fake implementation, so that ``torch.compile(fullgraph=True)`` traces through. Eager calls
+skip the dispatcher, which costs more host time than all the rest of a call.
 """
 
 from __future__ import annotations
@@ -52,13 +53,19 @@ def check_quantized(x: QuantizedActivations, weight: PackedWeight) -> int:
     # Two comparisons: torch.compile does not find a size that it made symbolic in a tuple.
     if x.block != -1 and x.block != formats.activation_block(weight.group_size):
         raise ValueError(
-            f"x is quantised in blocks of {x.block}; beside weights in groups of {weight.group_size} they must be of "
+            f"x is quantised in blocks of {x.block}; beside weights in groups of "
+            f"{weight.group_size} they must be of "
             f"{formats.activation_block(weight.group_size)}, or -1 (the whole row)"
         )
     # Under torch.compile one tensor may be two objects.
-    same_order = x.perm is weight.perm or (is_compiling() and x.perm is not None and weight.perm is not None)
+    same_order = x.perm is weight.perm or (
+        is_compiling() and x.perm is not None and weight.perm is not None
+    )
     if not same_order:
-        raise ValueError("x was not quantised in the weight's act order: pass the weight's perm to quantize_activations")
+        raise ValueError(
+            "x was not quantised in the weight's act order: pass the weight's perm to "
+            "quantize_activations"
+        )
     return x.k
 
 
@@ -79,77 +86,94 @@ def mixed_gemm(
 ) -> Tensor:
     """``activation(x @ W^T + bias) + residual`` with a packed weight.
 
-    Sums are fp32, whatever the types; the result is rounded once. On a GPU the same input gives the same bits every time.
-    On Hopper weights in groups of 32 and 64, with offsets, with a code book or with scales of another dtype than x's may be
-    rounded once to x's dtype if the result has it too; so may the values of int8 activations with weights of groups of 32 and
-    64, offsets or 8-bit zero points.
+    Sums are fp32, whatever the types; the result is rounded once. On a GPU the same input gives
+    the same bits every time. On Hopper weights in groups of 32 and 64, with offsets, with a code
+    book or with scales of another dtype than x's may be rounded once to x's dtype if the result
+    has it too; so may the values of int8 activations with weights of groups of 32 and 64, offsets
+    or 8-bit zero points.
     ``exact=True`` keeps integers whole. :func:`explain` names the kernel, and whether it rounds.
-    Zero points of activations are subtracted from the integer sums of each group. On Hopper, from 129 rows on and with a result
-    of 16 bits, they are compensated in fp32 instead, for many blocks or a whole row at once. Such a product needs column sums
-    of the weight's codes: :meth:`PackedWeight.sum_codes` computes and keeps them, otherwise each call computes them, with the
-    same bits.
-    A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves infinities where they come out).
+    Zero points of activations are subtracted from the integer sums of each group. On Hopper, from
+    129 rows on and with a result of 16 bits, they are compensated in fp32 instead, for many
+    blocks or a whole row at once. Such a product needs column sums of the weight's codes:
+    :meth:`PackedWeight.sum_codes` computes and keeps them, otherwise each call computes them,
+    with the same bits.
+    A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves
+    infinities where they come out).
 
-    A CPU has the reference's bits with any number of threads; but from 128 rows on (32 in bf16, where it has instructions for
-    that) an x that is not quantised is multiplied by torch, whose sums have another order, with values that are dequantised in
-    panels, in bf16 rounded once to it. ``exact=True`` and ``batch_invariant=True`` keep the reference's bits.
+    A CPU has the reference's bits with any number of threads; but from 128 rows on (32 in bf16,
+    where it has instructions for that) an x that is not quantised is multiplied by torch, whose
+    sums have another order, with values that are dequantised in panels, in bf16 rounded once to it.
+    ``exact=True`` and ``batch_invariant=True`` keep the reference's bits.
 
-    On a GPU no kernel multiplies an fp32 x as it is (``act_quant="none"``): the weight is dequantised in panels of rows, at
-    most 256 MB of fp32 values at a time, and multiplied by torch, in TF32 only where
-    ``torch.backends.cuda.matmul.allow_tf32`` is set, which torch does not do by itself. That takes many times as long as fp16
-    or bf16.
+    On a GPU no kernel multiplies an fp32 x as it is (``act_quant="none"``): the weight is
+    dequantised in panels of rows, at most 256 MB of fp32 values at a time, and multiplied by torch,
+    in TF32 only where ``torch.backends.cuda.matmul.allow_tf32`` is set, which torch does not do by
+    itself. That takes many times as long as fp16 or bf16.
 
-    Kernels read the weight ahead: they start while kernels that were launched before them still run (programmatic dependent
-    launch), and wait for those before they read x, bias or residual, but not before they read the weight's codes, scales, zero
-    points and offsets. After something on the GPU has written to a packed weight's tensors, synchronise the stream once before
-    the next product, and call :meth:`PackedWeight.sum_codes` before CUDA graphs that were captured with sums it kept.
+    Kernels read the weight ahead: they start while kernels that were launched before them still
+    run (programmatic dependent launch), and wait for those before they read x, bias or residual,
+    but not before they read the weight's codes, scales, zero points and offsets. After something
+    on the GPU has written to a packed weight's tensors, synchronise the stream once before the
+    next product, and call :meth:`PackedWeight.sum_codes` before CUDA graphs that were captured
+    with sums it kept.
 
-    Training: the result is differentiable in x, bias and residual; the weight is frozen. The gradient of x is that of
-    ``torch.nn.functional.linear`` with :func:`dequantize`'s values, which the backward pass computes in panels of rows, at most
-    128 MB of 16-bit values at a time, and does not keep. Activations that ``act_quant`` quantises pass their gradient straight
-    through, as if they were not rounded. An element that the activation clamps or ``saturate`` limits has gradient 0. There
-    are no gradients of gradients.
-    Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first, as ``torch.nn.Linear`` does it; fp16 and bf16 stay
-    as they are.
+    Training: the result is differentiable in x, bias and residual; the weight is frozen. The
+    gradient of x is that of ``torch.nn.functional.linear`` with :func:`dequantize`'s values, which
+    the backward pass computes in panels of rows, at most 128 MB of 16-bit values at a time, and
+    does not keep. Activations that ``act_quant`` quantises pass their gradient straight through, as
+    if they were not rounded. An element that the activation clamps or ``saturate`` limits has
+    gradient 0. There are no gradients of gradients.
+    Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first, as ``torch.nn.Linear``
+    does it; fp16 and bf16 stay as they are.
 
     Args:
-        x: fp16, bf16 or fp32 ``[..., K]`` on the weight's device, or what :func:`quantize_activations` returned, with the
-            weight's ``perm`` and a fitting block.
+        x: fp16, bf16 or fp32 ``[..., K]`` on the weight's device, or what
+            :func:`quantize_activations` returned, with the weight's ``perm`` and a fitting block.
         weight: what :func:`cutlass_ops.reorder` returned, ``[N, K]``.
         bias: fp16, bf16 or fp32 ``[N]``, if the weight has none.
         activation: None, "relu", "relu6", "gelu" (the erf form), "silu" or ``("clamp", lo, hi)``.
-        act_quant: "none" multiplies x as it is; "block" quantises it to int8 with one scale for each row and block of
-            min(group_size, 128) columns, "token" with one scale a row.
+        act_quant: "none" multiplies x as it is; "block" quantises it to int8 with one scale for
+            each row and block of min(group_size, 128) columns, "token" with one scale a row.
         act_symmetric: whether quantised activations have no zero point.
         residual: fp16, bf16 or fp32 ``[..., N]``, added last.
         out_dtype: fp16, bf16 or fp32; x's dtype if None.
-        saturate: results beyond the largest number of ``out_dtype`` become that number instead of infinity.
-        batch_invariant: a row of the result has the same bits whatever M and the other rows are. The kernel and the parts that
-            K is cut into are then those for 128 rows, whatever M is, and never decode_gemm's. Measured on an H200: 28672 x 4096
-            with int4 weights takes 2 to 3.5 times as long at M = 1 and 1.4 to 2 times at 16 (int8: 1.3 to 1.8 and 1.2 to 1.5),
-            up to 1.06 times from 64 on; 4096 x 4096 takes 1.7 to 3 times as long at M = 1, 1.3 to 1.6 at 16, and 1.1 to 1.5
-            from 64 on. (Symmetric blocks of x with int4 weights, which have the tile of 128 rows then, were not timed so.)
-            Split-K takes slices x M x N x 4 bytes of workspace. On a GPU not with an fp32 x and ``act_quant="none"``.
-        architecture: run kernels for this architecture (80 for sm_80) or earlier ones, where the GPU has faster ones; 0
-            for those of the GPU. For tests and comparisons; unused on a CPU.
-        exact: round neither weights nor quantised activations to 16 bits, at the price of slower kernels for some formats; on a
-            CPU, have the reference's bits.
+        saturate: results beyond the largest number of ``out_dtype`` become that number
+            instead of infinity.
+        batch_invariant: a row of the result has the same bits whatever M and the other rows are.
+            The kernel and the parts that K is cut into are then those for 128 rows, whatever M is,
+            and never decode_gemm's. Measured on an H200: 28672 x 4096 with int4 weights takes 2 to
+            3.5 times as long at M = 1 and 1.4 to 2 times at 16 (int8: 1.3 to 1.8 and 1.2 to 1.5),
+            up to 1.06 times from 64 on; 4096 x 4096 takes 1.7 to 3 times as long at M = 1, 1.3 to
+            1.6 at 16, and 1.1 to 1.5 from 64 on. (Symmetric blocks of x with int4 weights, which
+            have the tile of 128 rows then, were not timed so.) Split-K takes slices x M x N x 4
+            bytes of workspace. On a GPU not with an fp32 x and ``act_quant="none"``.
+        architecture: run kernels for this architecture (80 for sm_80) or earlier ones, where the
+            GPU has faster ones; 0 for those of the GPU. For tests and comparisons; unused on a CPU.
+        exact: round neither weights nor quantised activations to 16 bits, at the price of slower
+            kernels for some formats; on a CPU, have the reference's bits.
 
     Returns:
         ``[..., N]`` of ``out_dtype``.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, before anything is launched; the message has its value.
-        RuntimeError: CUDA refused a launch; the message has the call, the error and the problem's shape. Or a gradient is
-            required that does not exist: of the weight, or with an x that is quantised already; or torch.jit.trace,
-            forward-mode differentiation or a transform of torch.func is at work.
+        TypeError, ValueError: an argument that does not fit, before anything is launched; the
+            message has its value.
+        RuntimeError: CUDA refused a launch; the message has the call, the error and the problem's
+            shape. Or a gradient is required that does not exist: of the weight, or with an x that
+            is quantised already; or torch.jit.trace, forward-mode differentiation or a transform of
+            torch.func is at work.
     """
     if not isinstance(weight, PackedWeight):
-        raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+        raise TypeError(
+            f"weight is a {type(weight).__name__}; a PackedWeight (see "
+            "cutlass_ops.reorder) is expected"
+        )
     if weight.kernel_size:
         raise ValueError(reference.CONVOLUTION.format(weight.kernel_size))
     dynamo = is_dynamo_compiling()
-    if not dynamo and (jit_state() is not None or forward_ad._current_level >= 0 or func_transforms()):
+    if not dynamo and (
+        jit_state() is not None or forward_ad._current_level >= 0 or func_transforms()
+    ):
         check_transforms("mixed_gemm", x, bias, residual)
     differentiable = False
     if is_grad_enabled():
@@ -157,15 +181,22 @@ def mixed_gemm(
         differentiable = getattr(x, "requires_grad", False)
         if bias is not None or residual is not None:
             differentiable = differentiable or requires_grad(bias) or requires_grad(residual)
-    if any_autocast() and isinstance(x, Tensor) and x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
+    if (
+        any_autocast()
+        and isinstance(x, Tensor)
+        and x.dtype is torch.float32
+        and torch.is_autocast_enabled(x.device.type)
+    ):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if not dynamo:
         weight.check_sums()
     plain = bias is None and activation is None and residual is None and out_dtype is None
-    plain = plain and not (differentiable or saturate or batch_invariant or architecture or exact or dynamo)
+    plain = plain and not (
+        differentiable or saturate or batch_invariant or architecture or exact or dynamo
+    )
     if plain and type(x) in TENSORS and weight.gpu >= 0:
-        # The fast path of layers: the native module checks these arguments itself, in less time than the checks below take. It
-        # returns None where they are unusual or wrong.
+        # The fast path of layers: the native module checks these arguments itself, in less time
+        # than the checks below take. It returns None where they are unusual or wrong.
         product: Tensor | None = _C.product(weight.native, x, act_quant, act_symmetric)
         if product is not None:
             return product
@@ -179,14 +210,18 @@ def mixed_gemm(
         columns = check_quantized(x, weight)
         shape, dtype = x.shape, x.dtype
     if columns != k:
-        raise ValueError(f"x has shape {tuple(shape)}; [..., {k}] is expected, for a weight of shape {[n, k]}")
+        raise ValueError(
+            f"x has shape {tuple(shape)}; [..., {k}] is expected, for a weight of shape {[n, k]}"
+        )
     is_matrix = len(shape) == 2
     out_shape = (shape[0], n) if is_matrix else (*shape[:-1], n)
     if act_quant not in ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
     activation, low, high = split_activation(activation)
     if weight.book is not None and (act_quant != "none" or isinstance(x, QuantizedActivations)):
-        raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r} and x a {type(x).__name__}")
+        raise ValueError(
+            f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r} and x a {type(x).__name__}"
+        )
     if bias is not None:
         check_bias(bias, weight)
         bias = bias.contiguous()
@@ -222,7 +257,9 @@ def mixed_gemm(
         if runs_directly(x.codes, bias, residual):
             return gemm_quantized(x, weight, out_shape, call)
         quantized = (x.codes, x.scales, x.zeros, x.block, x.dtype)
-        y = torch.ops.cutlass_ops.gemm_quantized(*quantized, *weight_fields(weight), *OF_QUANTIZED.values(call))
+        y = torch.ops.cutlass_ops.gemm_quantized(
+            *quantized, *weight_fields(weight), *OF_QUANTIZED.values(call)
+        )
         return cast(Tensor, y.view(out_shape))
     matrix = x if is_matrix else x.reshape(-1, k)
     if runs_directly(x, bias, residual):
@@ -236,8 +273,11 @@ def mixed_gemm(
     return cast(Tensor, y.view(out_shape))
 
 
-def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torch.float16) -> Tensor:
-    """The weight's values, ``[N, K]``, act order undone, or a convolution's ``[N, C, *kernel]``, on the weight's device.
+def dequantize(
+    weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torch.float16
+) -> Tensor:
+    """The weight's values, ``[N, K]``, act order undone, or a convolution's ``[N, C, *kernel]``, on
+    the weight's device.
 
     Args:
         weight: canonical or packed.
@@ -252,11 +292,15 @@ def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torc
     if isinstance(weight, QuantizedWeight):
         return reference.dequantize_weight(weight, dtype)
     if not isinstance(weight, PackedWeight):
-        raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight or a QuantizedWeight is expected")
+        raise TypeError(
+            f"weight is a {type(weight).__name__}; a PackedWeight or a QuantizedWeight is expected"
+        )
     check_device(weight.device)
     check_transforms("dequantize", *weight.tensors().values())
     if is_grad_enabled():
         check_frozen(weight)
     if runs_directly(weight.codes):
         return run_dequantize(weight, dtype)
-    return cast(Tensor, torch.ops.cutlass_ops.dequantize(*weight_fields(weight), dtype, weight.kernel_size))
+    return cast(
+        Tensor, torch.ops.cutlass_ops.dequantize(*weight_fields(weight), dtype, weight.kernel_size)
+    )

@@ -1,4 +1,6 @@
-"""The operators of :mod:`cutlass_ops.ops.gemm` in torch.library: the same on plain tensors, with shapes alone."""
+"""The operators of :mod:`cutlass_ops.ops.gemm` in torch.library: the same on plain tensors,
+with shapes alone.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ import torch
 from torch import Tensor
 
 from ..weights.packed_weight import PackedWeight
-from .activations import QuantizedActivations, empty_quantized, run_quantize, run_rms_norm_quantize, run_silu_mul_quantize
+from .activations import (
+    QuantizedActivations,
+    empty_quantized,
+    run_quantize,
+    run_rms_norm_quantize,
+    run_silu_mul_quantize,
+)
 from .call import CallSchema
 from .library import WEIGHT_FIELDS, WEIGHT_SCHEMA, register, with_empty
 from .products import gemm_floats, gemm_quantized, run_dequantize
@@ -52,7 +60,13 @@ def _quantize_activations_fake(
 
 
 def _rms_norm_quantize_fake(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, perm: Tensor | None, block: int, symmetric: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    perm: Tensor | None,
+    block: int,
+    symmetric: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     return *empty_quantized(x, block, symmetric), None if residual is None else x.new_empty(x.shape)
 
@@ -65,12 +79,24 @@ def _silu_mul_quantize_fake(
 
 def _dequantize_op(*args: Any) -> Tensor:
     # The dispatcher leaves out what is the schema's default.
-    return run_dequantize(PackedWeight(*args[:WEIGHT_FIELDS], *map(tuple, args[WEIGHT_FIELDS + 1 :])), args[WEIGHT_FIELDS])
+    return run_dequantize(
+        PackedWeight(*args[:WEIGHT_FIELDS], *map(tuple, args[WEIGHT_FIELDS + 1 :])),
+        args[WEIGHT_FIELDS],
+    )
 
 
 def _dequantize_fake(*args: Any) -> Tensor:
-    n, k, kernel_size = args[6], args[7], [extent for sizes in args[WEIGHT_FIELDS + 1 :] for extent in sizes]
-    return cast(Tensor, args[0].new_empty((n, k // math.prod(kernel_size), *kernel_size), dtype=args[WEIGHT_FIELDS]))
+    n, k, kernel_size = (
+        args[6],
+        args[7],
+        [extent for sizes in args[WEIGHT_FIELDS + 1 :] for extent in sizes],
+    )
+    return cast(
+        Tensor,
+        args[0].new_empty(
+            (n, k // math.prod(kernel_size), *kernel_size), dtype=args[WEIGHT_FIELDS]
+        ),
+    )
 
 
 register(
@@ -79,25 +105,33 @@ register(
     _mixed_gemm_fake,
 )
 register(
-    f"gemm_quantized(Tensor x_codes, Tensor x_scales, Tensor? x_zeros, int block, ScalarType x_dtype, {WEIGHT_SCHEMA}, "
+    "gemm_quantized(Tensor x_codes, Tensor x_scales, Tensor? x_zeros, int block, ScalarType "
+    f"x_dtype, {WEIGHT_SCHEMA}, "
     f"{OF_QUANTIZED.text}) -> Tensor",
     _gemm_quantized_op,
     _gemm_quantized_fake,
 )
 register(
-    "quantize_activations(Tensor x, Tensor? perm, int block, bool symmetric) -> (Tensor, Tensor, Tensor)",
+    "quantize_activations(Tensor x, Tensor? perm, int block, bool symmetric) -> (Tensor, "
+    "Tensor, Tensor)",
     with_empty(run_quantize),
     with_empty(_quantize_activations_fake),
 )
 register(
-    "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? perm, int block, bool symmetric)"
+    "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? perm, int "
+    "block, bool symmetric)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     with_empty(run_rms_norm_quantize),
     with_empty(_rms_norm_quantize_fake),
 )
 register(
-    "silu_mul_quantize(Tensor gate, Tensor up, Tensor? perm, int block, bool symmetric) -> (Tensor, Tensor, Tensor)",
+    "silu_mul_quantize(Tensor gate, Tensor up, Tensor? perm, int block, bool symmetric) -> "
+    "(Tensor, Tensor, Tensor)",
     with_empty(run_silu_mul_quantize),
     with_empty(_silu_mul_quantize_fake),
 )
-register(f"dequantize({WEIGHT_SCHEMA}, ScalarType dtype, int[] kernel_size=[]) -> Tensor", _dequantize_op, _dequantize_fake)
+register(
+    f"dequantize({WEIGHT_SCHEMA}, ScalarType dtype, int[] kernel_size=[]) -> Tensor",
+    _dequantize_op,
+    _dequantize_fake,
+)

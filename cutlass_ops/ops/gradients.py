@@ -1,6 +1,8 @@
-"""The gradient of :func:`cutlass_ops.mixed_gemm`: ``dx = (dy * act'(z)) @ W`` with the packed weight's values.
+"""The gradient of :func:`cutlass_ops.mixed_gemm`: ``dx = (dy * act'(z)) @ W`` with the packed
+weight's values.
 
-The operator's autograd formula is registered here, and its backward is an operator too, so that torch.compile records both.
+The operator's autograd formula is registered here, and its backward is an operator too, so that
+torch.compile records both.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _FP32_RESULTS = hasattr(torch.ops.aten.mm, "dtype")
 def _times_weight(grad: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """``grad @ W`` for a ``grad`` of ``[M, N]``, rounded once to ``dtype``.
 
-    W has the dtype of ``grad``, a panel of its rows at a time; where there are several, their products are added in fp32.
+    W has the dtype of ``grad``, a panel of its rows at a time; where there are several, their
+    products are added in fp32.
     """
     if products.panel_rows(weight) == weight.n:
         return (grad @ products.run_dequantize(weight, grad.dtype)).to(dtype)
@@ -42,7 +45,9 @@ def _times_weight(grad: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Ten
 
 
 def through_activation(grad: Tensor, z: Tensor, call: Call) -> Tensor:
-    """``grad * act'(z)``, with torch's own derivative of each function; ``ValueError`` if there is no such activation."""
+    """``grad * act'(z)``, with torch's own derivative of each function; ``ValueError`` if there is
+    no such activation.
+    """
     reference.check_activation(call.named_activation)
     aten: Any = torch.ops.aten
     of_activation: dict[str | None, Callable[[], Tensor]] = {
@@ -62,22 +67,36 @@ def _backward_op(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Te
 
 
 def _gradients(
-    grad: Tensor, x: Tensor | None, weight: PackedWeight, dtype: torch.dtype, wanted: Sequence[bool], call: Call
+    grad: Tensor,
+    x: Tensor | None,
+    weight: PackedWeight,
+    dtype: torch.dtype,
+    wanted: Sequence[bool],
+    call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of the bias (fp32) and of the residual; an empty tensor where one is not wanted."""
-    # Of 16 bits where x and the result are of the same; the CPU computes in fp32, as the reference does.
+    """Gradients of x, of the bias (fp32) and of the residual; an empty tensor where
+    one is not wanted.
+    """
+    # Of 16 bits where x and the result are of the same; the CPU computes in fp32, as
+    # the reference does.
     compute = torch.float32 if grad.is_cpu else torch.promote_types(dtype, grad.dtype)
     of_residual = grad
     with arguments.without_autocast(grad.device):
         if x is not None:
-            z = products.gemm_floats(x, x.shape[0], weight, (x.shape[0], weight.n), call.before_activation())
+            z = products.gemm_floats(
+                x, x.shape[0], weight, (x.shape[0], weight.n), call.before_activation()
+            )
             if call.saturate:
                 y = reference.epilogue(z, None, call.named_activation, call.residual)
                 of_residual = torch.where(y.abs() <= torch.finfo(grad.dtype).max, grad, 0.0)
             grad = through_activation(of_residual.float(), z, call)
         return (
-            _times_weight(grad.to(compute), weight, dtype) if wanted[0] else grad.new_empty(0, dtype=dtype),
-            grad.sum(0, dtype=torch.float32) if wanted[1] else grad.new_empty(0, dtype=torch.float32),
+            _times_weight(grad.to(compute), weight, dtype)
+            if wanted[0]
+            else grad.new_empty(0, dtype=dtype),
+            grad.sum(0, dtype=torch.float32)
+            if wanted[1]
+            else grad.new_empty(0, dtype=torch.float32),
             of_residual.clone() if wanted[2] else of_residual.new_empty(0),
         )
 
@@ -93,11 +112,21 @@ def _backward_fake(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, 
 
 
 def _of_call(ctx: Any, x: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Note the call; returns x, bias and residual where the gradient depends on them, to be saved."""
+    """Note the call; returns x, bias and residual where the gradient depends on
+    them, to be saved.
+    """
     again = call.activation is not None or call.saturate
     ctx.call = call.without_tensors()
-    ctx.dtypes = x.dtype, None if call.bias is None else call.bias.dtype, None if call.residual is None else call.residual.dtype
-    return x if again else None, call.bias if again else None, call.residual if call.saturate else None
+    ctx.dtypes = (
+        x.dtype,
+        None if call.bias is None else call.bias.dtype,
+        None if call.residual is None else call.residual.dtype,
+    )
+    return (
+        x if again else None,
+        call.bias if again else None,
+        call.residual if call.saturate else None,
+    )
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
@@ -130,11 +159,21 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class _Recorded(torch.autograd.Function):
-    """The same for eager calls: torch's recording of an operator takes half a millisecond of host time, this a tenth of it."""
+    """The same for eager calls: torch's recording of an operator takes half a millisecond of host
+    time, this a tenth of it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: PackedWeight, call: Call) -> Tensor:
-        # The weight's tensors are saved so that torch notices when one is written to before the backward pass.
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        weight: PackedWeight,
+        call: Call,
+    ) -> Tensor:
+        # The weight's tensors are saved so that torch notices when one is written to before
+        # the backward pass.
         ctx.save_for_backward(*_of_call(ctx, x, call), *weight.tensors().values())
         ctx.weight = weight
         return products.gemm_floats(x, x.shape[0], weight, (x.shape[0], weight.n), call)
@@ -168,11 +207,14 @@ def record(x: Tensor, weight: PackedWeight, call: Call) -> Tensor:
 
 
 def _no_second_gradient(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError("mixed_gemm has no gradient of its gradient: packed weights support first derivatives only")
+    raise RuntimeError(
+        "mixed_gemm has no gradient of its gradient: packed weights support first derivatives only"
+    )
 
 
 library.register(
-    f"mixed_gemm_backward(Tensor grad, Tensor? x, {library.WEIGHT_SCHEMA}, ScalarType dtype, bool[3] wanted, "
+    f"mixed_gemm_backward(Tensor grad, Tensor? x, {library.WEIGHT_SCHEMA}, ScalarType dtype, "
+    "bool[3] wanted, "
     f"{OF_FLOATS.text}) -> (Tensor, Tensor, Tensor)",
     _backward_op,
     _backward_fake,

@@ -1,6 +1,7 @@
 """The gradient of mixed convolutions: that of torch's convolution with the packed weight's values.
 
-As in ``gradients.py`` the backward pass is an operator, so that torch.compile records it; importing this module registers it.
+As in ``gradients.py`` the backward pass is an operator, so that torch.compile records it; importing
+this module registers it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,17 @@ def _backward_op(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Te
             stride, padding, dilation, groups = geometry
             still = [0] * len(stride)
             of_x, *_ = torch.ops.aten.convolution_backward(
-                grad.to(compute), like, values, None, stride, padding, dilation, False, still, groups, [True, False, False]
+                grad.to(compute),
+                like,
+                values,
+                None,
+                stride,
+                padding,
+                dilation,
+                False,
+                still,
+                groups,
+                [True, False, False],
             )
             of_x = of_x.to(dtype).movedim(1, -1).contiguous().movedim(-1, 1)
     return of_x, of_bias
@@ -60,18 +71,26 @@ def _setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     ctx.fields = [None if isinstance(field, Tensor) else field for field in fields]
     ctx.call = call.without_tensors()
     ctx.of_x = x.dtype, list(x.shape)
-    ctx.dtypes = None if call.bias is None else call.bias.dtype, None if call.residual is None else call.residual.dtype
+    ctx.dtypes = (
+        None if call.bias is None else call.bias.dtype,
+        None if call.residual is None else call.residual.dtype,
+    )
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, bias, *tensors = ctx.saved_tensors
-    fields = [field if tensor is None else tensor for field, tensor in zip(ctx.fields, tensors, strict=True)]
+    fields = [
+        field if tensor is None else tensor
+        for field, tensor in zip(ctx.fields, tensors, strict=True)
+    ]
     bias_dtype, residual_dtype = ctx.dtypes
     wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[_BIAS]]
     result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     if any(wanted):
         call = OF_CONV.values(ctx.call._replace(bias=bias))
-        of_x, of_bias = torch.ops.cutlass_ops.mixed_conv_backward(grad, x, *fields, *ctx.of_x, wanted, *call)
+        of_x, of_bias = torch.ops.cutlass_ops.mixed_conv_backward(
+            grad, x, *fields, *ctx.of_x, wanted, *call
+        )
         result[0] = of_x if wanted[0] else None
         result[_BIAS] = of_bias.to(bias_dtype) if wanted[1] else None
     if ctx.needs_input_grad[_RESIDUAL]:
@@ -80,11 +99,15 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _no_second_gradient(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError("mixed convolutions have no gradient of their gradient: packed weights support first derivatives only")
+    raise RuntimeError(
+        "mixed convolutions have no gradient of their gradient: packed weights support first "
+        "derivatives only"
+    )
 
 
 library.register(
-    f"mixed_conv_backward(Tensor grad, Tensor? x, {conv.CONV_SCHEMA}, ScalarType dtype, SymInt[] shape, bool[2] wanted, "
+    f"mixed_conv_backward(Tensor grad, Tensor? x, {conv.CONV_SCHEMA}, ScalarType dtype, SymInt[] "
+    "shape, bool[2] wanted, "
     f"{OF_CONV.text}) -> (Tensor, Tensor)",
     _backward_op,
     _backward_fake,

@@ -1,4 +1,6 @@
-"""Other orders of packed weights that products read: made once and kept as long as the packed codes live."""
+"""Other orders of packed weights that products read: made once and kept as long as the
+packed codes live.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class _Form(NamedTuple):
     """What was made of a weight.
 
     Attributes:
-        others: the tensors that it was made of, without the codes; while they live, no others lie at their addresses.
+        others: the tensors that it was made of, without the codes; while they live, no others lie
+            at their addresses.
         versions: of the codes and the others, when it was made.
         made: the tensors in the other order.
     """
@@ -50,12 +53,16 @@ def keeps(weight: PackedWeight, parts: tuple[str, ...]) -> bool:
 
 
 def form(
-    weight: PackedWeight, parts: tuple[str, ...], name: tuple[Hashable, ...], make: Callable[[], tuple[Tensor, ...]]
+    weight: PackedWeight,
+    parts: tuple[str, ...],
+    name: tuple[Hashable, ...],
+    make: Callable[[], tuple[Tensor, ...]],
 ) -> tuple[Tensor, ...]:
-    """What ``make`` returns, on the current device and stream; what is kept, if the weight is still what that was made of.
+    """What ``make`` returns, on the current device and stream; what is kept, if the weight is still
+    what that was made of.
 
-    To keep it waits for the GPU. Nothing is kept while a CUDA graph is captured, nor of inference tensors: torch does not
-    record what is written to these.
+    To keep it waits for the GPU. Nothing is kept while a CUDA graph is captured, nor of inference
+    tensors: torch does not record what is written to these.
 
     Args:
         weight: on any device.

@@ -13,7 +13,8 @@ from ..weights.packed_weight import PackedWeight
 from .arguments import NO_TANGENTS
 
 WEIGHT_SCHEMA = (
-    "Tensor codes, Tensor scales, Tensor? zeros, Tensor? offsets, Tensor? weight_bias, Tensor? perm, "
+    "Tensor codes, Tensor scales, Tensor? zeros, Tensor? offsets, Tensor? weight_bias, "
+    "Tensor? perm, "
     "int n, int k, int bits, int group_size, Tensor? book"
 )
 #: How many of an operator's arguments they are.
@@ -38,7 +39,9 @@ def weight_fields(weight: PackedWeight) -> tuple[Any, ...]:
 
 
 def with_empty(run: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """``run`` with an empty tensor for each None that it returns: operators return tensors alone."""
+    """``run`` with an empty tensor for each None that it returns: operators
+    return tensors alone.
+    """
 
     def with_empty(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
         return tuple(x.new_empty(0) if t is None else t for t in run(x, *args))
@@ -52,9 +55,12 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     name = "cutlass_ops::" + short
 
     def run_checked(*args: Any) -> Any:
-        # A compiled graph calls operators, which see no tangent: torch's dispatcher would drop it without a word.
+        # A compiled graph calls operators, which see no tangent: torch's dispatcher would drop
+        # it without a word.
         if forward_ad._current_level >= 0:
-            raise RuntimeError(f"{NO_TANGENTS.format(short)}; compiled, it is refused inside of dual_level()")
+            raise RuntimeError(
+                f"{NO_TANGENTS.format(short)}; compiled, it is refused inside of dual_level()"
+            )
         return run(*args)
 
     torch.library.define(name, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))

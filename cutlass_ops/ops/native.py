@@ -12,14 +12,19 @@ from torch import Tensor
 from .. import _C, reference
 from ..reference.experts import CLAMPED_SWIGLU
 
-DATA_TYPES = {torch.float32: _C.DataType.float32, torch.float16: _C.DataType.float16, torch.bfloat16: _C.DataType.bfloat16}
+DATA_TYPES = {
+    torch.float32: _C.DataType.float32,
+    torch.float16: _C.DataType.float16,
+    torch.bfloat16: _C.DataType.bfloat16,
+}
 ACT_QUANT = {"none": _C.ActQuant.none, "token": _C.ActQuant.token, "block": _C.ActQuant.block}
 CONV_ACT_QUANT = {**ACT_QUANT, "tensor": _C.ActQuant.tensor}
 ACTIVATIONS: dict[str | None, _C.Activation] = {
     None: _C.Activation.none,
     **{name: getattr(_C.Activation, name) for name in (*reference.ACTIVATIONS, "clamp")},
 }
-#: The value of torch.cuda.current_stream(index).cuda_stream, in a tenth of the time. None in a torch without CUDA.
+#: The value of torch.cuda.current_stream(index).cuda_stream, in a tenth of the time. None in a
+#: torch without CUDA.
 current_stream = cast("Callable[[int], int]", getattr(torch._C, "_cuda_getCurrentRawStream", None))
 
 
@@ -35,11 +40,15 @@ def data_type(tensor: Tensor | None) -> _C.DataType:
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """A context in which ``device`` is the current one."""
-    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+    return (
+        nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+    )
 
 
 def has_rows(x: Tensor) -> bool:
-    """Whether the rows of a matrix are contiguous and do not overlap, as those of an expanded tensor do."""
+    """Whether the rows of a matrix are contiguous and do not overlap, as those of an
+    expanded tensor do.
+    """
     rows, columns = x.shape
     return (columns == 1 or x.stride(1) == 1) and (rows <= 1 or x.stride(0) >= columns)
 
@@ -52,7 +61,8 @@ def row_matrix(x: Tensor) -> Tensor:
 
 
 def split_activation(
-    activation: reference.Activation, check: Callable[[reference.Activation], None] = reference.check_activation
+    activation: reference.Activation,
+    check: Callable[[reference.Activation], None] = reference.check_activation,
 ) -> tuple[str | None, float, float]:
     """An activation as operators take it; ``check`` raises ``ValueError`` if it does not exist."""
     if activation is None:

@@ -1,6 +1,8 @@
-"""Products with a packed weight, and its values: the arguments are checked, and no gradient is recorded.
+"""Products with a packed weight, and its values: the arguments are checked, and no
+gradient is recorded.
 
-Kernels compute them on a GPU and C++ functions on a CPU; torch multiplies dequantised panels of the weight where neither do.
+Kernels compute them on a GPU and C++ functions on a CPU; torch multiplies dequantised panels of the
+weight where neither do.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ from .native import (
     row_matrix,
 )
 
-#: Values of a weight that are dequantised at a time: 128 MB of 16-bit ones, so that a layer of 14336 x 4096 is one panel.
+#: Values of a weight that are dequantised at a time: 128 MB of 16-bit ones, so that a layer of
+#: 14336 x 4096 is one panel.
 _PANEL_VALUES = 1 << 26
 
 #: And on a CPU, where they stay in a core's cache: so many a thread.
 _CPU_PANEL_VALUES = 1 << 20
-#: Rows of x from which a CPU multiplies panels, by their dtype: with fewer, dequantising takes longer than it gains.
+#: Rows of x from which a CPU multiplies panels, by their dtype: with fewer, dequantising takes
+#: longer than it gains.
 _CPU_PANEL_ROWS = {torch.bfloat16: 32, torch.float32: 128}
 
 
@@ -46,7 +50,9 @@ def _launch(
     shape: tuple[int, ...],
     call: Call,
 ) -> Tensor:
-    """The product in a new tensor of this shape; x is a matrix of floats, or the codes of ``quantized``."""
+    """The product in a new tensor of this shape; x is a matrix of floats, or the codes
+    of ``quantized``.
+    """
     residual = None if call.residual is None else row_matrix(call.residual)
     y: Tensor = _C.mixed_gemm(
         weight.native,
@@ -106,14 +112,20 @@ def _cpu_gemm(
 def finish(sums: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """What comes after fp32 sums of the result's shape."""
     residual = None if call.residual is None else call.residual.view(sums.shape)
-    return reference.epilogue(sums, bias, call.named_activation, residual, call.out_dtype, call.saturate)
+    return reference.epilogue(
+        sums, bias, call.named_activation, residual, call.out_dtype, call.saturate
+    )
 
 
-def panel_type(m: int, weight: PackedWeight, on_gpu: bool, dtype: torch.dtype, call: Call) -> torch.dtype | None:
-    """The dtype in which :func:`panel_gemm` computes a product of m rows of floats; None where kernels compute it.
+def panel_type(
+    m: int, weight: PackedWeight, on_gpu: bool, dtype: torch.dtype, call: Call
+) -> torch.dtype | None:
+    """The dtype in which :func:`panel_gemm` computes a product of m rows of floats; None where
+    kernels compute it.
 
-    On a GPU no kernel multiplies fp32 as it is. A CPU multiplies many rows faster by torch: in bf16 where it has instructions
-    for that and nothing but a bias of bf16 comes after the sums, which oneDNN then rounds once.
+    On a GPU no kernel multiplies fp32 as it is. A CPU multiplies many rows faster by torch: in bf16
+    where it has instructions for that and nothing but a bias of bf16 comes after the sums, which
+    oneDNN then rounds once.
     """
     if call.act_quant != "none":
         return None
@@ -124,7 +136,9 @@ def panel_type(m: int, weight: PackedWeight, on_gpu: bool, dtype: torch.dtype, c
     bias = call.bias_of(weight)
     rounds_once = call.activation is None and call.residual is None and not call.saturate
     rounds_once = rounds_once and (bias is None or bias.dtype is dtype)
-    in_bfloat16 = dtype is call.out_dtype is torch.bfloat16 and rounds_once and _C.cpu_multiplies_bfloat16()
+    in_bfloat16 = (
+        dtype is call.out_dtype is torch.bfloat16 and rounds_once and _C.cpu_multiplies_bfloat16()
+    )
     compute = torch.bfloat16 if in_bfloat16 else torch.float32
     return None if m < _CPU_PANEL_ROWS[compute] else compute
 
@@ -133,7 +147,8 @@ def check_panels(batch_invariant: bool) -> None:
     """Raise ``ValueError`` for ``batch_invariant``, which :func:`panel_gemm` is not."""
     if batch_invariant:
         raise ValueError(
-            "batch_invariant is True and x is float32 with act_quant='none', which torch's product takes on a GPU, and the "
+            "batch_invariant is True and x is float32 with act_quant='none', which torch's product "
+            "takes on a GPU, and the "
             "bits of that depend on M; float16 and bfloat16, and 'token' and 'block', are supported"
         )
 
@@ -144,13 +159,17 @@ def panel_values(on_gpu: bool) -> int:
 
 
 def panel_rows(weight: PackedWeight, values: int | None = None) -> int:
-    """Rows of a weight that are dequantised at a time, with at most so many values or else the fewest rows there can be."""
+    """Rows of a weight that are dequantised at a time, with at most so many values or else the
+    fewest rows there can be.
+    """
     values = _PANEL_VALUES if values is None else values
     rows = max(values // weight.k // formats.ROWS_PER_PANEL, 1) * formats.ROWS_PER_PANEL
     return min(rows, weight.n)
 
 
-def panels(weight: PackedWeight, dtype: torch.dtype, values: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+def panels(
+    weight: PackedWeight, dtype: torch.dtype, values: int | None = None
+) -> Iterator[tuple[slice, Tensor]]:
     """The weight's values, :func:`panel_rows` at a time: which, and ``[rows, K]``."""
     step = panel_rows(weight, values)
     for start in range(0, weight.n, step):
@@ -159,12 +178,18 @@ def panels(weight: PackedWeight, dtype: torch.dtype, values: int | None = None) 
 
 
 def rounded_book(weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
-    """The weight whose values a product with an x of ``dtype`` has: those of a code book are rounded to it first."""
+    """The weight whose values a product with an x of ``dtype`` has: those of a code book are
+    rounded to it first.
+    """
     return weight if weight.book is None else replace(weight, book=weight.book.to(dtype).float())
 
 
-def panel_gemm(x: Tensor, weight: PackedWeight, shape: tuple[int, ...], call: Call, compute: torch.dtype) -> Tensor:
-    """x ``[M, K]`` -> ``[M, N]``, seen as ``shape``: torch's product, in a dtype of :func:`panel_type`, with :func:`panels`."""
+def panel_gemm(
+    x: Tensor, weight: PackedWeight, shape: tuple[int, ...], call: Call, compute: torch.dtype
+) -> Tensor:
+    """x ``[M, K]`` -> ``[M, N]``, seen as ``shape``: torch's product, in a dtype of
+    :func:`panel_type`, with :func:`panels`.
+    """
     check_panels(call.batch_invariant)
     total = torch.empty(x.shape[0], weight.n, dtype=compute, device=x.device)
     bias = call.bias_of(weight)
@@ -178,7 +203,9 @@ def panel_gemm(x: Tensor, weight: PackedWeight, shape: tuple[int, ...], call: Ca
     return finish(total.view(shape), bias, call)
 
 
-def gemm_floats(x: Tensor, m: int, weight: PackedWeight, shape: tuple[int, ...], call: Call) -> Tensor:
+def gemm_floats(
+    x: Tensor, m: int, weight: PackedWeight, shape: tuple[int, ...], call: Call
+) -> Tensor:
     """x ``[M, K]`` of floats -> ``[M, N]``, seen as ``shape``."""
     on_gpu, dtype = weight.gpu >= 0, x.dtype
     if not on_gpu or dtype is torch.float32:
@@ -199,22 +226,31 @@ def native_quantized(x: QuantizedActivations) -> _C.QuantizedActivations:
     """Quantised activations as the extension takes them."""
     codes = x.codes
     rows = (codes.untyped_storage().nbytes() - codes.storage_offset()) // codes.shape[1]
-    return _C.QuantizedActivations(codes.data_ptr(), x.scales.data_ptr(), pointer(x.zeros), x.block, x.scales.shape[1], rows)
+    return _C.QuantizedActivations(
+        codes.data_ptr(), x.scales.data_ptr(), pointer(x.zeros), x.block, x.scales.shape[1], rows
+    )
 
 
-def gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[int, ...], call: Call) -> Tensor:
+def gemm_quantized(
+    x: QuantizedActivations, weight: PackedWeight, shape: tuple[int, ...], call: Call
+) -> Tensor:
     """Quantised activations -> ``[M, N]``, seen as ``shape``."""
     m = x.codes.shape[0]
     quantized = native_quantized(x)
     if weight.gpu < 0:
         return _cpu_gemm(x.codes, quantized, m, weight, shape, call)
-    # Tensors without elements have no address: no rows look like floats, which fp32 ones must not be.
+    # Tensors without elements have no address: no rows look like floats, which fp32
+    # ones must not be.
     x_type = DATA_TYPES[x.dtype if m else torch.float16]
     return _launch(weight, x.codes, quantized, m, x_type, shape, call)
 
 
-def channels_last(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
-    """Values ``[N, C, *kernel]`` of a convolution's weight, in the packed order of columns: taps, and the channels of each."""
+def channels_last(
+    weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None
+) -> Tensor:
+    """Values ``[N, C, *kernel]`` of a convolution's weight, in the packed order of columns: taps,
+    and the channels of each.
+    """
     channels = weight.k // weight.taps
     if weight.gpu < 0:
         rows = run_dequantize(weight.matrix, dtype, start, stop)
@@ -228,7 +264,9 @@ def channels_last(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop
     return taps.movedim(-1, 1)
 
 
-def run_dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
+def run_dequantize(
+    weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None
+) -> Tensor:
     """Rows ``start``, a multiple of 64, to ``stop``."""
     stop = weight.n if stop is None else stop
     if weight.kernel_size:
@@ -236,8 +274,17 @@ def run_dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, sto
     out = torch.empty(stop - start, weight.k, dtype=dtype, device=weight.device)
     if weight.gpu < 0:
         threads = torch.get_num_threads()
-        _C.cpu_dequantize(weight.native, out.data_ptr(), DATA_TYPES[dtype], start, stop - start, threads)
+        _C.cpu_dequantize(
+            weight.native, out.data_ptr(), DATA_TYPES[dtype], start, stop - start, threads
+        )
         return out
     with on_device(weight.device):
-        _C.dequantize(weight.native, out.data_ptr(), DATA_TYPES[dtype], current_stream(weight.gpu), start, stop - start)
+        _C.dequantize(
+            weight.native,
+            out.data_ptr(),
+            DATA_TYPES[dtype],
+            current_stream(weight.gpu),
+            start,
+            stop - start,
+        )
     return out

@@ -37,14 +37,23 @@ def check_options(bits: int, group_size: int, book: str | Tensor | None, clip: s
             known = ", ".join(map(repr, formats.BOOKS))
             raise ValueError(f"book is {book!r}; supported are {known}, and a tensor of 16 values")
         if book == "mxfp4" and group_size != formats.MXFP4_GROUP:
-            raise ValueError(f"group_size is {group_size}; mxfp4 has groups of {formats.MXFP4_GROUP}")
+            raise ValueError(
+                f"group_size is {group_size}; mxfp4 has groups of {formats.MXFP4_GROUP}"
+            )
     else:
-        raise TypeError(f"book is a {type(book).__name__}; a name or a tensor of 16 values is expected")
-    what, values = (repr(book), formats.BOOKS[book]) if isinstance(book, str) else ("a code book", book)
+        raise TypeError(
+            f"book is a {type(book).__name__}; a name or a tensor of 16 values is expected"
+        )
+    what, values = (
+        (repr(book), formats.BOOKS[book]) if isinstance(book, str) else ("a code book", book)
+    )
     if len(values) != 1 << bits:
         raise ValueError(f"bits is {bits}; {what} has {len(values)} values")
     if clip is not None:
-        raise ValueError(f"both book and clip are given ({book!r}, {clip!r}); a code book spans the whole range of a group")
+        raise ValueError(
+            f"both book and clip are given ({book!r}, {clip!r}); a code book spans the "
+            "whole range of a group"
+        )
 
 
 def quantize(
@@ -58,28 +67,30 @@ def quantize(
     """Quantise a float weight by rounding to nearest, as ``reference.quantize_weight`` defines it.
 
     Args:
-        weight: fp16, bf16 or fp32 ``[N, K]``, or a convolution's, ``[N, C, *kernel]`` of 3 to 5 dimensions; scales are
-            stored in its dtype.
+        weight: fp16, bf16 or fp32 ``[N, K]``, or a convolution's, ``[N, C, *kernel]`` of 3 to 5
+            dimensions; scales are stored in its dtype.
         bits: 4 or 8.
-        group_size: 32, 64, a multiple of 128, or -1 (one group for all of K). The last group may be short: one size for
-            layers of any K, beyond it too. Groups of a convolution's weight are of channels of one tap.
-        symmetric: whether codes are centred on ``2**(bits-1)``; otherwise each group has an integer zero
+        group_size: 32, 64, a multiple of 128, or -1 (one group for all of K). The last group may be
+            short: one size for layers of any K, beyond it too. Groups of a convolution's weight are
+            of channels of one tap.
+        symmetric: whether codes are centred on ``2**(bits-1)``; otherwise each group
+            has an integer zero
         point.
-        book: a code book of 4-bit codes, "nf4", "fp4" or an fp32 tensor ``[16]`` in any order: each weight
-            gets the code of the nearest value (``reference.quantize_book``), the scale of a group being its
-            largest magnitude. Or "mxfp4", in groups of 32, whose scales are powers of two, stored as bf16
-            (``reference.quantize_mxfp4``). Or "e4m3", floats of 8 bits, with ``bits=8`` (``reference.quantize_e4m3``).
-            ``symmetric`` has no meaning then.
-        clip: "mse" searches for each group the range, from all of it to half, at which the squared error is smallest:
-            some twenty times the work. None takes all of it.
+        book: a code book of 4-bit codes, "nf4", "fp4" or an fp32 tensor ``[16]`` in any order: each
+            weight gets the code of the nearest value (``reference.quantize_book``), the scale of a
+            group being its largest magnitude. Or "mxfp4", in groups of 32, whose scales are powers
+            of two, stored as bf16 (``reference.quantize_mxfp4``). Or "e4m3", floats of 8 bits, with
+            ``bits=8`` (``reference.quantize_e4m3``). ``symmetric`` has no meaning then.
+        clip: "mse" searches for each group the range, from all of it to half, at which the squared
+            error is smallest: some twenty times the work. None takes all of it.
 
     Returns:
         The weight in canonical form, on the same device.
 
     Raises:
         TypeError: weight or book is of another type or dtype.
-        ValueError: weight has another number of dimensions, holds NaN or inf, or bits, group_size, book or clip is not
-            supported.
+        ValueError: weight has another number of dimensions, holds NaN or inf, or bits, group_size,
+            book or clip is not supported.
     """
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight is a {type(weight).__name__}; a torch.Tensor is expected")
@@ -87,10 +98,15 @@ def quantize(
         dtype = str(weight.dtype).removeprefix("torch.")
         raise TypeError(f"weight has dtype {dtype}; supported are float16, bfloat16, float32")
     if not 2 <= weight.dim() <= 5 or 0 in weight.shape:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; [N, K] or [N, C, *kernel], none empty, is expected")
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; [N, K] or [N, C, *kernel], none "
+            "empty, is expected"
+        )
     check_options(bits, group_size, book, clip)
     # A copy: weights of a model that shared the tensor could not be saved.
-    quant_type, code = ("", book.to(weight.device, copy=True)) if isinstance(book, Tensor) else (book, None)
+    quant_type, code = (
+        ("", book.to(weight.device, copy=True)) if isinstance(book, Tensor) else (book, None)
+    )
     n, kernel_size = weight.shape[0], tuple(weight.shape[2:])
     if kernel_size:
         weight = weight.movedim(1, -1)

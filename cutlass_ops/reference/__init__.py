@@ -1,11 +1,11 @@
 """The specification: every number that a kernel may produce, in plain torch, on any device.
 
-Codes and scales of activations are normative bit for bit. Products are normative bit for bit on CPUs, whose kernels take
-fp32 sums in the order that is defined here, and up to that order on GPUs. ``compute_dtype=torch.float64`` turns the products
-into an oracle for tests.
+Codes and scales of activations are normative bit for bit. Products are normative bit for bit on
+CPUs, whose kernels take fp32 sums in the order that is defined here, and up to that order on GPUs.
+``compute_dtype=torch.float64`` turns the products into an oracle for tests.
 
-Everything rounds half to even. Every fp32 product, quotient and difference of the quantisers is rounded by
-itself: a kernel must not fuse them.
+Everything rounds half to even. Every fp32 product, quotient and difference of the quantisers is
+rounded by itself: a kernel must not fuse them.
 """
 
 from .activations import (
@@ -18,7 +18,15 @@ from .activations import (
     silu_mul,
 )
 from .codebooks import book_cuts, code_book, quantize_book, quantize_e4m3, quantize_mxfp4
-from .flat import awq_dequantize, awq_unpack, dequantize_4bit, dequantize_absmax, dynamic_map, quantize_4bit, quantize_absmax
+from .flat import (
+    awq_dequantize,
+    awq_unpack,
+    dequantize_4bit,
+    dequantize_absmax,
+    dynamic_map,
+    quantize_4bit,
+    quantize_absmax,
+)
 from .gemm import (
     ACTIVATIONS,
     BOOK_NEEDS_FLOATS,
@@ -30,7 +38,13 @@ from .gemm import (
     gemm_quantized,
     mixed_gemm,
 )
-from .weights import CLIP_FACTORS, dequantize_weight, quantize_weight, quantize_weight_book, taps_as_rows
+from .weights import (
+    CLIP_FACTORS,
+    dequantize_weight,
+    quantize_weight,
+    quantize_weight_book,
+    taps_as_rows,
+)
 
 __all__ = [
     "ACTIVATIONS",

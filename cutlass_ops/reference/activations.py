@@ -13,18 +13,21 @@ from .blocks import FLOAT_TYPES, check_block, check_matrix, in_blocks, quotient
 SMALLEST_RANGE = 2.0**-100
 
 
-def quantize_activations(x: Tensor, block: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def quantize_activations(
+    x: Tensor, block: int, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantise activations to int8, one scale (and zero point) for each row and block of K.
 
     All of it in fp32, each operation rounded by itself; amax, lo and hi are those of the block.
 
     - symmetric: ``s = amax / 127``, ``r = 127 / amax``, ``q = clamp(rint(x * r), -127, 127)``;
-    - asymmetric: ``lo = min(0, x)``, ``hi = max(0, x)``, ``s = (hi - lo) / 255``, ``r = 255 / (hi - lo)``,
-      ``z = clamp(rint(-128 - lo * r), -128, 127)``, ``q = clamp(rint(x * r) + z, -128, 127)``.
+    - asymmetric: ``lo = min(0, x)``, ``hi = max(0, x)``, ``s = (hi - lo) / 255``,
+      ``r = 255 / (hi - lo)``, ``z = clamp(rint(-128 - lo * r), -128, 127)``,
+      ``q = clamp(rint(x * r) + z, -128, 127)``.
 
-    A block whose range (amax or hi - lo) is below 2^-100 has s = 1, q = z = 0. A block whose range is not
-    finite (it holds NaN or inf, or hi - lo overflows) has s = NaN, q = z = 0, so that every product with it
-    is NaN.
+    A block whose range (amax or hi - lo) is below 2^-100 has s = 1, q = z = 0. A block whose range
+    is not finite (it holds NaN or inf, or hi - lo overflows) has s = NaN, q = z = 0, so that every
+    product with it is NaN.
 
     Args:
         x: fp16, bf16 or fp32 ``[M, K]``.
@@ -32,8 +35,8 @@ def quantize_activations(x: Tensor, block: int, symmetric: bool) -> tuple[Tensor
         symmetric: whether there are no zero points.
 
     Returns:
-        codes int8 ``[M, K]``, scales fp32 ``[M, B]`` and zeros int8 ``[M, B]``, or None if symmetric. The
-        value of a code is ``scale * (code - zero)``.
+        codes int8 ``[M, K]``, scales fp32 ``[M, B]`` and zeros int8 ``[M, B]``, or None if
+        symmetric. The value of a code is ``scale * (code - zero)``.
 
     Raises:
         TypeError, ValueError: x is not such a matrix, or block means nothing.
@@ -44,8 +47,8 @@ def quantize_activations(x: Tensor, block: int, symmetric: bool) -> tuple[Tensor
     values = in_blocks(x.float(), block)
     lo = values.amin(-1).clamp(max=0)
     hi = values.amax(-1).clamp(min=0)
-    # NaN goes through amin, amax and maximum. The zeros that fill a short block move neither amax nor lo
-    # nor hi.
+    # NaN goes through amin, amax and maximum. The zeros that fill a short block move neither
+    # amax nor lo nor hi.
     span = torch.maximum(hi, -lo) if symmetric else hi - lo
     steps = 127.0 if symmetric else 255.0
     regular = span.isfinite() & (span >= SMALLEST_RANGE)
@@ -65,23 +68,35 @@ def quantize_activations(x: Tensor, block: int, symmetric: bool) -> tuple[Tensor
     return codes.flatten(1)[:, :k].contiguous(), scales, zeros
 
 
-def centred_activations(codes: Tensor, zeros: Tensor | None, block: int, dtype: torch.dtype) -> Tensor:
+def centred_activations(
+    codes: Tensor, zeros: Tensor | None, block: int, dtype: torch.dtype
+) -> Tensor:
     """The integers ``q - z`` ``[M, K]``."""
     if zeros is None:
         return codes.to(dtype)
-    return (in_blocks(codes.to(dtype), block) - zeros.to(dtype)[..., None]).flatten(1)[:, : codes.shape[1]]
+    return (in_blocks(codes.to(dtype), block) - zeros.to(dtype)[..., None]).flatten(1)[
+        :, : codes.shape[1]
+    ]
 
 
 def dequantize_activations(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, dtype: torch.dtype = torch.float32
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    block: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Values ``s * (q - z)``, rounded to fp32 or fp64, ``[M, K]``, of what :func:`quantize_activations` returns."""
+    """Values ``s * (q - z)``, rounded to fp32 or fp64, ``[M, K]``, of what
+    :func:`quantize_activations` returns.
+    """
     check_activations(codes, scales, zeros, block)
     integers = in_blocks(centred_activations(codes, zeros, block, dtype), block)
     return (integers * scales.to(dtype)[..., None]).flatten(1)[:, : codes.shape[1]].contiguous()
 
 
-def check_activations(codes: Tensor, scales: Tensor | None, zeros: Tensor | None, block: int) -> None:
+def check_activations(
+    codes: Tensor, scales: Tensor | None, zeros: Tensor | None, block: int
+) -> None:
     """Raise unless these are codes, scales and zero points of one quantisation."""
     check_matrix("codes", codes, (torch.int8,))
     check_block(block)
@@ -96,8 +111,8 @@ def check_activations(codes: Tensor, scales: Tensor | None, zeros: Tensor | None
 def _sum_of_squares(x: Tensor) -> Tensor:
     """Sums over the rows of fp32 ``[M, K]``, in an order that a GPU can keep to.
 
-    The squares of each 512 columns are added in pairs, neighbours first; of these sums, those 32 apart are added in the
-    order of K, and the 32 that are left in pairs.
+    The squares of each 512 columns are added in pairs, neighbours first; of these sums, those 32
+    apart are added in the order of K, and the 32 that are left in pairs.
     """
 
     def in_pairs(values: Tensor) -> Tensor:
@@ -117,11 +132,14 @@ def _sum_of_squares(x: Tensor) -> Tensor:
     return in_pairs(total)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Root mean square norm of the rows of ``x``, or of ``s = x + residual``.
 
-    ``y = (s * r) * weight`` with ``r = 1 / sqrt(mean of s^2 + eps)``. Every operation is rounded to fp32, and s, the product
-    in parentheses and y once more to x's dtype. The squares are added in an order that is part of the specification.
+    ``y = (s * r) * weight`` with ``r = 1 / sqrt(mean of s^2 + eps)``. Every operation is rounded to
+    fp32, and s, the product in parentheses and y once more to x's dtype. The squares are added in
+    an order that is part of the specification.
 
     Args:
         x: fp16, bf16 or fp32 ``[M, K]``.
@@ -136,7 +154,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     values = total.float()
     mean = quotient(_sum_of_squares(values), float(x.shape[1]), values)
-    # By way of fp64, whose root is near enough to be rounded to the right fp32: torch's fp32 root on CPUs is not the nearest.
+    # By way of fp64, whose root is near enough to be rounded to the right fp32: torch's fp32 root
+    # on CPUs is not the nearest.
     root = (mean + values.new_full((), eps)).double().sqrt().float()
     factor = quotient(1.0, root, values)
     y = (values * factor[:, None]).to(x.dtype).float() * weight.float()
@@ -146,8 +165,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` with ``silu(v) = v / (1 + exp(-v))``, of gate's dtype.
 
-    Every operation is rounded to fp32, and silu and the result once more to gate's dtype. The exponential is that of the
-    device: CPUs and GPUs may differ in its last place.
+    Every operation is rounded to fp32, and silu and the result once more to gate's dtype. The
+    exponential is that of the device: CPUs and GPUs may differ in its last place.
     """
     values = gate.float()
     activated = quotient(values, 1.0 + torch.exp(-values), values).to(gate.dtype)
@@ -157,9 +176,9 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def activation_order(codes: Tensor, zeros: Tensor | None, block: int) -> Tensor:
     """Codes ``[M, K]`` in kernel order, int8 ``[M, k_pad]``, K padded to 128.
 
-    Inside each 16 columns, position ``2 * (k % 8) + (k % 16) // 8`` holds column k. A padding column holds
-    the zero point of its block, or 0 where there are no zero points or where no column of its block is
-    real.
+    Inside each 16 columns, position ``2 * (k % 8) + (k % 16) // 8`` holds column k. A padding
+    column holds the zero point of its block, or 0 where there are no zero points or where no column
+    of its block is real.
     """
     check_activations(codes, None, zeros, block)
     m, k = codes.shape
@@ -172,9 +191,13 @@ def activation_order(codes: Tensor, zeros: Tensor | None, block: int) -> Tensor:
 
 
 def natural_order(ordered: Tensor, k: int) -> Tensor:
-    """The inverse of :func:`activation_order`: int8 ``[M, k_pad]`` to ``[M, K]``, padding dropped."""
+    """The inverse of :func:`activation_order`: int8 ``[M, k_pad]`` to ``[M, K]``,
+    padding dropped.
+    """
     check_matrix("ordered", ordered, (torch.int8,))
     if ordered.shape[1] != formats.padded_k(k):
-        raise ValueError(f"ordered has {ordered.shape[1]} columns; K = {k} is padded to {formats.padded_k(k)}")
+        raise ValueError(
+            f"ordered has {ordered.shape[1]} columns; K = {k} is padded to {formats.padded_k(k)}"
+        )
     m, k_pad = ordered.shape
     return ordered.view(m, k_pad // 16, 8, 2).transpose(2, 3).reshape(m, k_pad)[:, :k].contiguous()

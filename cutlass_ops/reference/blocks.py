@@ -17,7 +17,9 @@ FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def in_blocks(x: Tensor, size: int) -> Tensor:
-    """``[R, K]`` as ``[R, B, size]``, zeros after K; size -1 is one block, as is one beyond the padded K, which it becomes."""
+    """``[R, K]`` as ``[R, B, size]``, zeros after K; size -1 is one block, as is one beyond the
+    padded K, which it becomes.
+    """
     k = x.shape[1]
     size = k if size == -1 else min(size, formats.padded_k(k))
     count = formats.group_count(k, size)
@@ -26,7 +28,9 @@ def in_blocks(x: Tensor, size: int) -> Tensor:
 
 
 def row_chunks(rows: int, elements_per_row: int, least: int = 64) -> Iterator[slice]:
-    """Slices of the rows whose temporaries have about ``CHUNK`` elements, of at least ``least`` rows."""
+    """Slices of the rows whose temporaries have about ``CHUNK`` elements, of at least ``least``
+    rows.
+    """
     step = max(least, CHUNK // elements_per_row)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
@@ -35,14 +39,18 @@ def row_chunks(rows: int, elements_per_row: int, least: int = 64) -> Iterator[sl
 def check_block(block: int) -> None:
     """Raise unless ``block`` is a number of columns, or -1."""
     if block != -1 and block < 1:
-        raise ValueError(f"block is {block!r}; a number of columns, or -1 (one block a row), is expected")
+        raise ValueError(
+            f"block is {block!r}; a number of columns, or -1 (one block a row), is expected"
+        )
 
 
 def check_matrix(name: str, x: Tensor, types: tuple[torch.dtype, ...]) -> None:
     """Raise unless x is a matrix of one of ``types``."""
     if x.dtype not in types:
         accepted = ", ".join(str(t).removeprefix("torch.") for t in types)
-        raise TypeError(f"{name} has dtype {str(x.dtype).removeprefix('torch.')}; supported are {accepted}")
+        raise TypeError(
+            f"{name} has dtype {str(x.dtype).removeprefix('torch.')}; supported are {accepted}"
+        )
     if x.dim() != 2 or x.shape[1] == 0:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; a matrix with columns is expected")
 
@@ -50,8 +58,9 @@ def check_matrix(name: str, x: Tensor, types: tuple[torch.dtype, ...]) -> None:
 def quotient(a: float | Tensor, b: float | Tensor, like: Tensor) -> Tensor:
     """``a / b``, rounded once.
 
-    torch computes ``number / tensor`` as ``reciprocal(tensor) * number`` and, on CUDA, ``tensor / number`` as
-    ``tensor * (1 / number)``: two roundings, other codes. With tensors on both sides it divides.
+    torch computes ``number / tensor`` as ``reciprocal(tensor) * number`` and, on CUDA,
+    ``tensor / number`` as ``tensor * (1 / number)``: two roundings, other codes. With tensors on
+    both sides it divides.
     """
     numerator = a if isinstance(a, Tensor) else like.new_full((), a)
     denominator = b if isinstance(b, Tensor) else like.new_full((), b)
@@ -63,6 +72,7 @@ def rounded_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
     nearest = scales.to(dtype)
     if dtype == torch.float32:
         return nearest
-    # The bits of positive floats are ordered as integers, so the next larger value is the next integer.
+    # The bits of positive floats are ordered as integers, so the next larger value is
+    # the next integer.
     above = (nearest.view(torch.int16) + 1).view(dtype)
     return torch.where(nearest.float() < scales, above, nearest)

@@ -1,7 +1,8 @@
 """The specification of mixture-of-experts layers, in plain torch; it runs on every device.
 
-A token's row of x is multiplied by each of its experts: ``products``, functions of rows ``[R, K]`` that return fp32
-``[R, N]``, are those of ``reference.mixed_gemm``, or of a GPU's kernels. All that is not a product stands here.
+A token's row of x is multiplied by each of its experts: ``products``, functions of rows ``[R, K]``
+that return fp32 ``[R, N]``, are those of ``reference.mixed_gemm``, or of a GPU's kernels. All that
+is not a product stands here.
 """
 
 from __future__ import annotations
@@ -22,17 +23,21 @@ CLAMPED_SWIGLU = "clamped_swiglu"
 Product: TypeAlias = "Callable[[int, Tensor], Tensor]"
 
 
-def route(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Positions of ``topk_ids``, flattened, by expert.
 
     Args:
-        topk_ids: integers of any shape; what is not in 0 .. num_experts - 1 (or, with a map, in the map) is no expert.
+        topk_ids: integers of any shape; what is not in 0 .. num_experts - 1 (or, with a map, in the
+            map) is no expert.
         num_experts: E.
         expert_map: integers: the expert of each id, or -1.
 
     Returns:
-        int32 ``[E + 1]``, where each expert's positions begin, the last being the number of positions that have an expert; and
-        int32 ``[positions]``: they themselves, sorted stably by expert, those without one last.
+        int32 ``[E + 1]``, where each expert's positions begin, the last being the number of
+        positions that have an expert; and int32 ``[positions]``: they themselves, sorted stably by
+        expert, those without one last.
     """
     ids = topk_ids.reshape(-1).to(torch.int64)
     if expert_map is not None:
@@ -47,8 +52,11 @@ def route(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) 
     return torch.searchsorted(sorted_key, first, out_int32=True), order.to(torch.int32)
 
 
-def grouped_gemm(rows: Tensor, counts: list[int], n: int, product: Product, out_dtype: torch.dtype) -> Tensor:
-    """Rows, sorted by expert, each times its expert: ``[R, n]``; zeros for what is left behind the last expert's rows.
+def grouped_gemm(
+    rows: Tensor, counts: list[int], n: int, product: Product, out_dtype: torch.dtype
+) -> Tensor:
+    """Rows, sorted by expert, each times its expert: ``[R, n]``; zeros for what is left behind the
+    last expert's rows.
 
     Args:
         rows: ``[R, K]``.
@@ -71,14 +79,18 @@ def check_gate(activation: reference.Activation) -> None:
     if not isinstance(activation, tuple) or len(activation) != 3 or activation[0] != CLAMPED_SWIGLU:
         reference.check_activation(activation)
     elif not (math.isfinite(activation[1]) and activation[2] > 0):
-        raise ValueError(f"activation is {activation!r}; {CLAMPED_SWIGLU} takes a finite alpha and a limit above 0")
+        raise ValueError(
+            f"activation is {activation!r}; {CLAMPED_SWIGLU} takes a finite alpha and a "
+            "limit above 0"
+        )
 
 
 def gated(gate_up: Tensor, activation: reference.Activation, dtype: torch.dtype) -> Tensor:
     """``act(gate) * up`` of fp32 ``[R, 2 * I]``, gate first: in fp32, rounded once to ``dtype``.
 
-    ``("clamped_swiglu", alpha, limit)`` is gpt-oss's function of both, with ``g = min(gate, limit)`` and u = up clamped to
-    ``-limit .. limit``: ``(u + 1) * g * sigmoid(alpha * g)``.
+    ``("clamped_swiglu", alpha, limit)`` is gpt-oss's function of both, with
+    ``g = min(gate, limit)`` and u = up clamped to ``-limit .. limit``:
+    ``(u + 1) * g * sigmoid(alpha * g)``.
     """
     check_gate(activation)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -89,15 +101,19 @@ def gated(gate_up: Tensor, activation: reference.Activation, dtype: torch.dtype)
     return (reference.activate(gate, activation) * up).to(dtype)
 
 
-def weighted_sum(outputs: Tensor, order: Tensor, routed: Tensor, topk_weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """``sum over j of topk_weights[t, j] * outputs of (t, j)`` in fp32, in the order of j, rounded once to ``dtype``.
+def weighted_sum(
+    outputs: Tensor, order: Tensor, routed: Tensor, topk_weights: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """``sum over j of topk_weights[t, j] * outputs of (t, j)`` in fp32, in the order of j, rounded
+    once to ``dtype``.
 
     Each product is rounded to fp32 before it is added.
 
     Args:
         outputs: fp32 ``[M * top, N]``, sorted by expert.
         order: as :func:`route` returns it.
-        routed: how many positions have an expert, a tensor; the others add nothing, whatever their weight is.
+        routed: how many positions have an expert, a tensor; the others add nothing, whatever
+            their weight is.
         topk_weights: floating ``[M, top]``.
         dtype: of the result.
     """
@@ -124,14 +140,16 @@ def mixed_moe(
     num_experts: int,
     expert_map: Tensor | None = None,
 ) -> Tensor:
-    """``y[t] = sum over j of topk_weights[t, j] * down_e(act(gate_e x_t) * (up_e x_t))``, ``e = topk_ids[t, j]``.
+    """``y[t] = sum over j of topk_weights[t, j] * down_e(act(gate_e x_t) * (up_e x_t))``,
+    ``e = topk_ids[t, j]``.
 
-    Products are fp32. ``act(gate) * up`` is rounded once to x's dtype, as an operand of the next product; an expert's output
-    is not rounded, and neither is their sum before the last.
+    Products are fp32. ``act(gate) * up`` is rounded once to x's dtype, as an operand of the next
+    product; an expert's output is not rounded, and neither is their sum before the last.
 
     Args:
         x: ``[M, H]``.
-        gate_up, down: products of ``[R, H]`` with 2 * intermediate columns, and of ``[R, intermediate]`` with H.
+        gate_up, down: products of ``[R, H]`` with 2 * intermediate columns, and of
+            ``[R, intermediate]`` with H.
         intermediate: I.
         topk_ids, topk_weights: ``[M, top]``.
         activation: as :func:`gated` takes it.
@@ -143,6 +161,8 @@ def mixed_moe(
     offsets, order = route(topk_ids, num_experts, expert_map)
     counts = offsets.diff().tolist()
     rows = x[order.long() // max(topk_ids.shape[1], 1)]
-    hidden = gated(grouped_gemm(rows, counts, 2 * intermediate, gate_up, torch.float32), activation, x.dtype)
+    hidden = gated(
+        grouped_gemm(rows, counts, 2 * intermediate, gate_up, torch.float32), activation, x.dtype
+    )
     outputs = grouped_gemm(hidden, counts, x.shape[1], down, torch.float32)
     return weighted_sum(outputs, order, offsets[-1], topk_weights, x.dtype)

@@ -13,8 +13,11 @@ from .blocks import CHUNK, in_blocks, quotient, row_chunks
 from .codebooks import code_book, quantize_book
 
 
-def quantize_4bit(x: Tensor, blocksize: int, quant_type: str = "nf4", code: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantise a tensor of any shape in flat blocks, as bitsandbytes stores it; see :func:`quantize_book`.
+def quantize_4bit(
+    x: Tensor, blocksize: int, quant_type: str = "nf4", code: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantise a tensor of any shape in flat blocks, as bitsandbytes stores it; see
+    :func:`quantize_book`.
 
     Args:
         x: fp16, bf16 or fp32.
@@ -22,8 +25,8 @@ def quantize_4bit(x: Tensor, blocksize: int, quant_type: str = "nf4", code: Tens
         quant_type, code: as in :func:`quantize_book`.
 
     Returns:
-        uint8 ``[ceil(numel / 2), 1]``, the even element's code in the high nibble (an odd last element is followed by
-        the code of 0), and absmax fp32 ``[ceil(numel / blocksize)]``.
+        uint8 ``[ceil(numel / 2), 1]``, the even element's code in the high nibble (an odd last
+        element is followed by the code of 0), and absmax fp32 ``[ceil(numel / blocksize)]``.
     """
     formats.check_flat_block_size(blocksize)
     flat = x.reshape(-1)
@@ -34,7 +37,8 @@ def quantize_4bit(x: Tensor, blocksize: int, quant_type: str = "nf4", code: Tens
     padded = F.pad(flat, (0, blocks * blocksize - count)).view(blocks, blocksize)
     for rows in row_chunks(blocks, blocksize):
         codes[rows], absmax[rows] = quantize_book(padded[rows], quant_type, code)
-    pairs = codes.reshape(-1)[: count + count % 2].view(-1, 2)  # block sizes are even: the padding's code is there
+    # block sizes are even: the padding's code is there
+    pairs = codes.reshape(-1)[: count + count % 2].view(-1, 2)
     return (pairs[:, :1] << 4) | pairs[:, 1:], absmax
 
 
@@ -47,7 +51,8 @@ def dequantize_4bit(
     dtype: torch.dtype = torch.float16,
     code: Tensor | None = None,
 ) -> Tensor:
-    """The values ``book[q] * absmax`` of :func:`quantize_4bit`'s codes: rounded to fp32, then to ``dtype``.
+    """The values ``book[q] * absmax`` of :func:`quantize_4bit`'s codes: rounded to fp32,
+    then to ``dtype``.
 
     Args:
         packed: uint8, ``ceil(numel / 2)`` bytes.
@@ -72,10 +77,11 @@ def dequantize_4bit(
 
 
 def dynamic_map() -> Tensor:
-    """The 256 values of bitsandbytes' signed dynamic 8-bit type, ascending, fp32 (arXiv 2110.02861, section 1.3).
+    """The 256 values of bitsandbytes' signed dynamic 8-bit type, ascending, fp32 (arXiv
+    2110.02861, section 1.3).
 
-    For each power of ten 10^-6 .. 10^0, 2^i values (i = 0 .. 6) between a tenth of it and itself, the middles of equal
-    parts, of both signs; and 0 and 1.
+    For each power of ten 10^-6 .. 10^0, 2^i values (i = 0 .. 6) between a tenth of it and itself,
+    the middles of equal parts, of both signs; and 0 and 1.
     """
     values = [0.0, 1.0]
     for i in range(7):
@@ -88,14 +94,15 @@ def dynamic_map() -> Tensor:
 def quantize_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Double quantisation: absmax values to 8 bits, in blocks of ``formats.NESTED_BLOCK_SIZE``.
 
-    ``offset = mean(absmax)``; the differences from it, over the largest of their block, take the nearest code of
-    :func:`dynamic_map` (halfway: the smaller value's).
+    ``offset = mean(absmax)``; the differences from it, over the largest of their block, take the
+    nearest code of :func:`dynamic_map` (halfway: the smaller value's).
 
     Args:
         absmax: fp32 ``[B]``.
 
     Returns:
-        codes uint8 ``[B]``, absmax of the differences fp32 ``[ceil(B / 256)]``, the map fp32 ``[256]``, offset fp32 ``[]``.
+        codes uint8 ``[B]``, absmax of the differences fp32 ``[ceil(B / 256)]``, the map fp32
+        ``[256]``, offset fp32 ``[]``.
     """
     offset = absmax.mean()
     values = in_blocks((absmax - offset)[None], formats.NESTED_BLOCK_SIZE)[0]
@@ -107,19 +114,24 @@ def quantize_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def dequantize_absmax(codes: Tensor, absmax: Tensor, book: Tensor, offset: Tensor) -> Tensor:
-    """The inverse of :func:`quantize_absmax`: ``book[q] * absmax + offset``, each rounded to fp32; fp32 ``[B]``."""
+    """The inverse of :func:`quantize_absmax`: ``book[q] * absmax + offset``, each rounded to
+    fp32; fp32 ``[B]``.
+    """
     block = torch.arange(codes.numel(), device=codes.device) // formats.NESTED_BLOCK_SIZE
     return book[codes.reshape(-1).int()] * absmax[block] + offset
 
 
 def awq_unpack(words: Tensor) -> Tensor:
-    """AutoAWQ's words, int32 ``[R, N / 8]``, to codes, uint8 ``[R, N]``: column j of eight is nibble 0, 4, 1, 5, 2, 6, 3, 7."""
+    """AutoAWQ's words, int32 ``[R, N / 8]``, to codes, uint8 ``[R, N]``: column j of eight is
+    nibble 0, 4, 1, 5, 2, 6, 3, 7.
+    """
     shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32, device=words.device)
     return ((words[:, :, None] >> shifts) & 15).to(torch.uint8).flatten(1)
 
 
 def awq_dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
-    """The values ``(q - z) * s`` of an AWQ weight, ``[K, N]`` of the scales' dtype: rounded once, zero always +0.
+    """The values ``(q - z) * s`` of an AWQ weight, ``[K, N]`` of the scales' dtype: rounded
+    once, zero always +0.
 
     Args:
         qweight: int32 ``[K, N / 8]``.

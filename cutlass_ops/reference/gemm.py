@@ -41,7 +41,9 @@ def check_activation(activation: Activation) -> None:
             return
         raise ValueError(f"activation is {activation!r}; clamp takes bounds lo <= hi")
     names = ", ".join(map(repr, ACTIVATIONS))
-    raise ValueError(f"activation is {activation!r}; supported are None, {names} and ('clamp', lo, hi)")
+    raise ValueError(
+        f"activation is {activation!r}; supported are None, {names} and ('clamp', lo, hi)"
+    )
 
 
 def activate(y: Tensor, activation: Activation) -> Tensor:
@@ -64,8 +66,9 @@ def epilogue(
 ) -> Tensor:
     """``activation(total + bias) + residual`` in total's dtype, rounded once to ``out_dtype``.
 
-    A total that is not finite becomes NaN first, and NaN goes through every activation. What overflows
-    ``out_dtype`` becomes inf, or its largest finite value if ``saturate`` (NaN stays NaN).
+    A total that is not finite becomes NaN first, and NaN goes through every activation.
+    What overflows ``out_dtype`` becomes inf, or its largest finite value if ``saturate``
+    (NaN stays NaN).
 
     Args:
         total: sums, fp32 (fp64 for an oracle) ``[M, N]``.
@@ -87,7 +90,9 @@ def epilogue(
     return y.to(out_dtype)
 
 
-def _check_product(k: int, m: int, qw: QuantizedWeight, bias: Tensor | None, residual: Tensor | None) -> Tensor | None:
+def _check_product(
+    k: int, m: int, qw: QuantizedWeight, bias: Tensor | None, residual: Tensor | None
+) -> Tensor | None:
     """The bias that applies, after checking shapes."""
     if qw.kernel_size:
         raise ValueError(CONVOLUTION.format(qw.kernel_size))
@@ -123,18 +128,20 @@ def gemm_quantized(
 
         y[m, n] = sum over b of sa[m, b] * sw[n, b] * I[m, n, b]  +  sum over b of o[n, b] * S[m, b]
 
-    in ``compute_dtype``, steps added in turn; the second term, a sum by itself, only if the weight has offsets.
+    in ``compute_dtype``, steps added in turn; the second term, a sum by itself, only if the
+    weight has offsets.
 
     Args:
-        codes, scales, zeros, block: as :func:`quantize_activations` takes and returns them. Column j of the
-            codes belongs to column j of the weight's codes: with act order, ``x[:, qw.perm]`` was
-            quantised.
+        codes, scales, zeros, block: as :func:`quantize_activations` takes and returns them. Column
+            j of the codes belongs to column j of the weight's codes: with act order,
+            ``x[:, qw.perm]`` was quantised.
         qw: the weight; its bias is added.
         bias, activation, residual, out_dtype, saturate: see :func:`epilogue`.
         compute_dtype: fp32, or fp64 for an oracle.
 
     Raises:
-        ValueError: shapes that do not fit, a block and a group of which neither divides the other, two
+        ValueError: shapes that do not fit, a block and a group of which neither
+            divides the other, two
         biases, or a weight with a code book.
     """
     check_activations(codes, scales, zeros, block)
@@ -145,20 +152,23 @@ def gemm_quantized(
     sizes = [size for size in (block, qw.group_size) if size != -1]
     step = min(sizes, default=k)
     if max(sizes, default=k) % step:
-        raise ValueError(f"block is {block} and group_size is {qw.group_size}; one must divide the other")
+        raise ValueError(
+            f"block is {block} and group_size is {qw.group_size}; one must divide the other"
+        )
     step = min(step, formats.padded_k(k))
 
-    # Both factors are integers of at most 8 bits, so that fp32, and even TF32 and bf16 if torch's matmul is
-    # set to them, holds them exactly. Every partial sum of a step is an integer no larger than this bound:
-    # below 2^24 fp32 adds without rounding, in any order and with or without fused multiply-add. fp64 does
-    # up to 2^53.
+    # Both factors are integers of at most 8 bits, so that fp32, and even TF32 and bf16 if torch's
+    # matmul is set to them, holds them exactly. Every partial sum of a step is an integer no larger
+    # than this bound: below 2^24 fp32 adds without rounding, in any order and with or without fused
+    # multiply-add. fp64 does up to 2^53.
     largest_a = 128 if zeros is None else 255
     largest_w = formats.midpoint(qw.bits) if qw.zeros is None else 2**qw.bits - 1
     exact = torch.float64 if step * largest_a * largest_w > _EXACT_IN_FP32 else torch.float32
 
     steps = formats.group_count(k, step)
     start = torch.arange(steps, device=codes.device) * step
-    a = in_blocks(centred_activations(codes, zeros, block, exact), step).transpose(0, 1)  # [steps, M, step]
+    # [steps, M, step]
+    a = in_blocks(centred_activations(codes, zeros, block, exact), step).transpose(0, 1)
     scale_a = scales.to(compute_dtype)[:, start // (k if block == -1 else block)]  # [M, steps]
     group = start // (k if qw.group_size == -1 else qw.group_size)
     sums = scale_a * a.sum(-1).t().to(compute_dtype)  # [M, steps]
@@ -194,11 +204,12 @@ def mixed_gemm(
     Args:
         x: fp16, bf16 or fp32 ``[M, K]``. Act order gathers its columns before anything else.
         qw: the weight; its bias is added.
-        act_quant: "none": x as it is, times :func:`dequantize_weight` in ``compute_dtype``; the values of a code book
-            are first rounded to x's dtype (they are an operand of the tensor cores; scales never are). In fp32 the products
-            of a group are summed (:func:`_group_sums`) before its scale multiplies them, then groups in turn; offsets times
-            the sums of x are a sum by itself, added last. "token" or
-            "block": x goes through :func:`quantize_activations`, with one block a row or blocks of
+        act_quant: "none": x as it is, times :func:`dequantize_weight` in ``compute_dtype``; the
+            values of a code book are first rounded to x's dtype (they are an operand of the tensor
+            cores; scales never are). In fp32 the products of a group are summed
+            (:func:`_group_sums`) before its scale multiplies them, then groups in turn; offsets
+            times the sums of x are a sum by itself, added last. "token" or "block": x goes through
+            :func:`quantize_activations`, with one block a row or blocks of
             :func:`cutlass_ops.weights.formats.activation_block`, and on to :func:`gemm_quantized`.
         act_symmetric: whether quantised activations have no zero points.
         bias, activation, residual, saturate: see :func:`epilogue`.
@@ -254,11 +265,13 @@ def _in_turn(values: Tensor, dim: int) -> Tensor:
 
 
 def _run_sums(values: Tensor) -> Tensor:
-    """Sums over the last dimension, a run of 32, 64 or 128 columns, in an order that vectors of a CPU can keep to.
+    """Sums over the last dimension, a run of 32, 64 or 128 columns, in an order that vectors of a
+    CPU can keep to.
 
-    Each 64 columns, seen as ``[4, 2, 2, 2, 2]`` (j, b, h, t, c), are added to eight lanes (t, j), in the order of h, c, b,
-    those of the second 64 after those of the first. Lanes j = 0 and 1 are added, and 2 and 3; of these, those of t = 0 and 1;
-    and then the two sums that are left. A run of 32 columns has j = 0 and 1 alone.
+    Each 64 columns, seen as ``[4, 2, 2, 2, 2]`` (j, b, h, t, c), are added to eight lanes (t, j),
+    in the order of h, c, b, those of the second 64 after those of the first. Lanes j = 0 and 1 are
+    added, and 2 and 3; of these, those of t = 0 and 1; and then the two sums that are left. A run
+    of 32 columns has j = 0 and 1 alone.
     """
     run = values.shape[-1]
     lead = values.shape[:-1]
@@ -273,18 +286,28 @@ def _run_sums(values: Tensor) -> Tensor:
 
 
 def _group_sums(values: Tensor) -> Tensor:
-    """Sums over the last dimension, a group: of runs of at most 128 columns, and then of these in turn."""
+    """Sums over the last dimension, a group: of runs of at most 128 columns, and then
+    of these in turn.
+    """
     size = values.shape[-1]
     run = min(size, formats.K_PER_TILE)
     return _in_turn(_run_sums(values.reshape(*values.shape[:-1], size // run, run)), -1)
 
 
-def _sum_products(x: Tensor, qw: QuantizedWeight, rows: slice, book: Tensor | None, total: Tensor) -> None:
-    """Some columns of x times the weight, both fp32, in the order that :func:`mixed_gemm` defines."""
+def _sum_products(
+    x: Tensor, qw: QuantizedWeight, rows: slice, book: Tensor | None, total: Tensor
+) -> None:
+    """Some columns of x times the weight, both fp32, in the order that
+    :func:`mixed_gemm` defines.
+    """
     k = x.shape[1]
     size = formats.padded_k(k) if qw.group_size == -1 else qw.group_size
     looked_up = None if book is None else book.float()[qw.codes[rows].int()]
-    values = centred_weight(qw, rows, torch.float32).flatten(1)[:, :k] if looked_up is None else looked_up
+    values = (
+        centred_weight(qw, rows, torch.float32).flatten(1)[:, :k]
+        if looked_up is None
+        else looked_up
+    )
     values = in_blocks(values, size)
     scales = qw.scales[rows].float()
     for some in row_chunks(x.shape[0], values.numel(), 1):

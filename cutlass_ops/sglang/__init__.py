@@ -35,7 +35,8 @@ def register() -> None:
     if MISSING is not None:
         logger.warning("cutlass_ops does not serve this version of SGLang: %s", MISSING)
         return
-    for methods in (QUANTIZATION_METHODS, CPU_QUANTIZATION_METHODS):  # the second is for CPUs with AMX
+    # the second is for CPUs with AMX
+    for methods in (QUANTIZATION_METHODS, CPU_QUANTIZATION_METHODS):
         methods[CutlassOpsConfig.get_name()] = CutlassOpsConfig
     HookRegistry.register(_LOAD, named_as_the_model, HookType.BEFORE)
     take_layers()

@@ -1,4 +1,6 @@
-"""Models that ``cutlass-ops reorder`` packed, in SGLang: linear layers are loaded as they are stored."""
+"""Models that ``cutlass-ops reorder`` packed, in SGLang: linear layers are loaded as
+they are stored.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,14 @@ class CutlassOpsConfig(PackedConfig, QuantizationConfig):  # type: ignore[misc, 
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CutlassOpsConfig:
-        """The same as the constructor, with what SGLang adds: the model's configuration and its fused layers."""
-        fields = {name: value for name, value in config.items() if name not in ("packed_modules_mapping", "hf_config")}
+        """The same as the constructor, with what SGLang adds: the model's configuration and
+        its fused layers.
+        """
+        fields = {
+            name: value
+            for name, value in config.items()
+            if name not in ("packed_modules_mapping", "hf_config")
+        }
         found = cls(fields)
         # Most of SGLang's models do not say which layers they fuse, and fuse these.
         usual = {name: list(parts) for name, parts in SHARED_INPUT.items()}
@@ -57,8 +65,8 @@ class CutlassOpsConfig(PackedConfig, QuantizationConfig):  # type: ignore[misc, 
         """Ours for packed layers, SGLang's own for others.
 
         Raises:
-            ValueError: packed experts, a linear layer without a name, or an embedding without a name
-                where several are packed.
+            ValueError: packed experts, a linear layer without a name, or an embedding without a
+                name where several are packed.
         """
         if isinstance(layer, FusedMoE):
             return self.check_experts(prefix)
@@ -68,7 +76,10 @@ class CutlassOpsConfig(PackedConfig, QuantizationConfig):  # type: ignore[misc, 
         if not isinstance(layer, LinearBase | ParallelLMHead):
             return None
         if not prefix:
-            raise ValueError("SGLang makes a linear layer of the model without its name, by which its format would be known")
+            raise ValueError(
+                "SGLang makes a linear layer of the model without its name, by which its "
+                "format would be known"
+            )
         forms = self.formats_of(prefix)
         if len(forms) > 1:
             return FusedLinearMethod(forms, prefix, self.fields)
@@ -81,7 +92,10 @@ class CutlassOpsConfig(PackedConfig, QuantizationConfig):  # type: ignore[misc, 
         embeddings: dict[str, str] = self.fields.get("embeddings", {})
         if not prefix and embeddings:
             if len(embeddings) > 1:
-                raise ValueError(f"SGLang does not say which of the packed embeddings {', '.join(embeddings)} it makes")
+                raise ValueError(
+                    "SGLang does not say which of the packed embeddings "
+                    f"{', '.join(embeddings)} it makes"
+                )
             prefix = next(iter(embeddings))
         holder = embeddings.get(prefix)
         if holder is None or (form := weight_format(self.fields, holder)) is None:
@@ -92,10 +106,11 @@ class CutlassOpsConfig(PackedConfig, QuantizationConfig):  # type: ignore[misc, 
 def named_as_the_model(
     model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]], *args: Any
 ) -> tuple[tuple[Any, ...], Any]:
-    """The arguments of SGLang's ``load_weights_only``, with weights under the names that the model has.
+    """The arguments of SGLang's ``load_weights_only``, with weights under the names
+    that the model has.
 
-    An embedding that is tied to the output head gets the head's tensors too; in SGLang it often is the
-    head.
+    An embedding that is tied to the output head gets the head's tensors too; in SGLang it
+    often is the head.
 
     SGLang gives its configuration to a model, which may make layers without it. Of their packed
     weights SGLang's log would only say that no parameter has such a name.
@@ -103,7 +118,9 @@ def named_as_the_model(
     return (model, _checked(model, weights), *args), {}
 
 
-def _checked(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _checked(
+    model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """The same weights.
 
     Raises:
@@ -112,7 +129,8 @@ def _checked(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]) -> I
     tied = {
         method.prefix: (name, module)
         for name, module in model.named_modules()
-        if isinstance(method := getattr(module, "quant_method", None), PackedEmbeddingMethod) and method.prefix != name
+        if isinstance(method := getattr(module, "quant_method", None), PackedEmbeddingMethod)
+        and method.prefix != name
     }
     for name, tensor in weights:
         layer, _, part = name.rpartition(".")
@@ -122,7 +140,10 @@ def _checked(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]) -> I
             if getattr(model, layer, module) is module:
                 continue
         if part == "codes" and _is_float(model, layer):
-            raise ValueError(f"{layer} is packed, but SGLang's {type(model).__name__} makes it without the configuration")
+            raise ValueError(
+                f"{layer} is packed, but SGLang's {type(model).__name__} makes it without "
+                "the configuration"
+            )
         yield name, tensor
 
 
@@ -146,7 +167,9 @@ class PackedLinearMethod(PackedLinear, LinearMethodBase):  # type: ignore[misc, 
 
 
 class PackedEmbeddingMethod(PackedLinearMethod):
-    """A word embedding of SGLang whose weight is stored in the kernels' order, by its own name or the output head's."""
+    """A word embedding of SGLang whose weight is stored in the kernels' order, by its own name or
+    the output head's.
+    """
 
     def create_weights(
         self,

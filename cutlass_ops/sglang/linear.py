@@ -1,4 +1,5 @@
-"""SGLang's linear layers of AWQ, GPTQ and compressed-tensors checkpoints over :func:`cutlass_ops.mixed_gemm`.
+"""SGLang's linear layers of AWQ, GPTQ and compressed-tensors checkpoints over
+:func:`cutlass_ops.mixed_gemm`.
 
 SGLang's configurations make a method for each layer. The method makes parameters as they are in the
 files and, after loading, changes them for one of SGLang's kernels. A hook on ``get_quant_method``
@@ -15,7 +16,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ..engines.layers import changed, extended, input_order, int8_weight, reason_of_package, stored_weight, unpacked
+from ..engines.layers import (
+    changed,
+    extended,
+    input_order,
+    int8_weight,
+    reason_of_package,
+    stored_weight,
+    unpacked,
+)
 from ..engines.stored import Form, StoredLinear, awq_form
 from ..weights import formats
 from ..weights.weight import QuantizedWeight
@@ -38,13 +47,19 @@ _CONFIGS = (
 
 
 def take_layers() -> None:
-    """Hook ``get_quant_method`` of SGLang's configurations; one line in the log for each it lacks."""
+    """Hook ``get_quant_method`` of SGLang's configurations; one line in the log
+    for each it lacks.
+    """
     for config in _CONFIGS:
         target = f"{config}.get_quant_method"
         try:
             pkgutil.resolve_name(target)
         except (ImportError, AttributeError) as error:
-            logger.warning("cutlass_ops leaves the layers of %s to SGLang: %s", config.rpartition(".")[2], error)
+            logger.warning(
+                "cutlass_ops leaves the layers of %s to SGLang: %s",
+                config.rpartition(".")[2],
+                error,
+            )
             continue
         HookRegistry.register(target, taken, HookType.AFTER)
 
@@ -96,12 +111,20 @@ def _gptq(method: Any, layer: Any) -> Form | str:
         parts = (layer.qweight.data, layer.scales.data, None)
         weight = stored_weight(*parts, bits, config.group_size, columns_first=True)
         # Only the configuration of GPTQ with Marlin says that it is symmetric; it takes no other.
-        zeros = None if hasattr(config, "is_sym") else _gptq_zeros(layer.qzeros.data, bits, config.checkpoint_format)
-        perm = input_order(layer.g_idx.data, config.group_size, weight.n) if config.desc_act else None
+        zeros = (
+            None
+            if hasattr(config, "is_sym")
+            else _gptq_zeros(layer.qzeros.data, bits, config.checkpoint_format)
+        )
+        perm = (
+            input_order(layer.g_idx.data, config.group_size, weight.n) if config.desc_act else None
+        )
         codes = weight.codes if perm is None else weight.codes[:, perm]
         return replace(weight, codes=codes, zeros=zeros, perm=perm)
 
-    return Form(config.group_size, config.desc_act, ("qweight", "scales", "qzeros", "g_idx"), read, amx=True)
+    return Form(
+        config.group_size, config.desc_act, ("qweight", "scales", "qzeros", "g_idx"), read, amx=True
+    )
 
 
 def _gptq_zeros(words: Tensor, bits: int, version: str) -> Tensor | None:
@@ -123,14 +146,18 @@ def _compressed_tensors(method: Any, layer: Any) -> Form | str:
             widths = None if len(layer.weight_scale) == len(layer.weight) else layer.logical_widths
             return int8_weight(layer.weight.data, layer.weight_scale.data, widths)
 
-        return Form(-1, False, ("weight", "weight_scale"), read_int8, "token", scheme.input_symmetric)
+        return Form(
+            -1, False, ("weight", "weight_scale"), read_int8, "token", scheme.input_symmetric
+        )
     if kind != "CompressedTensorsWNA16":
         return f"the scheme of compressed-tensors is {kind}"
     bits: int = 32 // scheme.pack_factor
 
     def read() -> QuantizedWeight:
         zeros = None if scheme.symmetric else layer.weight_zero_point.data
-        weight = stored_weight(layer.weight_packed.data, layer.weight_scale.data, zeros, bits, scheme.group_size)
+        weight = stored_weight(
+            layer.weight_packed.data, layer.weight_scale.data, zeros, bits, scheme.group_size
+        )
         if not scheme.has_g_idx:
             return weight
         perm = input_order(layer.weight_g_idx.data, scheme.group_size, weight.n)

@@ -4,10 +4,10 @@ vLLM asks a list of kernels, in turn, whether they take a quantised linear layer
 puts ours first (``linear.py``). The layers of AWQ, GPTQ and compressed-tensors checkpoints come
 with parameters that are described by their attributes (``input_dim``, ``output_dim``,
 ``packed_dim``), so that one reader does for all of them. ``experts.py`` does the same for layers of
-experts, ``awq.py`` for linear layers of AWQ in batch-invariant mode, and ``directory.py`` loads what
-``cutlass-ops reorder`` wrote. ``checkpoint.py`` packs GGUF files and other checkpoints that
-vLLM does not read. A layer that our kernels do not take is left to vLLM's own, with one
-line in its log that says why.
+experts, ``awq.py`` for linear layers of AWQ in batch-invariant mode, and ``directory.py`` loads
+what ``cutlass-ops reorder`` wrote. ``checkpoint.py`` packs GGUF files and other checkpoints that
+vLLM does not read. A layer that our kernels do not take is left to vLLM's own, with one line in its
+log that says why.
 
 Settings are keys of ``--additional-config '{"cutlass_ops": {...}}'``, which is part of vLLM's key
 of compiled graphs:
@@ -47,7 +47,8 @@ def _request_amx() -> None:
 
 
 def register() -> None:
-    """Put our kernels first in vLLM's lists; called in each of its processes, harmless when repeated.
+    """Put our kernels first in vLLM's lists; called in each of its processes,
+    harmless when repeated.
 
     Where this vLLM lacks what is needed, or the order of its kernels cannot be changed, a warning
     says so and vLLM runs as without the plugin.

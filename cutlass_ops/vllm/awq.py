@@ -1,7 +1,8 @@
-"""AWQ's linear layers in vLLM on a GPU with ``VLLM_BATCH_INVARIANT=1``, over :func:`cutlass_ops.mixed_gemm`.
+"""AWQ's linear layers in vLLM on a GPU with ``VLLM_BATCH_INVARIANT=1``, over
+:func:`cutlass_ops.mixed_gemm`.
 
-vLLM then gives them a method that dequantises the weight in every forward, and chooses no kernel from
-its lists; the layers of GPTQ and compressed-tensors still come by the lists (``linear.py``).
+vLLM then gives them a method that dequantises the weight in every forward, and chooses no kernel
+from its lists; the layers of GPTQ and compressed-tensors still come by the lists (``linear.py``).
 """
 
 from __future__ import annotations

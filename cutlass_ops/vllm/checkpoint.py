@@ -1,8 +1,9 @@
 """GGUF files and checkpoints of bitsandbytes and others in vLLM: packed while they are loaded.
 
-vLLM's parsers of configurations are given no files. ``EngineArgs.create_engine_config`` is therefore wrapped: where
-``quantization`` or ``load_format`` is "cutlass_ops" and the model is no packed directory, the model becomes a directory in
-vLLM's cache that describes the packed one, and the weights come from the checkpoint by a loader of the name "cutlass_ops".
+vLLM's parsers of configurations are given no files. ``EngineArgs.create_engine_config`` is
+therefore wrapped: where ``quantization`` or ``load_format`` is "cutlass_ops" and the model is no
+packed directory, the model becomes a directory in vLLM's cache that describes the packed one, and
+the weights come from the checkpoint by a loader of the name "cutlass_ops".
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _KEY = "checkpoint"
 
 
 def take_checkpoints() -> None:
-    """Let vLLM serve checkpoints that it does not read; one line in the log if this version of it cannot."""
+    """Let vLLM serve checkpoints that it does not read; one line in the log if this
+    version of it cannot.
+    """
     try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.model_executor.model_loader import BaseModelLoader, register_model_loader
@@ -57,12 +60,14 @@ def _describe(args: Any) -> None:
     """Change vLLM's arguments to those of a packed model whose weights are in a checkpoint.
 
     Raises:
-        CheckpointError, ValueError: a checkpoint that cannot be packed, or arguments that say something else.
+        CheckpointError, ValueError: a checkpoint that cannot be packed, or arguments that
+            say something else.
     """
     if args.load_format not in _FORMATS or args.quantization not in (None, _NAME):
         raise ValueError(
             f"load_format is {args.load_format!r} and quantization {args.quantization!r}; "
-            f"cutlass_ops packs {args.model} with quantization={_NAME!r} and load_format {', '.join(map(repr, _FORMATS))}"
+            f"cutlass_ops packs {args.model} with quantization={_NAME!r} and load_format "
+            f"{', '.join(map(repr, _FORMATS))}"
         )
     path = Path(args.model).resolve()
     directory, notes = described(load_checkpoint(path), Path(envs.VLLM_CACHE_ROOT) / _NAME)
@@ -94,7 +99,8 @@ class _Loader:
         path = (self.load_config.model_loader_extra_config or {}).get(_KEY)
         if path is None:
             raise ValueError(
-                f"load_format {_NAME!r} is for checkpoints on this machine that are not packed; this is {model_config.model}"
+                f"load_format {_NAME!r} is for checkpoints on this machine that are not packed; "
+                f"this is {model_config.model}"
             )
         device: torch.device = next(model.parameters()).device
         model.load_weights(packed_tensors(load_checkpoint(path), device))

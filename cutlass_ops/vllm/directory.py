@@ -1,4 +1,6 @@
-"""Models that ``cutlass-ops reorder`` packed, in vLLM: linear layers and word embeddings are loaded as they are stored."""
+"""Models that ``cutlass-ops reorder`` packed, in vLLM: linear layers and word embeddings are loaded
+as they are stored.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,10 @@ class CutlassOpsConfig(PackedConfig, QuantizationConfig):  # type: ignore[misc, 
         embeddings: dict[str, str] = self.fields.get("embeddings", {})
         if not prefix and embeddings:  # vLLM's Llama and others leave it out
             if len(embeddings) > 1:
-                raise ValueError(f"vLLM does not say which of the packed embeddings {', '.join(embeddings)} it makes")
+                raise ValueError(
+                    "vLLM does not say which of the packed embeddings "
+                    f"{', '.join(embeddings)} it makes"
+                )
             prefix = next(iter(embeddings))
         holder = embeddings.get(prefix)
         if holder is None or (form := weight_format(self.fields, holder)) is None:
@@ -135,7 +140,9 @@ class PackedEmbeddingMethod(PackedLinearMethod):
             ValueError: an embedding that is tied to a layer which this rank does not have.
         """
         if MODULE not in layer._modules:
-            raise ValueError(f"{self.prefix} is tied to the output head, which another rank of the pipeline has")
+            raise ValueError(
+                f"{self.prefix} is tied to the output head, which another rank of the pipeline has"
+            )
         packed: PackedWeight = getattr(layer, MODULE).packed
         return look_up(ids, packed, layer.params_dtype)  # type: ignore[arg-type]
 

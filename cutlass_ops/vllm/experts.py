@@ -2,8 +2,8 @@
 
 vLLM has no list of kernels for experts that a plugin could extend. ``get_quant_method`` of its
 configurations is therefore wrapped: a method of a layer of experts that is ours gets another
-``process_weights_after_loading`` and ``apply``. Router, parameters and their loaders stay vLLM's. What
-the wrapper returns for linear layers goes through ``awq.py``.
+``process_weights_after_loading`` and ``apply``. Router, parameters and their loaders stay vLLM's.
+What the wrapper returns for linear layers goes through ``awq.py``.
 """
 
 from __future__ import annotations

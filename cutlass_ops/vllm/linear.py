@@ -36,8 +36,9 @@ except ImportError as error:
     logger = logging.getLogger(__name__)
     Int8ScaledMMLinearKernel = MPLinearKernel = object
 
-#: vLLM's names of weight types, and their bits. Those with "b" have their zero point in the middle, those without are
-#: unsigned with zero points that are stored, and int4 is signed, one code a byte, in checkpoints with 8-bit activations.
+#: vLLM's names of weight types, and their bits. Those with "b" have their zero point in the middle,
+#: those without are unsigned with zero points that are stored, and int4 is signed, one code a byte,
+#: in checkpoints with 8-bit activations.
 _BITS = {"uint4": 4, "uint4b8": 4, "uint8": 8, "uint8b128": 8, "int4": 4}
 _SIGNED = ("int4",)
 #: Those that vLLM has kernels for on a CPU that are not far slower than ours.
@@ -84,7 +85,8 @@ def _reason_of_cpu(c: Any) -> str | None:
     """Why a layer that is ours on other CPUs is not on this one."""
     if str(c.weight_type) not in _CPU_TYPES or settings().get("act_quant", "none") != "none":
         return None
-    if current_platform.is_zen_cpu():  # results/vllm-cpu.json: as fast for one token, and faster for more
+    # results/vllm-cpu.json: as fast for one token, and faster for more
+    if current_platform.is_zen_cpu():
         return "vLLM's kernels of zentorch are faster on this CPU"
     # Not measured: AMX has many times the products of AVX-512, and vLLM quantises x to int8 for it.
     if c.act_type is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
@@ -113,11 +115,15 @@ class CutlassOpsLinearKernel(MPLinearKernel):  # type: ignore[misc, unused-ignor
 
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
-        """Whether the layer of configuration ``c`` is ours, or else why not, which is logged once."""
+        """Whether the layer of configuration ``c`` is ours, or else why not,
+        which is logged once.
+        """
         reason = _reason_against(c)
         if reason is not None:
             k, n = c.partition_weight_shape
-            logger.info_once("cutlass_ops leaves linear layers of %d x %d to vLLM's kernels: %s", n, k, reason)
+            logger.info_once(
+                "cutlass_ops leaves linear layers of %d x %d to vLLM's kernels: %s", n, k, reason
+            )
         return reason is None, reason
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -133,7 +139,9 @@ class CutlassOpsLinearKernel(MPLinearKernel):  # type: ignore[misc, unused-ignor
         names = (self.w_q_name, self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None))
         keep(layer, filter(None, names), self._quantized_weight(layer), act_quant, symmetric)
 
-    def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply_weights(
+        self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         """x ``[..., K]`` times the layer's weight, plus bias: ``[..., N]`` of x's dtype."""
         return product(layer, x, bias, self.batch_invariant)
 
@@ -170,7 +178,9 @@ class CutlassOpsLinearKernel(MPLinearKernel):  # type: ignore[misc, unused-ignor
 
 
 class CutlassOpsInt8LinearKernel(Int8ScaledMMLinearKernel):  # type: ignore[misc, unused-ignore]
-    """A linear layer of vLLM with 8-bit weights and x quantised for each token, over :func:`cutlass_ops.mixed_gemm`."""
+    """A linear layer of vLLM with 8-bit weights and x quantised for each token, over
+    :func:`cutlass_ops.mixed_gemm`.
+    """
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -184,7 +194,10 @@ class CutlassOpsInt8LinearKernel(Int8ScaledMMLinearKernel):  # type: ignore[misc
         """Whether layers of configuration ``c`` are ours, or else why not, which is logged once."""
         reason = _reason_against_int8(c)
         if reason is not None:
-            logger.info_once("cutlass_ops leaves linear layers with 8-bit activations to vLLM's kernels: %s", reason)
+            logger.info_once(
+                "cutlass_ops leaves linear layers with 8-bit activations to vLLM's kernels: %s",
+                reason,
+            )
         return reason is None, reason
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -199,9 +212,13 @@ class CutlassOpsInt8LinearKernel(Int8ScaledMMLinearKernel):  # type: ignore[misc
         widths: Any = None if self.config.is_channelwise else layer.logical_widths
         weight = int8_weight(stored, scales, widths)
         del stored
-        keep(layer, names, weight, settings().get("act_quant", "token"), self.config.input_symmetric)
+        keep(
+            layer, names, weight, settings().get("act_quant", "token"), self.config.input_symmetric
+        )
 
-    def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply_weights(
+        self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         """x ``[..., K]`` times the layer's weight, plus bias: ``[..., N]`` of x's dtype."""
         return product(layer, x, bias, self.batch_invariant)
 

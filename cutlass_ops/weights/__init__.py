@@ -1,1 +1,3 @@
-"""Quantised weights: their formats, one in canonical order, and one in the order of the kernels. Imports no other room."""
+"""Quantised weights: their formats, one in canonical order, and one in the order of the kernels.
+Imports no other room.
+"""

@@ -1,10 +1,12 @@
 """What a stored code means, and the sizes the packed layout is made of.
 
-A code ``q`` is an unsigned integer of ``bits`` bits. With a scale ``s`` it stands for ``s * (q - z)`` (an integer zero
-point ``z``), ``s * (q - 2**(bits - 1)) + o`` (a real offset ``o``) or, with neither, ``s * (q - 2**(bits - 1))``. With
-a code book, 16 real values for codes of 4 bits or :data:`E4M3` for those of 8, a code stands for ``s * book[q]``; s may be the
-largest magnitude of its group ("absmax").
-The sizes below are those of ``csrc/include/cutlass_ops/layout.h``, which holds the index formula itself.
+A code ``q`` is an unsigned integer of ``bits`` bits. With a scale ``s`` it stands for
+``s * (q - z)`` (an integer zero point ``z``), ``s * (q - 2**(bits - 1)) + o`` (a real offset ``o``)
+or, with neither, ``s * (q - 2**(bits - 1))``. With a code book, 16 real values for codes of 4 bits
+or :data:`E4M3` for those of 8, a code stands for ``s * book[q]``; s may be the largest magnitude of
+its group ("absmax").
+The sizes below are those of ``csrc/include/cutlass_ops/layout.h``, which holds the
+index formula itself.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ BITS = (4, 8)
 #: What ``config.json`` calls a packed model's quantisation.
 QUANT_METHOD = "cutlass_ops"
 
-#: Name of the packed order, and version of the files that hold it: version 1 has no checksums; version 3 is 2 with experts
-#: whose rows of gate and up are in eights, and is written where there are any.
+#: Name of the packed order, and version of the files that hold it: version 1 has no
+#: checksums; version 3 is 2 with experts whose rows of gate and up are in eights, and is
+#: written where there are any.
 LAYOUT_NAME = "cutlass_ops.slab64"
 LAYOUT_VERSION, GATED_VERSION = 2, 3
 LAYOUT_VERSIONS = (1, LAYOUT_VERSION, GATED_VERSION)
 
-#: NormalFloat4: 16 quantiles of the normal distribution (QLoRA, arXiv 2305.14314), the values of bitsandbytes.
+#: NormalFloat4: 16 quantiles of the normal distribution (QLoRA, arXiv 2305.14314), the values
+#: of bitsandbytes.
 NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -47,17 +51,19 @@ NF4 = (
 _FP4_MAGNITUDES = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 0.5, 2 / 12, 0.25)
 FP4 = (*_FP4_MAGNITUDES, *(-value for value in _FP4_MAGNITUDES))
 
-#: Magnitudes between which an FP4 code changes, rounded as in the kernels that write its checkpoints (not quite midpoints),
-#: and the codes of the eight ranges in that order.
+#: Magnitudes between which an FP4 code changes, rounded as in the kernels that write its
+#: checkpoints (not quite midpoints), and the codes of the eight ranges in that order.
 FP4_CUTS = (0.00260417, 0.0859375, 0.20833333, 0.29166667, 0.4166667, 0.583333, 0.8333333)
 FP4_ORDER = (0, 1, 6, 7, 4, 5, 2, 3)
 
 CODE_BOOKS = {"nf4": NF4, "fp4": FP4}
 
-#: E2M1, the 4-bit floats of MXFP4: a sign (8), two bits of exponent and one of mantissa (OCP Microscaling Formats 1.0, 5.3.3).
+#: E2M1, the 4-bit floats of MXFP4: a sign (8), two bits of exponent and one of mantissa (OCP
+#: Microscaling Formats 1.0, 5.3.3).
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_E2M1_MAGNITUDES, *(-value for value in _E2M1_MAGNITUDES))
-#: Exponent of E2M1's largest value, and columns that share a scale in MXFP4: a power of two from 2^-127 to 2^127 (E8M0).
+#: Exponent of E2M1's largest value, and columns that share a scale in MXFP4: a power of two from
+#: 2^-127 to 2^127 (E8M0).
 E2M1_LARGEST_EXPONENT = 2
 MXFP4_GROUP = 32
 
@@ -68,8 +74,9 @@ def _e4m3(code: int) -> float:
     return -value if code & 0x80 else value
 
 
-#: Floats of a sign, 4 bits of exponent and 3 of mantissa, by their bits (torch.float8_e4m3fn): the one code book of 8 bits.
-#: Codes 0x7f and 0xff are no numbers; no weight may contain those codes, and 480 and -480 stand in their place.
+#: Floats of a sign, 4 bits of exponent and 3 of mantissa, by their bits (torch.float8_e4m3fn): the
+#: one code book of 8 bits. Codes 0x7f and 0xff are no numbers; no weight may contain those codes,
+#: and 480 and -480 stand in their place.
 E4M3 = tuple(_e4m3(code) for code in range(256))
 E4M3_LARGEST = 448.0
 
@@ -88,14 +95,17 @@ MAX_ACTIVATION_BLOCK = 128
 
 
 def check_layout(name: object, version: object) -> None:
-    """Raise ``ValueError`` for the layout of a file, by its name and version, that this package does not read.
+    """Raise ``ValueError`` for the layout of a file, by its name and version, that this
+    package does not read.
 
     A file's header gives the version as text, ``config.json`` as a number.
     """
     known = (*LAYOUT_VERSIONS, *map(str, LAYOUT_VERSIONS))
     if name != LAYOUT_NAME or isinstance(version, (bool, float)) or version not in known:
         versions = f"versions 1 to {LAYOUT_VERSIONS[-1]}"
-        raise ValueError(f"layout {name!r:.100}, version {version!r:.100}; known is {LAYOUT_NAME!r}, {versions}")
+        raise ValueError(
+            f"layout {name!r:.100}, version {version!r:.100}; known is {LAYOUT_NAME!r}, {versions}"
+        )
 
 
 def check_bits(bits: int) -> int:
@@ -108,22 +118,34 @@ def check_bits(bits: int) -> int:
 def check_group_size(group_size: int) -> int:
     """Return ``group_size``, or raise ``ValueError``.
 
-    Groups of 32 and 64 divide a tile's 128 columns and longer ones are made of whole tiles, so that no step of a
-    kernel ever straddles two groups. -1 is one group for all of K.
+    Groups of 32 and 64 divide a tile's 128 columns and longer ones are made of whole tiles, so that
+    no step of a kernel ever straddles two groups. -1 is one group for all of K.
     """
-    if type(group_size) is int and (group_size in (-1, 32, 64) or (group_size > 0 and group_size % K_PER_TILE == 0)):
+    if type(group_size) is int and (
+        group_size in (-1, 32, 64) or (group_size > 0 and group_size % K_PER_TILE == 0)
+    ):
         return group_size
-    raise ValueError(f"group_size is {group_size!r:.100}; supported are 32, 64, multiples of 128, and -1 (all of K)")
+    raise ValueError(
+        f"group_size is {group_size!r:.100}; supported are 32, 64, multiples of 128, and "
+        "-1 (all of K)"
+    )
 
 
 def check_kernel_size(kernel_size: Sequence[int], k: int) -> tuple[int, ...]:
-    """Return the extents of a convolution's kernel, () for a matrix, or raise ``ValueError`` if K is not made of such taps."""
+    """Return the extents of a convolution's kernel, () for a matrix, or raise ``ValueError`` if K
+    is not made of such taps.
+    """
     size = tuple(kernel_size) if isinstance(kernel_size, Sequence) else (kernel_size,)
     # type() and not isinstance(): True is no size.
     if len(size) > 3 or any(type(extent) is not int or extent < 1 for extent in size):
-        raise ValueError(f"kernel_size is {kernel_size!r:.100}; at most three integers of at least 1 are expected")
+        raise ValueError(
+            f"kernel_size is {kernel_size!r:.100}; at most three integers of at least 1 "
+            "are expected"
+        )
     if k % math.prod(size):
-        raise ValueError(f"kernel_size is {size!r:.100}; the product of its extents does not divide K = {k}")
+        raise ValueError(
+            f"kernel_size is {size!r:.100}; the product of its extents does not divide K = {k}"
+        )
     return size
 
 
@@ -131,14 +153,18 @@ def check_flat_block_size(blocksize: int) -> int:
     """Return ``blocksize``, or raise ``ValueError`` if no flat block has so many elements."""
     if type(blocksize) is int and blocksize in FLAT_BLOCK_SIZES:
         return blocksize
-    raise ValueError(f"blocksize is {blocksize!r:.100}; supported are {', '.join(map(str, FLAT_BLOCK_SIZES))}")
+    raise ValueError(
+        f"blocksize is {blocksize!r:.100}; supported are {', '.join(map(str, FLAT_BLOCK_SIZES))}"
+    )
 
 
 def check_quant_type(quant_type: str) -> str:
     """Return ``quant_type``, or raise ``ValueError`` if no code book has that name."""
     if quant_type in CODE_BOOKS:
         return quant_type
-    raise ValueError(f"quant_type is {quant_type!r:.100}; supported are {', '.join(map(repr, CODE_BOOKS))}")
+    raise ValueError(
+        f"quant_type is {quant_type!r:.100}; supported are {', '.join(map(repr, CODE_BOOKS))}"
+    )
 
 
 def midpoint(bits: int) -> int:
@@ -147,7 +173,9 @@ def midpoint(bits: int) -> int:
 
 
 def group_count(k: int, group_size: int, taps: int = 1) -> int:
-    """Groups along K input features; the last one, of each of a convolution's taps, may be short."""
+    """Groups along K input features; the last one, of each of a convolution's
+    taps, may be short.
+    """
     return 1 if group_size == -1 else taps * -(-k // taps // group_size)
 
 
@@ -162,7 +190,9 @@ def padded_k(k: int, taps: int = 1) -> int:
 
 
 def packed_bytes(shape: Sequence[int], bits: int) -> int:
-    """Bytes of the packed codes of a weight ``[N, K]``, or of a convolution's ``[N, C, *kernel]``, each tap of it padded."""
+    """Bytes of the packed codes of a weight ``[N, K]``, or of a convolution's ``[N, C, *kernel]``,
+    each tap of it padded.
+    """
     n, channels, *kernel = shape
     taps = math.prod(kernel)
     return padded_rows(n) * padded_k(taps * channels, taps) * bits // 8
@@ -176,5 +206,7 @@ def padded_groups(k: int, group_size: int, taps: int = 1) -> int:
 
 
 def activation_block(group_size: int) -> int:
-    """The activation block that ``act_quant="block"`` uses beside weights in groups of ``group_size``."""
+    """The activation block that ``act_quant="block"`` uses beside weights in groups
+    of ``group_size``.
+    """
     return MAX_ACTIVATION_BLOCK if group_size == -1 else min(group_size, MAX_ACTIVATION_BLOCK)

@@ -16,18 +16,23 @@ from .weight import PARTS, QuantizedWeight, check_part, rows_of
 
 @dataclass(frozen=True, eq=False)
 class PackedExperts:
-    """E weights ``[N, K]`` of one format in the kernels' order; made by :func:`cutlass_ops.reorder_experts`.
+    """E weights ``[N, K]`` of one format in the kernels' order; made by
+    :func:`cutlass_ops.reorder_experts`.
 
-    Row panels of 64 are the outermost order of a packed weight, so that the experts, each of N rounded up to 64 rows, are the
-    row panels of one weight: expert e begins at its row ``e * n_pad``.
+    Row panels of 64 are the outermost order of a packed weight, so that the experts, each
+    of N rounded up to 64 rows, are the row panels of one weight: expert e begins at its
+    row ``e * n_pad``.
 
     Attributes:
-        weight: ``[E * n_pad, K]``, without an act order. Its bias, if there is one, is zero in the rows of padding.
+        weight: ``[E * n_pad, K]``, without an act order. Its bias, if there is one, is zero in the
+            rows of padding.
         experts: E.
         n: N, the output features of one expert.
-        perm: int32 ``[E, K]``, the act order of each expert (as in :class:`cutlass_ops.QuantizedWeight`), or None.
-        gated: whether the first half of an expert's features is gate's and the second up's, and the packed rows are eight of
-            gate's, then the eight of up's for the same features, and so on: both are then in the same thread of a kernel.
+        perm: int32 ``[E, K]``, the act order of each expert (as in
+            :class:`cutlass_ops.QuantizedWeight`), or None.
+        gated: whether the first half of an expert's features is gate's and the second up's, and the
+            packed rows are eight of gate's, then the eight of up's for the same features, and so
+            on: both are then in the same thread of a kernel.
 
     Raises:
         TypeError, ValueError: parts that do not fit each other.
@@ -47,21 +52,35 @@ class PackedExperts:
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name} is {number!r}; an integer of at least 1 is expected")
         if self.gated and self.n % 2:
-            raise ValueError(f"n is {self.n}; an even number is expected, as many features of gate as of up")
+            raise ValueError(
+                f"n is {self.n}; an even number is expected, as many features of gate as of up"
+            )
         object.__setattr__(self, "n_pad", formats.padded_rows(self.n))
         if self.weight.n != self.experts * self.n_pad:
             raise ValueError(
-                f"the weight has {self.weight.n} rows; {self.experts} experts of {self.n} features, padded to {self.n_pad}, "
+                f"the weight has {self.weight.n} rows; {self.experts} experts of {self.n} "
+                f"features, padded to {self.n_pad}, "
                 f"have {self.experts * self.n_pad}"
             )
         if self.weight.perm is not None:
-            raise ValueError("the weight has an act order; those of experts are given as perm, [E, K]")
+            raise ValueError(
+                "the weight has an act order; those of experts are given as perm, [E, K]"
+            )
         if self.perm is not None:
-            check_part("perm", self.perm, (self.experts, self.weight.k), (torch.int32,), self.weight.device)
+            check_part(
+                "perm", self.perm, (self.experts, self.weight.k), (torch.int32,), self.weight.device
+            )
 
     @classmethod
     def of_parts(
-        cls, parts: Mapping[str, Any], experts: int, n: int, k: int, bits: int, group_size: int, gated: bool = False
+        cls,
+        parts: Mapping[str, Any],
+        experts: int,
+        n: int,
+        k: int,
+        bits: int,
+        group_size: int,
+        gated: bool = False,
     ) -> PackedExperts:
         """The inverse of :meth:`tensors`; parts that are None or missing are not there."""
         tensors = {part: parts.get(part) for part in PARTS if part != "perm"}
@@ -70,7 +89,9 @@ class PackedExperts:
         return cls(weight, experts, n, parts.get("perm"), gated)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, by the names that a packed weight's have; ``perm`` is ``[E, K]``."""
+        """The tensors that are there, by the names that a packed weight's have;
+        ``perm`` is ``[E, K]``.
+        """
         named = self.weight.tensors()
         return named if self.perm is None else {**named, "perm": self.perm}
 
@@ -112,9 +133,11 @@ class PackedExperts:
         return PackedExperts(self.weight.to(device), self.experts, self.n, perm, self.gated)
 
     def expert(self, e: int) -> PackedWeight:
-        """Expert e, ``[N, K]``: a view of the codes, bias and act order; its scales, zeros and offsets are copied.
+        """Expert e, ``[N, K]``: a view of the codes, bias and act order; its scales, zeros and
+        offsets are copied.
 
-        With :attr:`gated` its rows are in eights; :meth:`in_order` brings the features of products into their order.
+        With :attr:`gated` its rows are in eights; :meth:`in_order` brings the features of products
+        into their order.
 
         Raises:
             IndexError: no such expert.
@@ -125,8 +148,14 @@ class PackedExperts:
         return weight if self.perm is None else replace(weight, perm=self.perm[e])
 
     def in_order(self, features: Tensor, dim: int = 0) -> Tensor:
-        """What belongs to an expert's features along ``dim``, in the order of packed rows, with gate's before up's."""
-        return features.index_select(dim, gated_order(self.n, features.device).argsort()) if self.gated else features
+        """What belongs to an expert's features along ``dim``, in the order of packed rows, with
+        gate's before up's.
+        """
+        return (
+            features.index_select(dim, gated_order(self.n, features.device).argsort())
+            if self.gated
+            else features
+        )
 
     def unpack_expert(self, e: int) -> QuantizedWeight:
         """The canonical weight that expert e was packed from, on the same device; exact.
@@ -143,7 +172,9 @@ class PackedExperts:
 
 
 def gated_order(n: int, device: torch.device) -> Tensor:
-    """The rows, gate's before up's, in the order in which they are packed: int64 ``[n]``; fewer than eight come last."""
+    """The rows, gate's before up's, in the order in which they are packed: int64 ``[n]``; fewer
+    than eight come last.
+    """
     rows = torch.arange(n, device=device)
     features = rows % (n // 2)
     return (features // 8 * 16 + rows // (n // 2) * 8 + features % 8).argsort()
@@ -154,9 +185,11 @@ EIGHTS_PARTS = ("scales", "zeros", "offsets", "bias")
 
 
 def in_eights(experts: PackedExperts) -> PackedExperts:
-    """The same weights with :attr:`PackedExperts.gated`, on the same device and exact; act order and code book are shared.
+    """The same weights with :attr:`PackedExperts.gated`, on the same device and exact; act order
+    and code book are shared.
 
-    The codes of one expert at a time are held as bytes. Weights without values, on the meta device, stay without.
+    The codes of one expert at a time are held as bytes. Weights without values, on the meta
+    device, stay without.
 
     Args:
         experts: of gate and up, with an even N, packed without ``gated``.
@@ -173,9 +206,13 @@ def in_eights(experts: PackedExperts) -> PackedExperts:
     changed: dict[str, Any] = {}
     for part in EIGHTS_PARTS:
         if (values := getattr(weight, part)) is not None:
-            changed[part] = values.index_select(values.dim() - 1, from_rows if part == "bias" else from_positions)
+            changed[part] = values.index_select(
+                values.dim() - 1, from_rows if part == "bias" else from_positions
+            )
     codes = torch.empty_like(weight.codes)
-    for own, made in zip(weight.codes.view(experts.experts, -1), codes.view(experts.experts, -1), strict=True):
+    for own, made in zip(
+        weight.codes.view(experts.experts, -1), codes.view(experts.experts, -1), strict=True
+    ):
         natural = unpack_codes(own, experts.n, weight.k, weight.bits)
         made.copy_(pack_codes(natural.index_select(0, order), weight.bits))
     return replace(experts, weight=replace(weight, codes=codes, **changed), gated=True)

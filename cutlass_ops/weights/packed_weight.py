@@ -42,7 +42,16 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
         _C.pack(host.data_ptr(), packed.data_ptr(), n, k, bits)
         return packed.to(codes.device)
     packed = codes.new_empty(_C.packed_bytes(n, k, bits))
-    _C.pack_cuda(codes.data_ptr(), codes.stride(0), codes.stride(1), packed.data_ptr(), n, k, bits, *stream_of(codes))
+    _C.pack_cuda(
+        codes.data_ptr(),
+        codes.stride(0),
+        codes.stride(1),
+        packed.data_ptr(),
+        n,
+        k,
+        bits,
+        *stream_of(codes),
+    )
     return packed
 
 
@@ -56,7 +65,16 @@ def unpack_codes(packed: Tensor, n: int, k: int, bits: int) -> Tensor:
     if packed.data_ptr() % 16:  # a view into a file's bytes
         packed = packed.clone()
     codes = packed.new_empty(n, k)
-    _C.unpack_cuda(codes.data_ptr(), codes.stride(0), codes.stride(1), packed.data_ptr(), n, k, bits, *stream_of(packed))
+    _C.unpack_cuda(
+        codes.data_ptr(),
+        codes.stride(0),
+        codes.stride(1),
+        packed.data_ptr(),
+        n,
+        k,
+        bits,
+        *stream_of(packed),
+    )
     return codes
 
 
@@ -77,8 +95,8 @@ def gather_codes(packed: Tensor, rows: Tensor, k: int, bits: int) -> Tensor:
 
     Args:
         packed: codes in the order of ``layout.h``.
-        rows: int64 ``[R]`` on the same device, in any order; what is outside of the padded weight raises torch's IndexError
-            on a CPU, and fails an assertion of torch's kernels on a GPU.
+        rows: int64 ``[R]`` on the same device, in any order; what is outside of the padded weight
+            raises torch's IndexError on a CPU, and fails an assertion of torch's kernels on a GPU.
         k, bits: of the weight.
 
     Returns:
@@ -87,38 +105,45 @@ def gather_codes(packed: Tensor, rows: Tensor, k: int, bits: int) -> Tensor:
     inside = rows % 16
     block, half, g = rows % formats.ROWS_PER_PANEL // 16, inside // 8, inside % 8
     tiles = formats.padded_k(k) // formats.K_PER_TILE
-    # [row panels, K tiles, row blocks, units, g, t, words' columns, (half,) k % 2, k // 8 of the 16]
+    # [row panels, K tiles, row blocks, units, g, t, words' columns, (half,) k % 2,
+    # k // 8 of the 16]
     if bits == 4:
         view = packed.view(-1, tiles, 4, 2, 8, 4, 4, 2, 2)
         found = view[rows // formats.ROWS_PER_PANEL, :, block, :, g]
     else:
         view = packed.view(-1, tiles, 4, 4, 8, 4, 2, 2, 2, 2)
         found = view[rows // formats.ROWS_PER_PANEL, :, block, :, g, :, :, half]
-    codes = found.permute(0, 1, 2, 4, 6, 3, 5).reshape(len(rows), formats.padded_k(k))  # from units, t, columns, k % 2, k // 8
+    # from units, t, columns, k % 2, k // 8
+    codes = found.permute(0, 1, 2, 4, 6, 3, 5).reshape(len(rows), formats.padded_k(k))
     if bits == 4:
         codes = codes.bitwise_right_shift_((4 * half).to(torch.uint8)[:, None]).bitwise_and_(15)
     return codes.bitwise_xor_(formats.midpoint(bits))  # from two's complement
 
 
 def group_vector_positions(n: int, device: torch.device) -> Tensor:
-    """:func:`positions_of_rows` of all rows, int64 ``[n]``. Made on the device: a copy from the host would wait for it."""
+    """:func:`positions_of_rows` of all rows, int64 ``[n]``. Made on the device: a copy from the
+    host would wait for it.
+    """
     return positions_of_rows(torch.arange(n, device=device))
 
 
 def positions_of_rows(rows: Tensor) -> Tensor:
     """Where some rows of the weight stand in a packed group vector.
 
-    Inside each row panel of 64, position ``g * 8 + i * 2 + h`` holds row ``16 * i + 8 * h + g``: the eight rows that one
-    lane of a tensor-core fragment owns are neighbours, one 16-byte load for fp16.
+    Inside each row panel of 64, position ``g * 8 + i * 2 + h`` holds row
+    ``16 * i + 8 * h + g``: the eight rows that one lane of a tensor-core fragment owns are
+    neighbours, one 16-byte load for fp16.
     """
     inside = rows % formats.ROWS_PER_PANEL
     return rows - inside + 8 * (inside % 8) + inside // 8
 
 
 class ColumnSums:
-    """What :meth:`PackedWeight.sum_codes` keeps: the column sums of some codes with their scales and zero points.
+    """What :meth:`PackedWeight.sum_codes` keeps: the column sums of some codes with their scales
+    and zero points.
 
-    It holds those tensors: while it lives, others cannot lie at their addresses, by which weights of the same tensors find it.
+    It holds those tensors: while it lives, others cannot lie at their addresses, by which weights
+    of the same tensors find it.
 
     Attributes:
         memory: uint8, in the order of ``zero_compensation.h``.
@@ -132,7 +157,9 @@ class ColumnSums:
         self.versions: tuple[int, ...] = ()
 
     def now(self) -> tuple[int, ...]:
-        """The versions of the tensors: torch counts what is written to each, but not to inference tensors."""
+        """The versions of the tensors: torch counts what is written to each, but not to
+        inference tensors.
+        """
         return tuple(t._version for t in self.parts)
 
     def current(self) -> bool:
@@ -146,14 +173,16 @@ _kept: weakref.WeakValueDictionary[tuple[Any, ...], ColumnSums] = weakref.WeakVa
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """A weight in the order in which tensor-core lanes read it; made by :func:`cutlass_ops.reorder`.
+    """A weight in the order in which tensor-core lanes read it; made by
+    :func:`cutlass_ops.reorder`.
 
-    ``n_pad`` is N rounded up to 64 and ``k_pad`` is K rounded up to 128. Of a convolution's weight each tap's channels are
-    rounded up to 128: a tile has one tap.
+    ``n_pad`` is N rounded up to 64 and ``k_pad`` is K rounded up to 128. Of a convolution's weight
+    each tap's channels are rounded up to 128: a tile has one tap.
 
     Attributes:
         codes: uint8 ``[n_pad * k_pad * bits / 8]``, centred codes in the order of ``layout.h``.
-        scales: ``[groups, n_pad]``, the checkpoint's values and dtype, rows at their :func:`group_vector_positions`.
+        scales: ``[groups, n_pad]``, the checkpoint's values and dtype, rows at their
+            :func:`group_vector_positions`.
         zeros: int8 ``[groups, n_pad]``, zero points minus ``2**(bits-1)``, or None.
         offsets: ``[groups, n_pad]``, or None.
         bias: ``[N]``, or None.
@@ -179,7 +208,8 @@ class PackedWeight:
     # Kept, since to ask a tensor takes a tenth of a product's host time.
     device: torch.device = field(init=False, repr=False)
     gpu: int = field(init=False, repr=False)
-    #: What :meth:`sum_codes` of this weight, or of another of the same tensors, made; and whether products read it.
+    #: What :meth:`sum_codes` of this weight, or of another of the same tensors, made; and whether
+    #: products read it.
     _sums: ColumnSums | None = field(init=False, default=None, repr=False)
     _reads_sums: bool = field(init=False, default=False, repr=False)
 
@@ -187,7 +217,9 @@ class PackedWeight:
         formats.check_bits(self.bits)
         formats.check_group_size(self.group_size)
         if self.n < 1 or self.k < 1:
-            raise ValueError(f"the weight's shape is {(self.n, self.k)}; N and K must be at least 1")
+            raise ValueError(
+                f"the weight's shape is {(self.n, self.k)}; N and K must be at least 1"
+            )
         object.__setattr__(self, "kernel_size", formats.check_kernel_size(self.kernel_size, self.k))
         n_pad, k_pad = formats.padded_rows(self.n), formats.padded_k(self.k, self.taps)
         if not isinstance(self.codes, Tensor):
@@ -198,7 +230,10 @@ class PackedWeight:
         check_part("codes", self.codes, (n_pad * k_pad * self.bits // 8,), (torch.uint8,), device)
         check_part("scales", self.scales, vector, FLOAT_TYPES, device)
         if self.zeros is not None and self.offsets is not None:
-            raise ValueError("both zeros and offsets are given; a weight has integer zero points or real offsets, not both")
+            raise ValueError(
+                "both zeros and offsets are given; a weight has integer zero points or real "
+                "offsets, not both"
+            )
         for name, value, shape, types in (
             ("zeros", self.zeros, vector, (torch.int8,)),
             ("offsets", self.offsets, vector, FLOAT_TYPES),
@@ -211,7 +246,9 @@ class PackedWeight:
         check_book(self.book, self.bits, self.zeros, self.offsets, device)
         for name, value in self.tensors().items():
             if not value.is_contiguous():
-                raise ValueError(f"{name} has strides {value.stride()}; a contiguous tensor is expected")
+                raise ValueError(
+                    f"{name} has strides {value.stride()}; a contiguous tensor is expected"
+                )
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by attribute name."""
@@ -230,24 +267,34 @@ class PackedWeight:
 
     @cached_property
     def matrix(self) -> PackedWeight:
-        """A convolution's weight as the matrix ``[N, taps * padded channels]`` that its tiles hold; the codes are shared.
+        """A convolution's weight as the matrix ``[N, taps * padded channels]`` that its tiles hold;
+        the codes are shared.
 
-        The columns behind a tap's channels have codes of value zero, but whatever zero point or offset: x must be zero there.
+        The columns behind a tap's channels have codes of value zero, but whatever zero point or
+        offset: x must be zero there.
         """
         if self.taps == 1:
             return replace(self, kernel_size=())
         columns = formats.padded_k(self.k, self.taps)
         if self.group_size == -1:
             return replace(self, k=columns, kernel_size=())
-        # A tap's last group may end inside of a tile, and the matrix has no short groups but the last.
+        # A tap's last group may end inside of a tile, and the matrix has no short
+        # groups but the last.
         group_size = math.gcd(columns // self.taps, self.group_size)
         changed: dict[str, Any] = {}
         if group_size != self.group_size:
-            by_tap = torch.arange(0, columns // self.taps, group_size, device=self.device) // self.group_size
-            taps = torch.arange(self.taps, device=self.device)[:, None] * (len(self.scales) // self.taps)
+            by_tap = (
+                torch.arange(0, columns // self.taps, group_size, device=self.device)
+                // self.group_size
+            )
+            taps = torch.arange(self.taps, device=self.device)[:, None] * (
+                len(self.scales) // self.taps
+            )
             groups = (taps + by_tap).flatten()
             vectors = {part: getattr(self, part) for part in ("scales", "zeros", "offsets")}
-            changed = {part: vector[groups] for part, vector in vectors.items() if vector is not None}
+            changed = {
+                part: vector[groups] for part, vector in vectors.items() if vector is not None
+            }
         return replace(self, k=columns, kernel_size=(), group_size=group_size, **changed)
 
     @cached_property
@@ -255,10 +302,14 @@ class PackedWeight:
         return {1: (self.matrix,)}
 
     def group_matrices(self, groups: int) -> tuple[PackedWeight, ...]:
-        """:attr:`matrix` for each group of the convolution, whose output channels are a multiple of 64; made once."""
+        """:attr:`matrix` for each group of the convolution, whose output channels are a multiple
+        of 64; made once.
+        """
         if groups not in self._matrices:
             n = self.n // groups
-            self._matrices[groups] = tuple(self.matrix.row_panels(i * n, i * n + n) for i in range(groups))
+            self._matrices[groups] = tuple(
+                self.matrix.row_panels(i * n, i * n + n) for i in range(groups)
+            )
         return self._matrices[groups]
 
     @cached_property
@@ -271,7 +322,10 @@ class PackedWeight:
         """The pointers and sizes that kernels take; made once."""
         for name, value in self.tensors().items():
             if value.device.type == "cuda" and name != "bias" and value.data_ptr() % 16:
-                raise ValueError(f"{name} starts at an address that is no multiple of 16 bytes; kernels load 16 at a time")
+                raise ValueError(
+                    f"{name} starts at an address that is no multiple of 16 bytes; kernels "
+                    "load 16 at a time"
+                )
         pointers = {name: value.data_ptr() for name, value in self.tensors().items()}
         native = _C.PackedWeight(
             pointers["codes"],
@@ -283,7 +337,8 @@ class PackedWeight:
             self.n,
             self.k,
             self.bits,
-            -1 if self.group_size > formats.padded_k(self.k) else self.group_size,  # kernels count in 32 bits
+            # kernels count in 32 bits
+            -1 if self.group_size > formats.padded_k(self.k) else self.group_size,
             _NATIVE_TYPES[self.scales.dtype],
             _NATIVE_TYPES[None if self.offsets is None else self.offsets.dtype],
             pointers.get("bias", 0),
@@ -300,30 +355,42 @@ class PackedWeight:
 
     @cached_property
     def takes_sums(self) -> bool:
-        """Whether :meth:`sum_codes` does anything: what it makes is for Hopper, groups of 128 or more and no offsets.
+        """Whether :meth:`sum_codes` does anything: what it makes is for Hopper, groups of 128 or
+        more and no offsets.
 
-        Of tensors that were made under ``torch.inference_mode`` nothing is kept: torch does not record what is written to them.
+        Of tensors that were made under ``torch.inference_mode`` nothing is kept: torch does not
+        record what is written to them.
         """
         plain = not self.kernel_size and self.offsets is None and self.book is None
         plain = plain and (self.zeros is None or self.bits == 4)
         groups = self.group_size == -1 or self.group_size % 128 == 0
-        if not (plain and groups and self.gpu >= 0 and torch.cuda.get_device_capability(self.gpu) == (9, 0)):
+        if not (
+            plain
+            and groups
+            and self.gpu >= 0
+            and torch.cuda.get_device_capability(self.gpu) == (9, 0)
+        ):
             return False
         # Not what a tracer has in place of tensors.
-        return all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_inference() for t in self._summed())
+        return all(
+            type(t) in (Tensor, torch.nn.Parameter) and not t.is_inference() for t in self._summed()
+        )
 
     def sum_codes(self) -> None:
-        """Sum every 128 codes of each row, on the weight's GPU, and keep that: some 4 bytes for 128 weights.
+        """Sum every 128 codes of each row, on the weight's GPU, and keep that: some 4 bytes
+        for 128 weights.
 
-        Products of 129 rows or more of int8 activations with zero points read these column sums, and make them in their own
-        scratch memory where none are kept: the results have the same bits. To make them, a kernel reads all of the weight,
-        which this saves such products. A :class:`cutlass_ops.MixedLinear` whose activations have zero points calls it when it
-        is made, moved or loaded.
+        Products of 129 rows or more of int8 activations with zero points read these column sums,
+        and make them in their own scratch memory where none are kept: the results have the same
+        bits. To make them, a kernel reads all of the weight, which this saves such products. A
+        :class:`cutlass_ops.MixedLinear` whose activations have zero points calls it when it is
+        made, moved or loaded.
 
-        It waits for the GPU, and does nothing while a CUDA graph is captured. After something was written to the weight's
-        tensors, products find that out and make the sums themselves until this is called again. CUDA graphs cannot find it out:
-        those in which products read sums that were kept have to be replayed after the next call of this, which writes the
-        new ones to the same memory.
+        It waits for the GPU, and does nothing while a CUDA graph is captured. After something was
+        written to the weight's tensors, products find that out and make the sums themselves until
+        this is called again. CUDA graphs cannot find it out: those in which products read sums
+        that were kept have to be replayed after the next call of this, which writes the new ones
+        to the same memory.
         """
         if not self.takes_sums or torch.cuda.is_current_stream_capturing():
             return
@@ -347,13 +414,19 @@ class PackedWeight:
             object.__setattr__(self, "_sums", other._sums)
 
     def check_sums(self) -> None:
-        """Have products read the sums that are kept if they are of what the tensors hold now, and not otherwise."""
+        """Have products read the sums that are kept if they are of what the tensors hold now,
+        and not otherwise.
+        """
         if self._sums is not None and (current := self._sums.current()) != self._reads_sums:
             self.native.set_sums(self._sums.memory.data_ptr() if current else 0)
             object.__setattr__(self, "_reads_sums", current)
 
     def _summed(self) -> tuple[Tensor, ...]:
-        return (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
+        return (
+            (self.codes, self.scales)
+            if self.zeros is None
+            else (self.codes, self.scales, self.zeros)
+        )
 
     def _key(self) -> tuple[Any, ...]:
         addresses = tuple(t.data_ptr() for t in self._summed())
@@ -365,7 +438,16 @@ class PackedWeight:
 
     def __getstate__(self) -> dict[str, Any]:
         # What copies and pickles are made from: a copy's tensors are others, and may be elsewhere.
-        derived = ("native", "device", "gpu", "_sums", "_reads_sums", "takes_sums", "matrix", "_matrices")
+        derived = (
+            "native",
+            "device",
+            "gpu",
+            "_sums",
+            "_reads_sums",
+            "takes_sums",
+            "matrix",
+            "_matrices",
+        )
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -378,28 +460,42 @@ class PackedWeight:
             return self
         moved: dict[str, Any] = dict.fromkeys(PARTS)
         moved.update({name: value.to(device) for name, value in self.tensors().items()})
-        moved.update(n=self.n, k=self.k, bits=self.bits, group_size=self.group_size, kernel_size=self.kernel_size)
+        moved.update(
+            n=self.n,
+            k=self.k,
+            bits=self.bits,
+            group_size=self.group_size,
+            kernel_size=self.kernel_size,
+        )
         return PackedWeight(**moved)
 
     def row_panels(self, start: int, stop: int) -> PackedWeight:
         """Rows ``start`` to ``stop`` as a weight; ``start`` is a multiple of 64, ``stop`` one or N.
 
-        Row panels of 64 are the outermost order of the codes, which are shared; group vectors are copied.
+        Row panels of 64 are the outermost order of the codes, which are shared; group
+        vectors are copied.
         """
         panel_bytes = self.codes.numel() // formats.padded_rows(self.n)
         end = formats.padded_rows(stop)
         changed: dict[str, Any] = {
-            part: None if (vectors := getattr(self, part)) is None else vectors[:, start:end].contiguous()
+            part: None
+            if (vectors := getattr(self, part)) is None
+            else vectors[:, start:end].contiguous()
             for part in ("scales", "zeros", "offsets")
         }
         changed["bias"] = None if self.bias is None else self.bias[start:stop]
-        return replace(self, codes=self.codes[start * panel_bytes : end * panel_bytes], n=stop - start, **changed)
+        return replace(
+            self,
+            codes=self.codes[start * panel_bytes : end * panel_bytes],
+            n=stop - start,
+            **changed,
+        )
 
     def unpack(self) -> QuantizedWeight:
         """The canonical weight this was packed from, on the same device; exact.
 
-        What is on a GPU is unpacked there, on its current stream. :class:`QuantizedWeight` checks its values, which waits
-        for the GPU.
+        What is on a GPU is unpacked there, on its current stream. :class:`QuantizedWeight` checks
+        its values, which waits for the GPU.
         """
         taps, k_pad = self.taps, formats.padded_k(self.k, self.taps)
         codes = unpack_codes(self.codes, self.n, self.k if taps == 1 else k_pad, self.bits)

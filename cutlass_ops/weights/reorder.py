@@ -47,7 +47,10 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
     if isinstance(weight, Sequence):
         weight = one_weight(weight)
     if not isinstance(weight, QuantizedWeight):
-        raise TypeError(f"weight is a {type(weight).__name__}; a QuantizedWeight, or several in a sequence, is expected")
+        raise TypeError(
+            f"weight is a {type(weight).__name__}; a QuantizedWeight, or several in a "
+            "sequence, is expected"
+        )
     if problem := not_finite(weight):
         raise ValueError(f"the weight cannot be packed: {problem}")
     n, k, bits, device = weight.n, weight.k, weight.bits, weight.device
@@ -55,13 +58,17 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
     position = group_vector_positions(n, device)
     codes = weight.codes
     if taps > 1:
-        by_tap = codes.new_full((n, taps, formats.padded_k(k, taps) // taps), formats.midpoint(bits))
+        by_tap = codes.new_full(
+            (n, taps, formats.padded_k(k, taps) // taps), formats.midpoint(bits)
+        )
         by_tap[:, :, : k // taps] = codes.view(n, taps, -1)
         codes = by_tap.flatten(1)
     grouped_taps = 1 if weight.group_size == -1 else taps
 
     def vector(rows: Tensor) -> Tensor:
-        out = rows.new_zeros(grouped_taps, formats.padded_groups(k, weight.group_size, taps) // grouped_taps, n_pad)
+        out = rows.new_zeros(
+            grouped_taps, formats.padded_groups(k, weight.group_size, taps) // grouped_taps, n_pad
+        )
         by_tap = rows.t().view(grouped_taps, -1, n)
         out[:, : by_tap.shape[1], position] = by_tap
         return out.flatten(0, 1)
@@ -89,29 +96,48 @@ def one_weight(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """One weight with the rows of all, as :func:`reorder` joins them."""
     for i, weight in enumerate(weights):
         if not isinstance(weight, QuantizedWeight):
-            raise TypeError(f"weights[{i}] is a {type(weight).__name__}; a QuantizedWeight is expected")
+            raise TypeError(
+                f"weights[{i}] is a {type(weight).__name__}; a QuantizedWeight is expected"
+            )
     if not weights:
         raise ValueError("no weight is given; at least one is expected")
     first = weights[0]
     whole: dict[str, Any] = {}
     if any(weight.kernel_size for weight in weights):
-        raise ValueError("weights of convolutions are packed one by one; a sequence of matrices is expected")
+        raise ValueError(
+            "weights of convolutions are packed one by one; a sequence of matrices is expected"
+        )
     # Tensors last: the message about different groups comes before one about the shapes of scales.
-    for name in sorted((f.name for f in fields(first)), key=lambda name: isinstance(getattr(first, name), Tensor)):
+    for name in sorted(
+        (f.name for f in fields(first)), key=lambda name: isinstance(getattr(first, name), Tensor)
+    ):
         parts = [getattr(weight, name) for weight in weights]
         if name == "bias" and any(part is not None for part in parts):
             dtype = next(part.dtype for part in parts if part is not None)
-            parts = [w.scales.new_full((w.n,), -0.0, dtype=dtype) if w.bias is None else w.bias for w in weights]
+            parts = [
+                w.scales.new_full((w.n,), -0.0, dtype=dtype) if w.bias is None else w.bias
+                for w in weights
+            ]
         for i, (weight, part) in enumerate(zip(weights, parts, strict=True)):
             if common_form(part) != common_form(parts[0]):
                 raise ValueError(
-                    f"weights[{i}] ({list(weight.shape)}) and weights[0] ({list(first.shape)}) cannot be packed as one: "
+                    f"weights[{i}] ({list(weight.shape)}) and weights[0] ({list(first.shape)}) "
+                    "cannot be packed as one: "
                     f"{name} is {common_form(part)} and {common_form(parts[0])}"
                 )
-            if name == "perm" and part is not None and not torch.equal(part.long(), parts[0].long()):
-                raise ValueError(f"weights[{i}] and weights[0] cannot be packed as one: their act orders (perm) differ")
+            if (
+                name == "perm"
+                and part is not None
+                and not torch.equal(part.long(), parts[0].long())
+            ):
+                raise ValueError(
+                    f"weights[{i}] and weights[0] cannot be packed as one: their act "
+                    "orders (perm) differ"
+                )
             if name == "book" and part is not None and not torch.equal(part, parts[0]):
-                raise ValueError(f"weights[{i}] and weights[0] cannot be packed as one: their code books differ")
+                raise ValueError(
+                    f"weights[{i}] and weights[0] cannot be packed as one: their code books differ"
+                )
         if isinstance(parts[0], Tensor) and name not in ("perm", "book"):
             whole[name] = torch.cat(parts)
     return replace(first, **whole)

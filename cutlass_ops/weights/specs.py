@@ -46,7 +46,12 @@ def packed_specs(
 
 
 def empty_packed(
-    n: int, k: int, bits: int, group_size: int, dtypes: Mapping[str, torch.dtype], device: torch.device | str = "cpu"
+    n: int,
+    k: int,
+    bits: int,
+    group_size: int,
+    dtypes: Mapping[str, torch.dtype],
+    device: torch.device | str = "cpu",
 ) -> PackedWeight:
     """A packed weight whose tensors have memory and no values yet.
 
@@ -57,5 +62,10 @@ def empty_packed(
     """
     specs = packed_specs(n, k, bits, group_size, dtypes)
     tensors: dict[str, Any] = dict.fromkeys(PARTS)
-    tensors.update({part: torch.empty(shape, dtype=dtype, device=device) for part, (dtype, shape) in specs.items()})
+    tensors.update(
+        {
+            part: torch.empty(shape, dtype=dtype, device=device)
+            for part, (dtype, shape) in specs.items()
+        }
+    )
     return PackedWeight(**tensors, n=n, k=k, bits=bits, group_size=group_size)

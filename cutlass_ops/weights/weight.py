@@ -26,7 +26,9 @@ class CheckpointError(ValueError):
         tensor: the tensor at fault, or None if the fault is in the file as a whole.
     """
 
-    def __init__(self, path: str | os.PathLike[str], message: str, tensor: str | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], message: str, tensor: str | None = None
+    ) -> None:
         where = f"{os.fspath(path)}: tensor {tensor!r}" if tensor is not None else os.fspath(path)
         super().__init__(f"{where}: {message}")
         self.path = os.fspath(path)
@@ -34,7 +36,8 @@ class CheckpointError(ValueError):
         self._message = message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions are copied and pickled by their constructor's arguments, which are not those of ValueError.
+        # Exceptions are copied and pickled by their constructor's arguments, which are not
+        # those of ValueError.
         return CheckpointError, (self.path, self._message, self.tensor)
 
 
@@ -42,7 +45,13 @@ def _names(types: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(t).removeprefix("torch.") for t in types)
 
 
-def check_part(name: str, value: Any, shape: tuple[int, ...], types: tuple[torch.dtype, ...], device: torch.device) -> None:
+def check_part(
+    name: str,
+    value: Any,
+    shape: tuple[int, ...],
+    types: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
     """Raise unless a tensor of a weight has this shape, one of these dtypes and this device."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; a torch.Tensor is expected")
@@ -60,44 +69,64 @@ def check_book(book: Any, bits: int, zeros: Any, offsets: Any, device: torch.dev
         return
     if zeros is not None or offsets is not None:
         name = "zeros" if zeros is not None else "offsets"
-        raise ValueError(f"both book and {name} are given; values from a code book have neither zero points nor offsets")
+        raise ValueError(
+            f"both book and {name} are given; values from a code book have neither zero "
+            "points nor offsets"
+        )
     check_part("book", book, (1 << bits,), (torch.float32,), device)
 
 
 def check_order(perm: Tensor | None, kernel_size: tuple[int, ...]) -> None:
     """Raise if a convolution's weight has an act order."""
     if perm is not None and kernel_size:
-        raise ValueError(f"both perm and kernel_size {kernel_size} are given; weights of convolutions have no act order")
+        raise ValueError(
+            f"both perm and kernel_size {kernel_size} are given; weights of convolutions "
+            "have no act order"
+        )
 
 
 def is_known_book(book: Tensor) -> bool:
     """Whether kernels have the values of a code book: any 16, and of 256 ``formats.E4M3`` alone."""
-    return len(book) == 16 or torch.equal(book, torch.tensor(formats.E4M3, dtype=torch.float32, device=book.device))
+    return len(book) == 16 or torch.equal(
+        book, torch.tensor(formats.E4M3, dtype=torch.float32, device=book.device)
+    )
 
 
 def rows_of(weight: QuantizedWeight, rows: slice | Tensor) -> QuantizedWeight:
     """Some rows of a weight; views, if they are a slice."""
-    parts = {name: getattr(weight, name) for name in ("codes", "scales", "zeros", "offsets", "bias")}
+    parts = {
+        name: getattr(weight, name) for name in ("codes", "scales", "zeros", "offsets", "bias")
+    }
     return replace(weight, **{name: part[rows] for name, part in parts.items() if part is not None})
 
 
 def not_finite(weight: QuantizedWeight) -> str | None:
-    """Which scale, offset, value of a code book or code is NaN or infinite, as "scales[3, 0] is nan"; None if all are numbers.
+    """Which scale, offset, value of a code book or code is NaN or infinite, as
+    "scales[3, 0] is nan"; None if all are numbers.
 
     A bias may hold infinities: some models mask outputs with it.
     """
-    for name, values in (("scales", weight.scales), ("offsets", weight.offsets), ("book", weight.book)):
+    for name, values in (
+        ("scales", weight.scales),
+        ("offsets", weight.offsets),
+        ("book", weight.book),
+    ):
         if values is not None and not bool((finite := values.isfinite()).all()):
             place = [int(i) for i in (~finite).nonzero()[0]]
             return f"{name}{place} is {float(values[tuple(place)])}"
-    if weight.book is not None and weight.bits == 8 and bool((nan := weight.codes & 0x7F == 0x7F).any()):
+    if (
+        weight.book is not None
+        and weight.bits == 8
+        and bool((nan := weight.codes & 0x7F == 0x7F).any())
+    ):
         place = [int(i) for i in nan.nonzero()[0]]
         return f"codes{place} is {int(weight.codes[tuple(place)]):#x}, the NaN of e4m3"
     return None
 
 
 def flat_group_size(n: int, k: int, blocksize: int) -> int:
-    """The group size at which a matrix ``[n, k]`` has one scale a group, if blocks of its flattened elements have.
+    """The group size at which a matrix ``[n, k]`` has one scale a group, if blocks of its
+    flattened elements have.
 
     Raises:
         ValueError: blocks that straddle rows in pieces shorter than 32.
@@ -107,7 +136,8 @@ def flat_group_size(n: int, k: int, blocksize: int) -> int:
     group_size = blocksize if n == 1 else math.gcd(k, blocksize)
     if group_size < 32:
         raise ValueError(
-            f"shape is {(n, k)} and blocksize {blocksize}: blocks straddle rows in pieces of {group_size} columns; "
+            f"shape is {(n, k)} and blocksize {blocksize}: blocks straddle rows in pieces of "
+            f"{group_size} columns; "
             "groups of at least 32 are supported"
         )
     return group_size
@@ -115,14 +145,16 @@ def flat_group_size(n: int, k: int, blocksize: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A weight ``W[N, K]`` in its canonical form: what every checkpoint is read into and what is packed.
+    """A weight ``W[N, K]`` in its canonical form: what every checkpoint is read into
+    and what is packed.
 
     The value of code ``q`` in row n and group j is ``scales[n, j] * (q - zeros[n, j])``,
     ``scales[n, j] * (q - 2**(bits-1)) + offsets[n, j]``, or, with neither zeros nor offsets,
     ``scales[n, j] * (q - 2**(bits-1))``. With a code book it is ``scales[n, j] * book[q]``.
 
-    The weight of a convolution ``[N, C, *kernel_size]`` (C channels of one of its groups) is the matrix ``[N, taps * C]``,
-    channels innermost. Its groups are ``group_size`` channels of one tap, or the whole row.
+    The weight of a convolution ``[N, C, *kernel_size]`` (C channels of one of its groups) is the
+    matrix ``[N, taps * C]``, channels innermost. Its groups are ``group_size`` channels of one tap,
+    or the whole row.
 
     Attributes:
         codes: uint8 ``[N, K]``, each below ``2**bits``.
@@ -133,10 +165,11 @@ class QuantizedWeight:
         group_size: 32, 64, a multiple of 128, or -1 (one group). ``G = ceil(K / group_size)``, or
             ``taps * ceil(C / group_size)``; the last, of each tap, may be short.
         bias: fp16, bf16 or fp32 ``[N]``, or None; added by every product with this weight.
-        perm: integer ``[K]``, a permutation, or None: column j of the codes multiplies input feature ``perm[j]``
-            (GPTQ's act order, with columns already sorted by group).
-        book: fp32 ``[16]``, the values of 4-bit codes (``formats.NF4``, ``formats.FP4``, ``formats.E2M1`` or others), or
-            ``[256]``, those of ``formats.E4M3``, with 8 bits; or None; never beside zeros or offsets.
+        perm: integer ``[K]``, a permutation, or None: column j of the codes multiplies input
+            feature ``perm[j]`` (GPTQ's act order, with columns already sorted by group).
+        book: fp32 ``[16]``, the values of 4-bit codes (``formats.NF4``, ``formats.FP4``,
+            ``formats.E2M1`` or others), or ``[256]``, those of ``formats.E4M3``, with 8 bits; or
+            None; never beside zeros or offsets.
         kernel_size: extents of a convolution's kernel, one to three; () for a matrix.
 
     Raises:
@@ -161,7 +194,10 @@ class QuantizedWeight:
         if not isinstance(self.codes, Tensor):
             raise TypeError(f"codes is a {type(self.codes).__name__}; a torch.Tensor is expected")
         if self.codes.dim() != 2 or 0 in self.codes.shape:
-            raise ValueError(f"codes has shape {tuple(self.codes.shape)}; [N, K] with N and K at least 1 is expected")
+            raise ValueError(
+                f"codes has shape {tuple(self.codes.shape)}; [N, K] with N and K at least "
+                "1 is expected"
+            )
         n, k = self.codes.shape
         device = self.codes.device
         check_part("codes", self.codes, (n, k), (torch.uint8,), device)
@@ -169,7 +205,10 @@ class QuantizedWeight:
         vector = (n, formats.group_count(k, self.group_size, self.taps))
         check_part("scales", self.scales, vector, FLOAT_TYPES, device)
         if self.zeros is not None and self.offsets is not None:
-            raise ValueError("both zeros and offsets are given; a weight has integer zero points or real offsets, not both")
+            raise ValueError(
+                "both zeros and offsets are given; a weight has integer zero points or real "
+                "offsets, not both"
+            )
         if self.zeros is not None:
             check_part("zeros", self.zeros, vector, (torch.uint8,), device)
         if self.offsets is not None:
@@ -179,7 +218,10 @@ class QuantizedWeight:
         if self.bits < 8:
             for name, value in (("codes", self.codes), ("zeros", self.zeros)):
                 if value is not None and (largest := int(value.max())) >= 1 << self.bits:
-                    raise ValueError(f"{name} holds {largest}; with bits={self.bits} the largest is {(1 << self.bits) - 1}")
+                    raise ValueError(
+                        f"{name} holds {largest}; with bits={self.bits} the largest is "
+                        f"{(1 << self.bits) - 1}"
+                    )
         check_order(self.perm, self.kernel_size)
         if self.perm is not None:
             check_part("perm", self.perm, (k,), (torch.int32, torch.int64), device)
@@ -187,7 +229,10 @@ class QuantizedWeight:
                 raise ValueError(f"perm is not a permutation of 0 .. {k - 1}")
         check_book(self.book, self.bits, self.zeros, self.offsets, device)
         if self.book is not None and not is_known_book(self.book):
-            raise ValueError("book has other values than formats.E4M3, which is the code book that 8-bit codes may have")
+            raise ValueError(
+                "book has other values than formats.E4M3, which is the code book that "
+                "8-bit codes may have"
+            )
 
     @classmethod
     def from_flat(
@@ -201,11 +246,13 @@ class QuantizedWeight:
     ) -> QuantizedWeight:
         """A weight from bitsandbytes' 4-bit storage, whose blocks run over the flattened matrix.
 
-        Nothing is rounded: each group has the absmax of the flat block that it lies in. Where blocks end inside rows, groups
-        are the longest that lie in one block each: the greatest common divisor of K and the block size.
+        Nothing is rounded: each group has the absmax of the flat block that it lies in. Where
+        blocks end inside rows, groups are the longest that lie in one block each: the greatest
+        common divisor of K and the block size.
 
         Args:
-            packed: uint8 of any shape, two codes a byte, the even one in the high nibble; ``ceil(N * K / 2)`` bytes.
+            packed: uint8 of any shape, two codes a byte, the even one in the high nibble;
+                ``ceil(N * K / 2)`` bytes.
             absmax: fp16, bf16 or fp32, ``ceil(N * K / blocksize)`` values.
             shape: ``(N, K)``.
             blocksize: one of ``formats.FLAT_BLOCK_SIZES``.
@@ -214,7 +261,8 @@ class QuantizedWeight:
 
         Raises:
             TypeError: an argument of the wrong dtype.
-            ValueError: sizes that do not fit, or blocks that straddle rows in pieces shorter than 32.
+            ValueError: sizes that do not fit, or blocks that straddle rows in pieces
+                shorter than 32.
         """
         n, k = shape
         formats.check_flat_block_size(blocksize)
@@ -228,11 +276,22 @@ class QuantizedWeight:
             scales = absmax.view(n, -1)
         else:
             first = torch.arange(0, k, k if group_size == -1 else group_size, device=packed.device)
-            scales = absmax[(torch.arange(n, device=packed.device)[:, None] * k + first) // blocksize]
+            scales = absmax[
+                (torch.arange(n, device=packed.device)[:, None] * k + first) // blocksize
+            ]
         if packed.device.type == "cpu":
             packed = packed.contiguous()
             flat = torch.empty(2 * len(packed), dtype=torch.uint8, device="cpu")
-            _C.unpack_bytes(packed.data_ptr(), 1, len(packed), len(packed), len(packed), True, True, flat.data_ptr())
+            _C.unpack_bytes(
+                packed.data_ptr(),
+                1,
+                len(packed),
+                len(packed),
+                len(packed),
+                True,
+                True,
+                flat.data_ptr(),
+            )
         else:
             flat = torch.stack((packed >> 4, packed & 15), dim=1).reshape(-1)
         codes = flat[: n * k].view(n, k)

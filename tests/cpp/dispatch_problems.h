@@ -13,12 +13,13 @@
 
 namespace cutlass_ops {
 
-alignas(256) inline uint8_t some_bytes[32];  // what non-null pointers point to; nothing here reads it
+alignas(256) inline uint8_t some_bytes[32];  // what non-null pointers point to;
+                                             // nothing here reads it
 inline uint8_t& some_byte = some_bytes[0];
 alignas(16) inline float some_book[16];
 
-// CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": A100, RTX 3090, RTX 4090, H100, B200, RTX
-// 5090.
+// CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": A100, RTX 3090,
+// RTX 4090, H100, B200, RTX 5090.
 inline Device const kDevices[] = {{80, 108, 166912}, {86, 82, 101376},   {89, 128, 101376},
                                   {90, 132, 232448}, {100, 148, 232448}, {120, 170, 101376}};
 inline Device const kHopper = kDevices[3];
@@ -57,7 +58,8 @@ inline Plan planned(GemmProblem const& p, Device const& device = kHopper) {
 }
 
 // Of a kernel with BLOCK_N = 48 whose split-K slices are added by splitk_reduce.
-inline Plan laid_out(GemmProblem const& p, int slices, bool upcasts = false, bool compensates = false) {
+inline Plan laid_out(GemmProblem const& p, int slices, bool upcasts = false,
+                     bool compensates = false) {
   Plan chosen;
   chosen.slices = slices;
   chosen.block_m = 48;
@@ -81,8 +83,10 @@ inline std::vector<Named> inputs(GemmProblem const& p) {
     std::string name = "x_type " + std::to_string(int(type));
     if (type != DataType::kFloat32) all.push_back({name, typed, false});
     for (bool symmetric : {true, false}) {
-      all.push_back({name + " token", quantized_on_the_way(typed, ActQuant::kToken, symmetric), true});
-      all.push_back({name + " block", quantized_on_the_way(typed, ActQuant::kBlock, symmetric), true});
+      all.push_back(
+          {name + " token", quantized_on_the_way(typed, ActQuant::kToken, symmetric), true});
+      all.push_back(
+          {name + " block", quantized_on_the_way(typed, ActQuant::kBlock, symmetric), true});
       if (symmetric) continue;
       all.push_back(all.back());
       all.back().name += ", sums of codes", all.back().problem.weight.sums = &some_byte;
@@ -99,7 +103,8 @@ inline std::vector<Named> inputs(GemmProblem const& p) {
     all.push_back({"zero points of 8 bits", zeros, true});
   }
   all.push_back({"codes, token", already_quantized(p, -1), true});
-  all.push_back({"codes, block", already_quantized(p, activation_block(p.weight.group_size)), true});
+  all.push_back(
+      {"codes, block", already_quantized(p, activation_block(p.weight.group_size)), true});
   return all;
 }
 

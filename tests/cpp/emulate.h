@@ -12,7 +12,8 @@ namespace cutlass_ops::emulate {
 inline double half(uint32_t reg, int high) {
   uint32_t const bits = high ? reg >> 16 : reg & 0xffff;
   int const exponent = int(bits >> 10 & 31), mantissa = int(bits & 1023);
-  double const magnitude = exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
+  double const magnitude =
+      exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
   return bits >> 15 ? -magnitude : magnitude;
 }
 
@@ -20,7 +21,8 @@ inline double half(uint32_t reg, int high) {
 inline double bfloat16(uint32_t reg, int high) {
   uint32_t const bits = high ? reg >> 16 : reg & 0xffff;
   int const exponent = int(bits >> 7 & 255), mantissa = int(bits & 127);
-  double const magnitude = exponent == 0 ? std::ldexp(mantissa, -133) : std::ldexp(128 + mantissa, exponent - 134);
+  double const magnitude =
+      exponent == 0 ? std::ldexp(mantissa, -133) : std::ldexp(128 + mantissa, exponent - 134);
   return bits >> 15 ? -magnitude : magnitude;
 }
 

@@ -1,4 +1,5 @@
-// Memory of the GPU with guards, weights, activations and their exact products, for the tests of kernels.
+// Memory of the GPU with guards, weights, activations and their exact products, for the
+// tests of kernels.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,7 +26,9 @@ namespace cutlass_ops {
 // ---- memory on the GPU
 
 inline void check(cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string(cudaGetErrorName(error)) + ": " + cudaGetErrorString(error));
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string(cudaGetErrorName(error)) + ": " +
+                             cudaGetErrorString(error));
 }
 
 class DeviceBytes {
@@ -62,8 +65,10 @@ class DeviceBytes {
   bool guards_are_whole() const {
     std::vector<uint8_t> guards(2 * kGuard);
     check(cudaMemcpy(guards.data(), block_, kGuard, cudaMemcpyDeviceToHost));
-    check(cudaMemcpy(guards.data() + kGuard, data<uint8_t>() + bytes_, kGuard, cudaMemcpyDeviceToHost));
-    return std::all_of(guards.begin(), guards.end(), [](uint8_t byte) { return byte == kGuardByte; });
+    check(cudaMemcpy(guards.data() + kGuard, data<uint8_t>() + bytes_, kGuard,
+                     cudaMemcpyDeviceToHost));
+    return std::all_of(guards.begin(), guards.end(),
+                       [](uint8_t byte) { return byte == kGuardByte; });
   }
 
  private:
@@ -141,9 +146,10 @@ struct Format {
 };
 
 // Of both families of each kernel: those of whole tiles without offsets, and the rest.
-inline Format const kFormats[] = {{Zero::kMiddle, 128, DataType::kFloat16}, {Zero::kInteger, 256, DataType::kBFloat16},
-                                  {Zero::kMiddle, -1, DataType::kFloat32},  {Zero::kReal, 128, DataType::kFloat16},
-                                  {Zero::kInteger, 32, DataType::kFloat16}, {Zero::kReal, 64, DataType::kFloat32}};
+inline Format const kFormats[] = {
+    {Zero::kMiddle, 128, DataType::kFloat16}, {Zero::kInteger, 256, DataType::kBFloat16},
+    {Zero::kMiddle, -1, DataType::kFloat32},  {Zero::kReal, 128, DataType::kFloat16},
+    {Zero::kInteger, 32, DataType::kFloat16}, {Zero::kReal, 64, DataType::kFloat32}};
 
 struct Weight {
   int n, k, bits;
@@ -165,11 +171,14 @@ struct Weight {
     codes.resize(size_t(n) * k);
     for (uint8_t& code : codes) code = uint8_t(random() & ((1u << bits) - 1));
     for (int i = 0; i < n * groups; ++i) {
-      float const magnitude = exact ? std::ldexp(1.0f, -int(random() % 3)) : 0.001f + 0.02f * float(random() % 4096) / 4096;
+      float const magnitude = exact ? std::ldexp(1.0f, -int(random() % 3))
+                                    : 0.001f + 0.02f * float(random() % 4096) / 4096;
       scales.push_back(rounded(random() % 2 ? magnitude : -magnitude, format.scale_type));
-      float const offset = exact ? float(int(random() % 13) - 6) / 4 : (float(random() % 4096) / 4096 - 0.5f) * 0.2f;
+      float const offset =
+          exact ? float(int(random() % 13) - 6) / 4 : (float(random() % 4096) / 4096 - 0.5f) * 0.2f;
       offsets.push_back(format.zero == Zero::kReal ? rounded(offset, format.scale_type) : 0.0f);
-      zeros.push_back(format.zero == Zero::kInteger ? int(random() & ((1u << bits) - 1)) : 1 << (bits - 1));
+      zeros.push_back(format.zero == Zero::kInteger ? int(random() & ((1u << bits) - 1))
+                                                    : 1 << (bits - 1));
     }
     if (permuted) {
       for (int j = 0; j < k; ++j) perm.push_back(j);
@@ -178,7 +187,9 @@ struct Weight {
   }
 
   int index(int row, int column) const { return row * groups + column / group; }
-  int integer(int row, int column) const { return codes[size_t(row) * k + column] - zeros[index(row, column)]; }
+  int integer(int row, int column) const {
+    return codes[size_t(row) * k + column] - zeros[index(row, column)];
+  }
   double value(int row, int column) const {
     return double(scales[index(row, column)]) * integer(row, column) + offsets[index(row, column)];
   }
@@ -197,7 +208,8 @@ inline std::vector<T> group_vectors(Weight const& w, std::vector<T> const& rows)
   std::vector<T> packed(size_t(w.format.group_size == -1 ? 1 : padded_groups) * n_pad);
   for (int row = 0; row < w.n; ++row)
     for (int g = 0; g < w.groups; ++g)
-      packed[size_t(g) * n_pad + row / kRowsPerPanel * kRowsPerPanel + group_row(row)] = rows[size_t(row) * w.groups + g];
+      packed[size_t(g) * n_pad + row / kRowsPerPanel * kRowsPerPanel + group_row(row)] =
+          rows[size_t(row) * w.groups + g];
   return packed;
 }
 
@@ -265,10 +277,13 @@ inline Quantized quantized(std::vector<float> const& x, int m, int k, int block,
         finite = finite && std::isfinite(v);
         lo = std::min(lo, v), hi = std::max(hi, v);
       }
-      float const span = symmetric ? std::max(hi, -lo) : hi - lo, steps = symmetric ? 127.0f : 255.0f;
+      float const span = symmetric ? std::max(hi, -lo) : hi - lo,
+                  steps = symmetric ? 127.0f : 255.0f;
       finite = finite && std::isfinite(span);
       bool const regular = finite && span >= std::ldexp(1.0f, -100);
-      q.scales.push_back(!finite ? std::numeric_limits<float>::quiet_NaN() : regular ? span / steps : 1.0f);
+      q.scales.push_back(!finite   ? std::numeric_limits<float>::quiet_NaN()
+                         : regular ? span / steps
+                                   : 1.0f);
       float const r = regular ? steps / span : 0.0f;
       float zero = 0;
       if (!symmetric && regular) {
@@ -279,7 +294,8 @@ inline Quantized quantized(std::vector<float> const& x, int m, int k, int block,
       for (int j = begin; j < end; ++j) {
         float volatile product = regular ? x[size_t(row) * k + j] * r : 0.0f;
         float const code = std::nearbyint(product) + zero;
-        q.codes[size_t(row) * k + j] = int(std::min(std::max(code, symmetric ? -127.0f : -128.0f), 127.0f));
+        q.codes[size_t(row) * k + j] =
+            int(std::min(std::max(code, symmetric ? -127.0f : -128.0f), 127.0f));
       }
     }
   return q;
@@ -293,8 +309,8 @@ inline std::vector<float> random_floats(int m, int k, DataType type, uint32_t se
   return x;
 }
 
-// Small integers; where they are to be quantised, every block of 32 columns (and so every longer one) spans a range whose scale
-// is 1.
+// Small integers; where they are to be quantised, every block of 32 columns (and so every longer
+// one) spans a range whose scale is 1.
 inline std::vector<float> exact_floats(int m, int k, ActQuant act_quant, bool symmetric) {
   std::mt19937 random(2);
   std::vector<float> x(size_t(m) * k);
@@ -319,7 +335,8 @@ class Kernels : public testing::Test {
     int count = 0;
     cudaError_t const error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0) {
-      GTEST_SKIP() << "no GPU: " << (error == cudaSuccess ? "none is visible" : cudaGetErrorString(error));
+      GTEST_SKIP() << "no GPU: "
+                   << (error == cudaSuccess ? "none is visible" : cudaGetErrorString(error));
     }
   }
 
@@ -351,15 +368,18 @@ inline int block_of(ActQuant act_quant, int group_size) {
 }
 
 // Product of the dequantised operands, [m][n].
-inline std::vector<double> product(Weight const& w, std::vector<float> const& x, int m, Input const& input) {
+inline std::vector<double> product(Weight const& w, std::vector<float> const& x, int m,
+                                   Input const& input) {
   std::vector<float> tiles_per_cluster = x;
   if (!w.perm.empty()) {
     for (int row = 0; row < m; ++row)
-      for (int j = 0; j < w.k; ++j) tiles_per_cluster[size_t(row) * w.k + j] = x[size_t(row) * w.k + w.perm[j]];
+      for (int j = 0; j < w.k; ++j)
+        tiles_per_cluster[size_t(row) * w.k + j] = x[size_t(row) * w.k + w.perm[j]];
   }
   std::vector<double> a(tiles_per_cluster.begin(), tiles_per_cluster.end());
   if (input.act_quant != ActQuant::kNone) {
-    Quantized const q = quantized(tiles_per_cluster, m, w.k, block_of(input.act_quant, w.format.group_size), input.symmetric);
+    Quantized const q = quantized(tiles_per_cluster, m, w.k,
+                                  block_of(input.act_quant, w.format.group_size), input.symmetric);
     for (int row = 0; row < m; ++row)
       for (int j = 0; j < w.k; ++j) a[size_t(row) * w.k + j] = q.value(row, j);
   }
@@ -375,7 +395,8 @@ inline std::vector<double> product(Weight const& w, std::vector<float> const& x,
   return y;
 }
 
-inline GemmProblem problem(PackedWeight const& weight, DeviceBytes const& x, int m, Input const& input) {
+inline GemmProblem problem(PackedWeight const& weight, DeviceBytes const& x, int m,
+                           Input const& input) {
   GemmProblem p;
   p.m = m;
   p.weight = weight;
@@ -398,19 +419,23 @@ inline size_t workspace_bytes(GemmProblem const& p) {
 }
 
 // Per element, as the specification bounds it: exact, or within fp32 sums and one rounding.
-inline void expect_close(std::vector<float> const& y, std::vector<double> const& exact, bool equal, DataType type) {
+inline void expect_close(std::vector<float> const& y, std::vector<double> const& exact, bool equal,
+                         DataType type) {
   ASSERT_EQ(y.size(), exact.size());
   double squares = 0, errors = 0;
   for (double v : exact) squares += v * v;
   double const rms = std::sqrt(squares / double(exact.size()));
-  double const unit = type == DataType::kFloat16 ? 0x1p-10 : type == DataType::kBFloat16 ? 0x1p-8 : 0;
+  double const unit = type == DataType::kFloat16    ? 0x1p-10
+                      : type == DataType::kBFloat16 ? 0x1p-8
+                                                    : 0;
   for (size_t i = 0; i < y.size(); ++i) {
     double const error = std::abs(y[i] - exact[i]);
     errors += error * error;
     if (equal) {
       ASSERT_EQ(y[i], exact[i]) << "element " << i;
     }
-    ASSERT_LE(error, unit * std::abs(exact[i]) + 1e-5 * rms) << "element " << i << ": " << y[i] << ", " << exact[i];
+    ASSERT_LE(error, unit * std::abs(exact[i]) + 1e-5 * rms)
+        << "element " << i << ": " << y[i] << ", " << exact[i];
   }
   if (type == DataType::kFloat32) {
     EXPECT_LE(std::sqrt(errors), 1e-6 * std::sqrt(squares));

@@ -1,5 +1,5 @@
-// The converters of device/convert.cuh, exhaustively: every integer at every place of a word, against every integer at its
-// partner's place.
+// The converters of device/convert.cuh, exhaustively: every integer at every place of a word,
+// against every integer at its partner's place.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -28,7 +28,9 @@ void for_each_word(Check const& check) {
 
 template <int kBits, bool kHalf, class Converter>
 int wrong(bool is_signed, bool interleaved) {
-  auto number = [](uint32_t bits, int high) { return kHalf ? emulate::half(bits, high) : emulate::bfloat16(bits, high); };
+  auto number = [](uint32_t bits, int high) {
+    return kHalf ? emulate::half(bits, high) : emulate::bfloat16(bits, high);
+  };
   int count = 0;
   for_each_word([&](uint32_t word) {
     uint32_t bits[Converter::kPairs], subtrahend[Converter::kPairs] = {};
@@ -39,7 +41,8 @@ int wrong(bool is_signed, bool interleaved) {
     }
     for (int i = 0; i < 2 * Converter::kPairs; ++i) {
       int pair = i / 2, high = i % 2;
-      double value = (number(bits[pair], high) - number(subtrahend[pair], high)) * number(Converter::factor(pair), high) +
+      double value = (number(bits[pair], high) - number(subtrahend[pair], high)) *
+                         number(Converter::factor(pair), high) +
                      number(Converter::addend(pair), high);
       count += value != element<kBits>(word, i, is_signed, interleaved);
     }

@@ -55,11 +55,12 @@ TEST(Decode, FourBitsToHalf) {
       for (int r = 0; r < 4; ++r) {
         for (int h = 0; h < 2; ++h) {
           double const operand = emulate::half(bits[r], h);
-          double const value = r % 2 == 0 ? operand - emulate::half(zero.g, h) : operand / 16 + emulate::half(zero.g8, h);
+          double const value = r % 2 == 0 ? operand - emulate::half(zero.g, h)
+                                          : operand / 16 + emulate::half(zero.g8, h);
           int const expected = nibble(word, kNibble[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
           if (value != expected) {
-            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not " << std::dec
-                          << expected;
+            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value
+                          << ", not " << std::dec << expected;
           }
         }
       }
@@ -74,8 +75,10 @@ TEST(Decode, FourBitsToSubnormalHalf) {
     Int4Subnormal::fragment(&word, out);
     for (int r = 0; r < 4; ++r) {
       for (int h = 0; h < 2; ++h) {
-        double const unit = double(Int4Subnormal::kUnit) * (r % 2 == 0 ? 1.0 : Int4Subnormal::kUpper);
-        ASSERT_EQ(emulate::half(out[r], h), unit * (nibble(word, kNibble[r][h]) + Int4Subnormal::kCodeBias))
+        double const unit =
+            double(Int4Subnormal::kUnit) * (r % 2 == 0 ? 1.0 : Int4Subnormal::kUpper);
+        ASSERT_EQ(emulate::half(out[r], h),
+                  unit * (nibble(word, kNibble[r][h]) + Int4Subnormal::kCodeBias))
             << std::hex << word;
       }
     }
@@ -90,7 +93,8 @@ TEST(Decode, EightBitsToSubnormalHalf) {
     for (int r = 0; r < 4; ++r) {
       for (int h = 0; h < 2; ++h) {
         ASSERT_EQ(emulate::half(out[r], h),
-                  double(Int8Subnormal::kUnit) * (byte(words[r % 2], kByte[r][h]) + Int8Subnormal::kCodeBias))
+                  double(Int8Subnormal::kUnit) *
+                      (byte(words[r % 2], kByte[r][h]) + Int8Subnormal::kCodeBias))
             << std::hex << word;
       }
     }
@@ -105,11 +109,12 @@ TEST(Decode, FourBitsToBfloat16) {
       RowConstants const zero = Int4Bfloat16::zero_constants(zero_g, zero_g8);
       for (int r = 0; r < 4; ++r) {
         for (int h = 0; h < 2; ++h) {
-          double const value = emulate::bfloat16(bits[r], h) - emulate::bfloat16(r % 2 == 0 ? zero.g : zero.g8, h);
+          double const value =
+              emulate::bfloat16(bits[r], h) - emulate::bfloat16(r % 2 == 0 ? zero.g : zero.g8, h);
           int const expected = nibble(word, kNibble[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
           if (value != expected) {
-            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not " << std::dec
-                          << expected;
+            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value
+                          << ", not " << std::dec << expected;
           }
         }
       }
@@ -126,11 +131,12 @@ TEST(Decode, EightBitsToHalf) {
       RowConstants const zero = Int8Half::zero_constants(zero_g, zero_g8);
       for (int r = 0; r < 4; ++r) {
         for (int h = 0; h < 2; ++h) {
-          double const value = emulate::half(bits[r], h) - emulate::half(r % 2 == 0 ? zero.g : zero.g8, h);
+          double const value =
+              emulate::half(bits[r], h) - emulate::half(r % 2 == 0 ? zero.g : zero.g8, h);
           int const expected = byte(words[r % 2], kByte[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
           if (value != expected) {
-            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not " << std::dec
-                          << expected;
+            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value
+                          << ", not " << std::dec << expected;
           }
         }
       }
@@ -148,8 +154,8 @@ TEST(Decode, EightBitsToBfloat16) {
         double const value = emulate::bfloat16(minuend[r], h) - emulate::bfloat16(subtrahend[r], h);
         int const expected = byte(words[r % 2], kByte[r][h]);
         if (value != expected) {
-          ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not " << std::dec
-                        << expected;
+          ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value
+                        << ", not " << std::dec << expected;
         }
       }
     }
@@ -166,9 +172,11 @@ TEST(Decode, EightBitsToBfloat16) {
 
 TEST(Decode, FourBitsByCodeBook) {
   std::vector<uint8_t> table(Int4Codebook::kTableBytes);
-  auto value_bits = [](int code) { return 0x3c00 + 257 * code; };  // 16 values that differ in either byte
+  // 16 values that differ in either byte
+  auto value_bits = [](int code) { return 0x3c00 + 257 * code; };
   for (int i = 0; i < Int4Codebook::kEntries * 32; ++i) {
-    uint32_t const entry = Int4Codebook::entry(i / 32, value_bits) + (i % 32 << 16);  // and differ by lane
+    // and differ by lane
+    uint32_t const entry = Int4Codebook::entry(i / 32, value_bits) + (i % 32 << 16);
     std::memcpy(&table[i * 4], &entry, 4);
   }
   for (int lane : {0, 5, 31}) {
@@ -178,8 +186,11 @@ TEST(Decode, FourBitsByCodeBook) {
       for (int r = 0; r < 4; ++r) {
         for (int h = 0; h < 2; ++h) {
           int const code = nibble(word, kNibble[r][h]) + 8;
-          uint32_t const expected = uint32_t(value_bits(code) + (r % 2 ? lane : 0)), found = out[r] >> 16 * h & 0xffff;
-          if (found != expected) ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << found;
+          uint32_t const expected = uint32_t(value_bits(code) + (r % 2 ? lane : 0)),
+                         found = out[r] >> 16 * h & 0xffff;
+          if (found != expected)
+            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": "
+                          << found;
         }
       }
     });
@@ -195,8 +206,8 @@ TEST(Decode, FourBitsToInt8) {
       for (int e = 0; e < 4; ++e) {
         int const expected = Int4Int8::kScale * nibble(words[r / 2], 2 * e + r % 2);
         if (byte(out[r], e) != expected) {
-          ADD_FAILURE() << std::hex << word << " register " << r << " byte " << e << ": " << byte(out[r], e) << ", not "
-                        << std::dec << expected;
+          ADD_FAILURE() << std::hex << word << " register " << r << " byte " << e << ": "
+                        << byte(out[r], e) << ", not " << std::dec << expected;
         }
       }
     }
@@ -214,8 +225,8 @@ TEST(Decode, FourBitsMinusZeroToInt8) {
           int const code = nibble(words[r / 2], 2 * e + r % 2);
           int const expected = code - (r % 2 == 0 ? zero_g : zero_g8);
           if (byte(out[r], e) != expected) {
-            ADD_FAILURE() << std::hex << word << " register " << r << " byte " << e << ": " << byte(out[r], e) << ", not "
-                          << std::dec << expected;
+            ADD_FAILURE() << std::hex << word << " register " << r << " byte " << e << ": "
+                          << byte(out[r], e) << ", not " << std::dec << expected;
           }
         }
       }
@@ -262,7 +273,8 @@ TEST(Decode, E4m3) {
   // By the format's definition; stored codes have their sign bit inverted.
   auto const expected = [](int stored) {
     int const code = (stored ^ 0x80) & 0xff, exponent = code >> 3 & 15, mantissa = code & 7;
-    double const value = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+    double const value =
+        exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
     return code & 0x80 ? -value : value;
   };
   EXPECT_EQ(expected(0xb9), 1.125);

@@ -1,5 +1,6 @@
-// The decoders of device/decode.cuh on the device: their PTX and their vector instructions, for every code at every
-// place of a word with every zero point. test_decode.cpp does the same with the host's half of them.
+// The decoders of device/decode.cuh on the device: their PTX and their vector instructions, for
+// every code at every place of a word with every zero point. test_decode.cpp does the same with the
+// host's half of them.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -12,14 +13,19 @@
 namespace cutlass_ops::decode {
 namespace {
 
-__device__ int code(uint32_t word, int bits, int place) { return int(word << (32 - bits - bits * place)) >> (32 - bits); }
+__device__ int code(uint32_t word, int bits, int place) {
+  return int(word << (32 - bits - bits * place)) >> (32 - bits);
+}
 
-__device__ int number(uint32_t reg, int high, __half) { return __half2int_rn(__ushort_as_half(uint16_t(reg >> 16 * high))); }
+__device__ int number(uint32_t reg, int high, __half) {
+  return __half2int_rn(__ushort_as_half(uint16_t(reg >> 16 * high)));
+}
 __device__ int number(uint32_t reg, int high, __nv_bfloat16) {
   return __bfloat162int_rn(__ushort_as_bfloat16(uint16_t(reg >> 16 * high)));
 }
 
-// Counts wrong elements. A thread has a word and its complement; each half of it goes through every 16-bit pattern.
+// Counts wrong elements. A thread has a word and its complement; each half of it goes through
+// every 16-bit pattern.
 template <int kBits, class Element>
 __global__ void check_float(int* wrong) {
   using Decoder = ToFloat<kBits, Element>;
@@ -36,7 +42,8 @@ __global__ void check_float(int* wrong) {
     }
     for (int r = 0; r < 4; ++r) {
       for (int h = 0; h < 2; ++h) {
-        int const stored = kBits == 4 ? code(words[0], 4, r + 4 * h) : code(words[r % 2], 8, r / 2 + 2 * h);
+        int const stored =
+            kBits == 4 ? code(words[0], 4, r + 4 * h) : code(words[r % 2], 8, r / 2 + 2 * h);
         if (number(out[r], h, Element{}) != stored - zeros[r % 2]) atomicAdd(wrong, 1);
       }
     }
@@ -52,7 +59,8 @@ __global__ void check_int8(int* wrong) {
     if (z < 0) {
       Int4Int8::fragment(words, out);
     } else {
-      Int4MinusZeroInt8::fragment(words, Int4MinusZeroInt8::zero_constants(zeros[0], zeros[1]), out);
+      Int4MinusZeroInt8::fragment(words, Int4MinusZeroInt8::zero_constants(zeros[0], zeros[1]),
+                                  out);
     }
     for (int r = 0; r < 4; ++r) {
       for (int e = 0; e < 4; ++e) {

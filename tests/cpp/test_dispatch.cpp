@@ -27,7 +27,8 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
   for (Device const& device : kDevices)
     for (int bits : {4, 8})
       for (int group_size : {-1, 32, 64, 128, 256, 384, 1024})
-        for (int m : {0, 1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 160, 170, 192, 256, 4097, kMaxM})
+        for (int m :
+             {0, 1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 160, 170, 192, 256, 4097, kMaxM})
           for (auto const& [n, k] : std::vector<std::pair<int, int>>{{1, 1},
                                                                      {192, 576},
                                                                      {1000, 10944},
@@ -38,8 +39,9 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
                                                                      {28672, 4096},
                                                                      {8192, 28672}})
             for (Named const& input : inputs(problem(m, n, k, bits, group_size))) {
-              SCOPED_TRACE("sm_" + std::to_string(device.architecture) + ", bits " + std::to_string(bits) + ", group " +
-                           std::to_string(group_size) + ", m " + std::to_string(m) + ", " + input.name);
+              SCOPED_TRACE("sm_" + std::to_string(device.architecture) + ", bits " +
+                           std::to_string(bits) + ", group " + std::to_string(group_size) + ", m " +
+                           std::to_string(m) + ", " + input.name);
               Plan const p = planned(input.problem, device);
               ASSERT_NE(p.spec, nullptr);
               EXPECT_STREQ(p.kernel, p.spec->name);
@@ -52,7 +54,8 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
               EXPECT_LE(p.shared_bytes, device.shared_memory);
               EXPECT_EQ(p.grid_x % p.cluster_size, 0);
               // Persistent CTAs, and those that share K while decoding, all run at a time.
-              if (device.architecture == 90 && std::string(p.kernel).substr(0, 4) != "mma_" && !input.problem.weight.book) {
+              if (device.architecture == 90 && std::string(p.kernel).substr(0, 4) != "mma_" &&
+                  !input.problem.weight.book) {
                 EXPECT_LE(p.grid_x, device.multiprocessors);
               }
               // Something quantises what is multiplied as int8, or the kernel does.
@@ -72,10 +75,13 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
               if (testing::Test::HasFailure()) return;
             }
   for (KernelSpec const& spec : kernel_specs())
-    EXPECT_TRUE(std::any_of(used.begin(), used.end(), [&](auto const& u) { return std::get<0>(u) == spec.name; })) << spec.name;
+    EXPECT_TRUE(std::any_of(used.begin(), used.end(), [&](auto const& u) {
+      return std::get<0>(u) == spec.name;
+    })) << spec.name;
   for (auto const& candidate : offered)
-    EXPECT_TRUE(used.count(candidate)) << std::get<0>(candidate) << ", " << std::get<1>(candidate) << " x "
-                                       << std::get<2>(candidate) << ": no problem selects it";
+    EXPECT_TRUE(used.count(candidate))
+        << std::get<0>(candidate) << ", " << std::get<1>(candidate) << " x "
+        << std::get<2>(candidate) << ": no problem selects it";
 }
 
 // Up to sm_89 there are the portable kernels alone; their tiles follow M.
@@ -83,8 +89,8 @@ TEST(Dispatch, GivesTheTileThatFitsTheTokens) {
   for (Device const& device : {kDevices[0], kDevices[1], kDevices[2]})
     for (int bits : {4, 8})
       for (bool int8 : {false, true})
-        for (auto const& [m, block_m] :
-             std::vector<std::pair<int, int>>{{1, 16}, {16, 16}, {17, 32}, {33, 64}, {64, 64}, {65, 64}}) {
+        for (auto const& [m, block_m] : std::vector<std::pair<int, int>>{
+                 {1, 16}, {16, 16}, {17, 32}, {33, 64}, {64, 64}, {65, 64}}) {
           GemmProblem p = problem(m, 192, 576, bits);
           if (int8) p.act_quant = ActQuant::kBlock;
           Plan chosen;
@@ -96,15 +102,18 @@ TEST(Dispatch, GivesTheTileThatFitsTheTokens) {
 
 // Where int32 sums run over all of K the tiles have separate costs, and BLOCK_M = 256 is available.
 TEST(Dispatch, GivesLargeTilesToSumsOverAllOfK) {
-  auto const block_m = [](int m, int n, int k, int bits, bool symmetric = true, int group_size = -1) {
-    Plan const chosen = planned(quantized_on_the_way(problem(m, n, k, bits, group_size), ActQuant::kToken, symmetric));
+  auto const block_m = [](int m, int n, int k, int bits, bool symmetric = true,
+                          int group_size = -1) {
+    Plan const chosen = planned(
+        quantized_on_the_way(problem(m, n, k, bits, group_size), ActQuant::kToken, symmetric));
     return std::string(chosen.kernel) == "wgmma_gemm_a8" ? chosen.block_m : 0;
   };
   for (int bits : {4, 8})
     for (bool symmetric : {true, false}) {
       // One wave over 66 clusters; waves and a cut rest; fewer tiles than clusters.
-      for (auto const& [m, n, k] : {std::tuple(200, 16832, 392), std::tuple(256, 16832, 392), std::tuple(1000, 17000, 4104),
-                                    std::tuple(200, 4060, 28680), std::tuple(4096, 4096, 4096)})
+      for (auto const& [m, n, k] :
+           {std::tuple(200, 16832, 392), std::tuple(256, 16832, 392), std::tuple(1000, 17000, 4104),
+            std::tuple(200, 4060, 28680), std::tuple(4096, 4096, 4096)})
         EXPECT_EQ(block_m(m, n, k, bits, symmetric), 256) << m << " x " << n << " x " << k;
       EXPECT_EQ(block_m(1280, 4096, 4096, bits, symmetric), 176);  // two waves, three of 256
       EXPECT_EQ(block_m(512, 4096, 4096, bits, symmetric), 128);
@@ -117,7 +126,8 @@ TEST(Dispatch, GivesLargeTilesToSumsOverAllOfK) {
       EXPECT_NE(block_m(1024, 4096, longest + 1, bits, symmetric), 256);
       EXPECT_NE(block_m(1024, 4096, 4096, bits, symmetric, 128), 256);
     }
-  // A batch-invariant product has the same kernel and number of split-K slices for every m, whichever tile is chosen.
+  // A batch-invariant product has the same kernel and number of split-K slices for every m,
+  // whichever tile is chosen.
   std::set<std::pair<std::string, int>> kept;
   for (int m : {1, 100, 256, 300, 1000, 4096}) {
     GemmProblem p = quantized_on_the_way(problem(m, 8192, 28672, 8, -1), ActQuant::kToken, true);
@@ -177,7 +187,8 @@ TEST(Dispatch, ChoosesNoKernelThatCannotImplementAProblem) {
   p = floats;
   p.x = reinterpret_cast<void const*>(uintptr_t(4096 + 2));
   EXPECT_EQ(kernel(p), "wgmma_gemm_a16");
-  EXPECT_EQ(kernel(quantized_on_the_way(problem(512, 4096, 4096), ActQuant::kToken, false)), "wgmma_gemm_a8");
+  EXPECT_EQ(kernel(quantized_on_the_way(problem(512, 4096, 4096), ActQuant::kToken, false)),
+            "wgmma_gemm_a8");
   p = quantized_on_the_way(problem(16, 4096, 4096), ActQuant::kBlock, true);
   auto quantizes = [](GemmProblem const& q) {
     Plan chosen;
@@ -260,8 +271,8 @@ TEST(Dispatch, GivesFewInt8RowsBlockM32ForLargeWeights) {
   };
   for (ActQuant act_quant : {ActQuant::kBlock, ActQuant::kToken})
     for (int m : {17, 32}) {
-      // 112 tiles of 256 features are two waves over 66 clusters, 56 of 512 are one; the latter have no registers for the
-      // activations' zero points.
+      // 112 tiles of 256 features are two waves over 66 clusters, 56 of 512 are one; the latter
+      // have no registers for the activations' zero points.
       EXPECT_EQ(rows(m, 28672, 4096, 4, act_quant), 512);
       EXPECT_EQ(rows(m, 28672, 4096, 4, act_quant, false), 256);
       EXPECT_EQ(rows(m, 28672, 4096, 8, act_quant), 256);
@@ -274,7 +285,8 @@ TEST(Dispatch, GivesFewInt8RowsBlockM32ForLargeWeights) {
         EXPECT_EQ(rows(m, symmetric ? 4032 : 6080, 4096, 4, act_quant, symmetric), 0);
       }
     }
-  EXPECT_EQ(rows(16, 14336, 4096, 4, ActQuant::kBlock) + rows(16, 14336, 4096, 8, ActQuant::kBlock), 0);
+  EXPECT_EQ(rows(16, 14336, 4096, 4, ActQuant::kBlock) + rows(16, 14336, 4096, 8, ActQuant::kBlock),
+            0);
   EXPECT_EQ(rows(33, 2048, 4096, 8, ActQuant::kBlock), 256);
 }
 
@@ -306,7 +318,8 @@ TEST(Dispatch, TakesTheKernelsOfAnEarlierArchitectureIfAsked) {
     p.architecture = 100;
     Status const status = plan(p, kHopper, &chosen);
     EXPECT_EQ(status.code, Status::kUnsupported);
-    EXPECT_NE(status.text.find("architecture is 100; the GPU is sm_90"), std::string::npos) << status.text;
+    EXPECT_NE(status.text.find("architecture is 100; the GPU is sm_90"), std::string::npos)
+        << status.text;
     // Hopper's own kernels run on Hopper alone.
     p.architecture = 90;
     ASSERT_TRUE(plan(p, kDevices[4], &chosen).ok());
@@ -316,20 +329,25 @@ TEST(Dispatch, TakesTheKernelsOfAnEarlierArchitectureIfAsked) {
 
 // ---- experts
 
-MoeProblem experts(int tokens, int count, int top, int hidden, int intermediate, int group_size = 128) {
+MoeProblem experts(int tokens, int count, int top, int hidden, int intermediate,
+                   int group_size = 128) {
   MoeProblem p;
   p.route.tokens = tokens, p.route.top = top, p.route.experts = count, p.route.ids = &some_byte;
   p.x = p.topk_weights = &some_byte, p.x_stride = hidden;
-  p.gate_up = {problem(1, count * int(padded_rows(2 * intermediate)), hidden, 4, group_size).weight, count, 2 * intermediate};
-  p.down = {problem(1, count * int(padded_rows(hidden)), intermediate, 4, group_size).weight, count, hidden};
+  p.gate_up = {problem(1, count * int(padded_rows(2 * intermediate)), hidden, 4, group_size).weight,
+               count, 2 * intermediate};
+  p.down = {problem(1, count * int(padded_rows(hidden)), intermediate, 4, group_size).weight, count,
+            hidden};
   return p;
 }
 
 TEST(Experts, TakeHigherTilesTheMoreRowsTheyHave) {
   for (auto [tokens, group_size, height, kernel] : {std::tuple(1, 128, 16, "wgmma_decode_fold16"),
                                                     {128, 128, 16, "wgmma_decode_fold16"},
-                                                    {512, 128, 64, "wgmma_gemm_a16"},    // 32 rows of an expert
-                                                    {1024, 128, 96, "wgmma_gemm_a16"},   // 64 of most, and not of all
+                                                    // 32 rows of an expert
+                                                    {512, 128, 64, "wgmma_gemm_a16"},
+                                                    // 64 of most, and not of all
+                                                    {1024, 128, 96, "wgmma_gemm_a16"},
                                                     {2048, 128, 144, "wgmma_gemm_a16"},  // 128
                                                     {2048, -1, 144, "wgmma_gemm_a16"},
                                                     {16384, 128, 208, "wgmma_gemm_a16"},
@@ -340,7 +358,8 @@ TEST(Experts, TakeHigherTilesTheMoreRowsTheyHave) {
     ASSERT_TRUE(plan_moe(experts(tokens, 128, 8, 2048, 768, group_size), kHopper, &chosen).ok());
     EXPECT_EQ(chosen.block_m, height) << tokens;
     EXPECT_STREQ(chosen.kernel, kernel);
-    // Enough for any routing: all positions' own slots, and the most tiles that they can be cut into.
+    // Enough for any routing: all positions' own slots, and the most tiles that they
+    // can be cut into.
     int const positions = tokens * 8, touched = std::min(128, positions);
     EXPECT_EQ(chosen.routes, positions > 256);
     EXPECT_GE(chosen.slots, positions + (chosen.routes ? touched * 15 - 15 : 0));
@@ -418,12 +437,17 @@ TEST(Experts, TakeTheExactKernelWhereItsGroupsAndCodesAllowIt) {
     return std::string(chosen.down.kernel);
   };
   EXPECT_EQ(kernels([](PackedWeight&) {}), "wgmma_gemm_a16");
-  EXPECT_EQ(kernels([](PackedWeight& w) { w.bits = 8, w.zeros = reinterpret_cast<int8_t const*>(&some_byte); }),
+  EXPECT_EQ(kernels([](PackedWeight& w) {
+              w.bits = 8, w.zeros = reinterpret_cast<int8_t const*>(&some_byte);
+            }),
             "wgmma_gemm_a16");
   EXPECT_EQ(kernels([](PackedWeight& w) { w.scale_type = DataType::kFloat32; }), "wgmma_gemm_a16");
   EXPECT_EQ(kernels([](PackedWeight& w) { w.group_size = 64; }), "wgmma_fold16");
-  EXPECT_EQ(kernels([](PackedWeight& w) { w.offsets = &some_byte, w.offset_type = DataType::kFloat16; }), "wgmma_fold16");
-  EXPECT_EQ(kernels([](PackedWeight& w) { w.book = reinterpret_cast<float const*>(&some_byte); }), "wgmma_fold16");
+  EXPECT_EQ(
+      kernels([](PackedWeight& w) { w.offsets = &some_byte, w.offset_type = DataType::kFloat16; }),
+      "wgmma_fold16");
+  EXPECT_EQ(kernels([](PackedWeight& w) { w.book = reinterpret_cast<float const*>(&some_byte); }),
+            "wgmma_fold16");
 }
 
 TEST(Experts, MultiplyCodesWhereBothProductsCan) {
@@ -443,13 +467,16 @@ TEST(Experts, MultiplyCodesWhereBothProductsCan) {
     EXPECT_TRUE(many.int8);
     EXPECT_EQ(many.block_m, 176);
     EXPECT_TRUE(plan(1024, [](MoeProblem& p) { p.gate_up.stack.bits = 8; }).int8);
-    EXPECT_TRUE(plan(1024, [](MoeProblem& p) { p.down.stack.zeros = reinterpret_cast<int8_t*>(&some_byte); }).int8);
+    EXPECT_TRUE(plan(1024, [](MoeProblem& p) {
+                  p.down.stack.zeros = reinterpret_cast<int8_t*>(&some_byte);
+                }).int8);
     EXPECT_FALSE(plan(16, [](MoeProblem&) {}).int8);
     EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.act_quant = ActQuant::kNone; }).int8);
     EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.act_symmetric = false; }).int8);
     EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.down.stack.group_size = 64; }).int8);
     EXPECT_FALSE(plan(1024, [](MoeProblem& p) {
-                   p.down.stack.bits = 8, p.down.stack.zeros = reinterpret_cast<int8_t*>(&some_byte);
+                   p.down.stack.bits = 8,
+                   p.down.stack.zeros = reinterpret_cast<int8_t*>(&some_byte);
                  }).int8);
   }
 }
@@ -467,10 +494,13 @@ TEST(Experts, GatherRowsOfXWhereTheyCannotBeReadByTheirNumbers) {
   EXPECT_FALSE(gathers([](MoeProblem& p) { p.x_stride = 4104; }));
   EXPECT_TRUE(gathers([](MoeProblem& p) { p.x_stride = 4100; }));
   EXPECT_TRUE(gathers([](MoeProblem& p) { p.x = reinterpret_cast<void const*>(uintptr_t(4104)); }));
-  EXPECT_TRUE(gathers([](MoeProblem& p) { p.gate_up.perm = reinterpret_cast<int32_t const*>(uintptr_t(4096)); }));
+  EXPECT_TRUE(gathers(
+      [](MoeProblem& p) { p.gate_up.perm = reinterpret_cast<int32_t const*>(uintptr_t(4096)); }));
   EXPECT_TRUE(gathers([](MoeProblem& p) { p.x_stride = int64_t(1) << 30; }));
-  EXPECT_TRUE(gathers([](MoeProblem& p) { p.gate_up = experts(1024, 8, 2, 4096, 2048).gate_up; }));   // many features
-  EXPECT_FALSE(gathers([](MoeProblem& p) { p = experts(4, 8, 2, 4096, 2048), p.x_stride = 4096; }));  // of few rows
+  // many features
+  EXPECT_TRUE(gathers([](MoeProblem& p) { p.gate_up = experts(1024, 8, 2, 4096, 2048).gate_up; }));
+  // of few rows
+  EXPECT_FALSE(gathers([](MoeProblem& p) { p = experts(4, 8, 2, 4096, 2048), p.x_stride = 4096; }));
   // Quantised rows lie in the workspace.
   EXPECT_FALSE(gathers([](MoeProblem& p) { p.act_quant = ActQuant::kToken, p.x_stride = 4100; }));
 }
@@ -484,19 +514,26 @@ TEST(Experts, HaveTilesForAnyNumberOfRows) {
         MoePlan chosen;
         ASSERT_TRUE(plan_moe(p, kHopper, &chosen).ok());
         auto const& heights = chosen.int8 ? kGroupedInt8Heights : kGroupedHeights;
-        EXPECT_TRUE(chosen.block_m == 16 || std::count(std::begin(heights), std::end(heights), chosen.block_m));
+        EXPECT_TRUE(chosen.block_m == 16 ||
+                    std::count(std::begin(heights), std::end(heights), chosen.block_m));
       }
 }
 
 TEST(Experts, SayWhatForbidsThem) {
   MoePlan chosen;
-  auto const text = [&](MoeProblem const& p, Device const& device = kHopper) { return plan_moe(p, device, &chosen).text; };
-  EXPECT_NE(text(experts(1, 8, 2, 4096, 100)).find("intermediate is 100; multiples of 8"), std::string::npos);
-  EXPECT_NE(text(experts(1, 8, 2, 4100, 128)).find("hidden is 4100; multiples of 8"), std::string::npos);
+  auto const text = [&](MoeProblem const& p, Device const& device = kHopper) {
+    return plan_moe(p, device, &chosen).text;
+  };
+  EXPECT_NE(text(experts(1, 8, 2, 4096, 100)).find("intermediate is 100; multiples of 8"),
+            std::string::npos);
+  EXPECT_NE(text(experts(1, 8, 2, 4100, 128)).find("hidden is 4100; multiples of 8"),
+            std::string::npos);
   EXPECT_NE(text(experts(1, 9000, 2, 4096, 128)).find("up to 8192 experts"), std::string::npos);
-  EXPECT_NE(text(experts(1, 8, 2, 4096, 128), kDevices[0]).find("the device is sm_80"), std::string::npos);
+  EXPECT_NE(text(experts(1, 8, 2, 4096, 128), kDevices[0]).find("the device is sm_80"),
+            std::string::npos);
   EXPECT_NE(text(experts(1, 0, 2, 4096, 128)).find("experts is 0"), std::string::npos);
-  for (auto const& [change, words] : std::vector<std::pair<std::function<void(MoeProblem&)>, std::string>>{
+  for (auto const& [change, words] :
+       std::vector<std::pair<std::function<void(MoeProblem&)>, std::string>>{
            {[](auto& p) { p.activation = Activation(77); }, "activation is 77"},
            {[](auto& p) { p.act_quant = ActQuant(9); }, "act_quant is 9"},
            {[](auto& p) { p.x_stride = 0; }, "x_stride is 0"},

@@ -37,7 +37,8 @@ TEST(Dispatch, RefusesArgumentsThatWouldBeMisread) {
     EXPECT_NE(text(p).find("stride is " + std::to_string(stride)), std::string::npos);
   }
   auto* const codes = reinterpret_cast<int8_t*>(&some_byte);
-  QuantizeProblem const fits{codes, DataType::kFloat16, 576, 17, 576, nullptr, {codes, some_book, nullptr, 128, 32}};
+  QuantizeProblem const fits{
+      codes, DataType::kFloat16, 576, 17, 576, nullptr, {codes, some_book, nullptr, 128, 32}};
   EXPECT_TRUE(check_quantize(fits).ok());
   QuantizeProblem q = fits;
   q.out.block = 16;
@@ -48,8 +49,10 @@ TEST(Dispatch, RefusesArgumentsThatWouldBeMisread) {
   q = fits;
   q.x_type = DataType::kInt8;
   EXPECT_EQ(check_quantize(q).code, Status::kUnsupported);
-  EXPECT_EQ(check_dequantize({problem(1, 192, 576).weight, codes, DataType::kInt8}).code, Status::kUnsupported);
-  EXPECT_EQ(check_dequantize({problem(1, 192, 576, 3).weight, codes, DataType::kFloat16}).code, Status::kUnsupported);
+  EXPECT_EQ(check_dequantize({problem(1, 192, 576).weight, codes, DataType::kInt8}).code,
+            Status::kUnsupported);
+  EXPECT_EQ(check_dequantize({problem(1, 192, 576, 3).weight, codes, DataType::kFloat16}).code,
+            Status::kUnsupported);
 }
 
 TEST(Dispatch, TakesEveryOptionOfTheEpilogueAndEveryType) {
@@ -57,8 +60,8 @@ TEST(Dispatch, TakesEveryOptionOfTheEpilogueAndEveryType) {
     GemmProblem p = problem(5, 192, 576);
     p.out_type = p.bias_type = p.residual_type = p.weight.scale_type = p.weight.offset_type = type;
     p.bias = p.residual = p.weight.offsets = &some_byte, p.residual_stride = 192;
-    for (Activation activation :
-         {Activation::kNone, Activation::kRelu, Activation::kRelu6, Activation::kGelu, Activation::kSilu, Activation::kClamp}) {
+    for (Activation activation : {Activation::kNone, Activation::kRelu, Activation::kRelu6,
+                                  Activation::kGelu, Activation::kSilu, Activation::kClamp}) {
       p.activation = activation;
       EXPECT_TRUE(planned(p).spec);
     }
@@ -78,14 +81,30 @@ TEST(Dispatch, SaysWhichFieldIsUnsupportedAndWhatIsSupported) {
       {[](auto& p) { p.weight.n = 0; }, Status::kInvalid, {"shape", "[0, 576]", "at least 1"}},
       {[](auto& p) { p.weight.k = -5; }, Status::kInvalid, {"shape", "[192, -5]", "at least 1"}},
       {[](auto& p) { p.m = -1; }, Status::kInvalid, {"m is -1", std::to_string(kMaxM)}},
-      {[](auto& p) { p.m = kMaxM + 1; }, Status::kInvalid, {"m is 16777217", std::to_string(kMaxM)}},
-      {[](auto& p) { p.weight.group_size = 0; }, Status::kUnsupported, {"group_size", "0", "32, 64", "128", "-1"}},
-      {[](auto& p) { p.weight.group_size = 16; }, Status::kUnsupported, {"group_size", "16", "32, 64"}},
-      {[](auto& p) { p.weight.group_size = 96; }, Status::kUnsupported, {"group_size", "96", "32, 64"}},
-      {[](auto& p) { p.weight.group_size = -2; }, Status::kUnsupported, {"group_size", "-2", "32, 64"}},
-      {[](auto& p) { p.weight.group_size = -128; }, Status::kUnsupported, {"group_size", "-128", "32, 64"}},
-      {[](auto& p) { p.weight.scale_type = DataType::kNone; }, Status::kInvalid, {"scale_type", "float"}},
-      {[](auto& p) { p.weight.scale_type = DataType::kInt8; }, Status::kInvalid, {"scale_type", "float"}},
+      {[](auto& p) { p.m = kMaxM + 1; },
+       Status::kInvalid,
+       {"m is 16777217", std::to_string(kMaxM)}},
+      {[](auto& p) { p.weight.group_size = 0; },
+       Status::kUnsupported,
+       {"group_size", "0", "32, 64", "128", "-1"}},
+      {[](auto& p) { p.weight.group_size = 16; },
+       Status::kUnsupported,
+       {"group_size", "16", "32, 64"}},
+      {[](auto& p) { p.weight.group_size = 96; },
+       Status::kUnsupported,
+       {"group_size", "96", "32, 64"}},
+      {[](auto& p) { p.weight.group_size = -2; },
+       Status::kUnsupported,
+       {"group_size", "-2", "32, 64"}},
+      {[](auto& p) { p.weight.group_size = -128; },
+       Status::kUnsupported,
+       {"group_size", "-128", "32, 64"}},
+      {[](auto& p) { p.weight.scale_type = DataType::kNone; },
+       Status::kInvalid,
+       {"scale_type", "float"}},
+      {[](auto& p) { p.weight.scale_type = DataType::kInt8; },
+       Status::kInvalid,
+       {"scale_type", "float"}},
       {[](auto& p) { p.weight.offsets = &some_byte; }, Status::kInvalid, {"offset_type", "float"}},
       {[zeros](auto& p) {
          p.weight.zeros = zeros;
@@ -94,15 +113,21 @@ TEST(Dispatch, SaysWhichFieldIsUnsupportedAndWhatIsSupported) {
        },
        Status::kInvalid,
        {"zeros and offsets", "at most one"}},
-      {[](auto& p) { p = already_quantized(p, 64); }, Status::kUnsupported, {"block is 64", "groups of 128", "128 or -1"}},
+      {[](auto& p) { p = already_quantized(p, 64); },
+       Status::kUnsupported,
+       {"block is 64", "groups of 128", "128 or -1"}},
       {[](auto& p) {
          p.weight.group_size = 32;
          p = already_quantized(p, 128);
        },
        Status::kUnsupported,
        {"block is 128", "groups of 32", "32 or -1"}},
-      {[](auto& p) { p.x_type = DataType::kNone; }, Status::kUnsupported, {"x has a type", "fp16, bf16 or fp32"}},
-      {[](auto& p) { p.x_type = DataType::kInt8; }, Status::kUnsupported, {"x has a type", "fp16, bf16 or fp32"}},
+      {[](auto& p) { p.x_type = DataType::kNone; },
+       Status::kUnsupported,
+       {"x has a type", "fp16, bf16 or fp32"}},
+      {[](auto& p) { p.x_type = DataType::kInt8; },
+       Status::kUnsupported,
+       {"x has a type", "fp16, bf16 or fp32"}},
       {[](auto& p) { p.x_type = DataType::kFloat32; },
        Status::kUnsupported,
        {"x is float32", "act_quant=\"none\"", "float16 or bfloat16", "\"token\" or \"block\""}},
@@ -112,47 +137,73 @@ TEST(Dispatch, SaysWhichFieldIsUnsupportedAndWhatIsSupported) {
        },
        Status::kUnsupported,
        {"code book", "int8", "fp16 or bf16"}},
-      {[](auto& p) { p.out_type = DataType::kNone; }, Status::kUnsupported, {"out_dtype", "float16, bfloat16 or float32"}},
-      {[](auto& p) { p.out_type = DataType::kInt8; }, Status::kUnsupported, {"out_dtype", "float16, bfloat16 or float32"}},
-      {[](auto& p) { p.activation = Activation(77); }, Status::kInvalid, {"activation is 77", "relu6", "clamp"}},
+      {[](auto& p) { p.out_type = DataType::kNone; },
+       Status::kUnsupported,
+       {"out_dtype", "float16, bfloat16 or float32"}},
+      {[](auto& p) { p.out_type = DataType::kInt8; },
+       Status::kUnsupported,
+       {"out_dtype", "float16, bfloat16 or float32"}},
+      {[](auto& p) { p.activation = Activation(77); },
+       Status::kInvalid,
+       {"activation is 77", "relu6", "clamp"}},
       {[](auto& p) { p.activation = Activation::kClamp, p.clamp_low = 2, p.clamp_high = 1; },
        Status::kInvalid,
        {"clamp_low is 2", "clamp_high 1"}},
-      {[](auto& p) { p.act_quant = ActQuant(9); }, Status::kInvalid, {"act_quant is 9", "none, token and block"}},
+      {[](auto& p) { p.act_quant = ActQuant(9); },
+       Status::kInvalid,
+       {"act_quant is 9", "none, token and block"}},
       {[](auto& p) { p.x_stride = 0; }, Status::kInvalid, {"x_stride is 0", "576"}},
       {[](auto& p) { p.x_stride = 575; }, Status::kInvalid, {"x_stride is 575", "576"}},
       {[](auto& p) { p.x_stride = -576; }, Status::kInvalid, {"x_stride is -576", "576"}},
-      {[](auto& p) { p.residual = &some_byte, p.residual_type = DataType::kFloat16, p.residual_stride = 191; },
+      {[](auto& p) {
+         p.residual = &some_byte, p.residual_type = DataType::kFloat16, p.residual_stride = 191;
+       },
        Status::kInvalid,
        {"residual_stride is 191", "192"}},
       {[](auto& p) { p.x = nullptr; }, Status::kInvalid, {"x is a null pointer"}},
-      {[](auto& p) { p.x = &some_byte + 1; }, Status::kInvalid, {"x starts at", "no multiple of 2 bytes"}},
+      {[](auto& p) { p.x = &some_byte + 1; },
+       Status::kInvalid,
+       {"x starts at", "no multiple of 2 bytes"}},
       {[](auto& p) { p.bias = &some_byte + 2, p.bias_type = DataType::kFloat32; },
        Status::kInvalid,
        {"bias starts at", "4 bytes"}},
-      {[](auto& p) { p.residual = &some_byte + 1, p.residual_type = DataType::kFloat16, p.residual_stride = 192; },
+      {[](auto& p) {
+         p.residual = &some_byte + 1, p.residual_type = DataType::kFloat16, p.residual_stride = 192;
+       },
        Status::kInvalid,
        {"residual starts at", "2 bytes"}},
       {[](auto& p) { p.weight.codes = nullptr; }, Status::kInvalid, {"codes is a null pointer"}},
       {[](auto& p) { p.weight.codes += 8; }, Status::kInvalid, {"codes starts at", "16 bytes"}},
       {[](auto& p) { p.weight.scales = nullptr; }, Status::kInvalid, {"scales is a null pointer"}},
-      {[](auto& p) { p.weight.scales = &some_byte + 8; }, Status::kInvalid, {"scales starts at", "16 bytes"}},
-      {[zeros](auto& p) { p.weight.zeros = zeros + 8; }, Status::kInvalid, {"zeros starts at", "16 bytes"}},
-      {[](auto& p) { p.weight.offsets = &some_byte + 4, p.weight.offset_type = DataType::kFloat16; },
+      {[](auto& p) { p.weight.scales = &some_byte + 8; },
+       Status::kInvalid,
+       {"scales starts at", "16 bytes"}},
+      {[zeros](auto& p) { p.weight.zeros = zeros + 8; },
+       Status::kInvalid,
+       {"zeros starts at", "16 bytes"}},
+      {[](auto& p) {
+         p.weight.offsets = &some_byte + 4, p.weight.offset_type = DataType::kFloat16;
+       },
        Status::kInvalid,
        {"offsets starts at", "16 bytes"}},
       {[](auto& p) { p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte + 4); },
        Status::kInvalid,
        {"perm starts at", "16 bytes"}},
-      {[](auto& p) { p.weight.book = some_book + 1; }, Status::kInvalid, {"book starts at", "16 bytes"}},
-      {[](auto& p) { p.weight.sums = &some_byte + 1; }, Status::kInvalid, {"sums starts at", "16 bytes"}},
+      {[](auto& p) { p.weight.book = some_book + 1; },
+       Status::kInvalid,
+       {"book starts at", "16 bytes"}},
+      {[](auto& p) { p.weight.sums = &some_byte + 1; },
+       Status::kInvalid,
+       {"sums starts at", "16 bytes"}},
       {[](auto& p) { p = already_quantized(p, -1), p.quantized.codes += 1; },
        Status::kInvalid,
        {"the activations' codes starts at", "16 bytes"}},
       {[](auto& p) { p = already_quantized(p, -1), p.quantized.scales = nullptr; },
        Status::kInvalid,
        {"the activations' scales is a null pointer"}},
-      {[zeros](auto& p) { p = already_quantized(p, -1), p.quantized.zeros = const_cast<int8_t*>(zeros) + 1; },
+      {[zeros](auto& p) {
+         p = already_quantized(p, -1), p.quantized.zeros = const_cast<int8_t*>(zeros) + 1;
+       },
        Status::kInvalid,
        {"the activations' zeros starts at", "16 bytes"}},
   };
@@ -162,7 +213,8 @@ TEST(Dispatch, SaysWhichFieldIsUnsupportedAndWhatIsSupported) {
     Plan chosen;
     Status const status = plan(p, kHopper, &chosen);
     EXPECT_EQ(status.code, wrong.code) << status.text;
-    for (std::string const& word : wrong.words) EXPECT_NE(status.text.find(word), std::string::npos) << status.text;
+    for (std::string const& word : wrong.words)
+      EXPECT_NE(status.text.find(word), std::string::npos) << status.text;
     EXPECT_EQ(chosen.kernel, nullptr);
   }
 }
@@ -173,19 +225,25 @@ TEST(Dispatch, SaysWhatForbidsEachKernelWhereNoneIsLeft) {
     std::vector<std::string> words;
   };
   for (Case const& c :
-       {Case{{75, 68, 232448}, {"architecture 75 (wgmma_gemm_a8,", "mma_gemm_a16", "sm_80 and later"}},
-        Case{{80, 108, 65536}, {"65536 bytes of shared memory (", "mma_gemm_a16", "architecture 80 (wgmma_gemm_a8,"}}}) {
+       {Case{{75, 68, 232448},
+             {"architecture 75 (wgmma_gemm_a8,", "mma_gemm_a16", "sm_80 and later"}},
+        Case{{80, 108, 65536},
+             {"65536 bytes of shared memory (", "mma_gemm_a16",
+              "architecture 80 (wgmma_gemm_a8,"}}}) {
     Plan chosen;
     Status const status = plan(problem(50, 192, 576), c.device, &chosen);
     EXPECT_EQ(status.code, Status::kUnsupported);
-    for (std::string const& word : c.words) EXPECT_NE(status.text.find(word), std::string::npos) << status.text;
-    EXPECT_NE(status.text.find("50 rows of x (wgmma_decode, wgmma_decode_fold16, decode_gemm,"), std::string::npos)
+    for (std::string const& word : c.words)
+      EXPECT_NE(status.text.find(word), std::string::npos) << status.text;
+    EXPECT_NE(status.text.find("50 rows of x (wgmma_decode, wgmma_decode_fold16, decode_gemm,"),
+              std::string::npos)
         << status.text;
   }
 }
 
 TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
-  auto const forbids = [](char const* kernel, std::string const& field, std::function<void(GemmProblem&)> const& change,
+  auto const forbids = [](char const* kernel, std::string const& field,
+                          std::function<void(GemmProblem&)> const& change,
                           Device const& device = kHopper) {
     GemmProblem p = problem(8, 4096, 4096);
     change(p);
@@ -194,16 +252,23 @@ TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
   auto const nothing = [](GemmProblem&) {};
   auto const int8 = [](GemmProblem& p) { p.act_quant = ActQuant::kBlock; };
   auto const fp32 = [](GemmProblem& p) { p.x_type = DataType::kFloat32; };
-  auto const offsets = [](GemmProblem& p) { p.weight.offsets = &some_byte, p.weight.offset_type = DataType::kFloat16; };
+  auto const offsets = [](GemmProblem& p) {
+    p.weight.offsets = &some_byte, p.weight.offset_type = DataType::kFloat16;
+  };
   auto const book = [](GemmProblem& p) { p.weight.book = some_book; };
   auto const e4m3 = [](GemmProblem& p) { p.weight.bits = 8, p.weight.e4m3 = true; };
-  auto const perm = [](GemmProblem& p) { p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte); };
-  auto const zeros8 = [](GemmProblem& p) {
-    p.weight.bits = 8, p.act_quant = ActQuant::kBlock, p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
+  auto const perm = [](GemmProblem& p) {
+    p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte);
   };
-  for (char const* kernel : {"wgmma_decode", "decode_gemm", "wgmma_gemm_a16", "wgmma_fold16", "mma_gemm_a16"}) {
+  auto const zeros8 = [](GemmProblem& p) {
+    p.weight.bits = 8, p.act_quant = ActQuant::kBlock,
+    p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
+  };
+  for (char const* kernel :
+       {"wgmma_decode", "decode_gemm", "wgmma_gemm_a16", "wgmma_fold16", "mma_gemm_a16"}) {
     forbids(kernel, "", nothing);
-    forbids(kernel, std::string(kernel) == "mma_gemm_a16" ? "" : "architecture 80", nothing, kDevices[0]);
+    forbids(kernel, std::string(kernel) == "mma_gemm_a16" ? "" : "architecture 80", nothing,
+            kDevices[0]);
   }
   for (char const* kernel : {"wgmma_gemm_a8", "mma_gemm_a8"}) {
     forbids(kernel, "16-bit x", nothing);
@@ -223,18 +288,23 @@ TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
   forbids("wgmma_gemm_a16", "offsets", offsets);
   forbids("wgmma_decode", "offsets", offsets);
   forbids("wgmma_gemm_a16", "a code book", book);
-  for (char const* kernel : {"wgmma_gemm_a16", "wgmma_decode", "decode_gemm"}) forbids(kernel, "e4m3 codes", e4m3);
-  for (char const* kernel : {"wgmma_fold16", "wgmma_decode_fold16", "mma_gemm_a16"}) forbids(kernel, "", e4m3);
+  for (char const* kernel : {"wgmma_gemm_a16", "wgmma_decode", "decode_gemm"})
+    forbids(kernel, "e4m3 codes", e4m3);
+  for (char const* kernel : {"wgmma_fold16", "wgmma_decode_fold16", "mma_gemm_a16"})
+    forbids(kernel, "", e4m3);
   forbids("book_gemm_a16", "a weight without a code book", [](GemmProblem& p) { p.m = 8; });
   forbids("wgmma_gemm_a8", "8-bit zero points", zeros8);
   forbids("wgmma_decode", "8-bit zero points", zeros8);
   forbids("wgmma_decode", "act order", perm);
-  forbids("wgmma_decode", "rows of x that do not start on 16 bytes", [](GemmProblem& p) { p.x_stride = 4097; });
-  forbids("wgmma_decode", "scales that are not of x's type", [](GemmProblem& p) { p.x_type = DataType::kBFloat16; });
+  forbids("wgmma_decode", "rows of x that do not start on 16 bytes",
+          [](GemmProblem& p) { p.x_stride = 4097; });
+  forbids("wgmma_decode", "scales that are not of x's type",
+          [](GemmProblem& p) { p.x_type = DataType::kBFloat16; });
   forbids("wgmma_decode", "17 rows of x", [](GemmProblem& p) { p.m = 17; });
   forbids("decode_gemm", "batch_invariant", [](GemmProblem& p) { p.batch_invariant = true; });
   forbids("wgmma_fold16", "exact", [](GemmProblem& p) { p.exact = true; });
-  forbids("wgmma_fold16", "a result that is not of x's 16-bit type", [](GemmProblem& p) { p.out_type = DataType::kFloat32; });
+  forbids("wgmma_fold16", "a result that is not of x's 16-bit type",
+          [](GemmProblem& p) { p.out_type = DataType::kFloat32; });
   EXPECT_EQ(find_kernel("no_kernel"), nullptr);
 }
 
@@ -287,13 +357,18 @@ TEST(Checks, ALaunchHasItsMemory) {
   Plan chosen;
   chosen.workspace = 512;
   EXPECT_TRUE(check_launch(p, chosen, {&some_byte, 512}).ok());
-  EXPECT_NE(check_launch(p, chosen, {&some_byte, 511}).text.find("the workspace has 511 bytes"), std::string::npos);
-  EXPECT_NE(check_launch(p, chosen, {nullptr, 512}).text.find("the workspace is a null pointer"), std::string::npos);
-  EXPECT_NE(check_launch(p, chosen, {&some_byte + 16, 512}).text.find("the workspace starts at"), std::string::npos);
+  EXPECT_NE(check_launch(p, chosen, {&some_byte, 511}).text.find("the workspace has 511 bytes"),
+            std::string::npos);
+  EXPECT_NE(check_launch(p, chosen, {nullptr, 512}).text.find("the workspace is a null pointer"),
+            std::string::npos);
+  EXPECT_NE(check_launch(p, chosen, {&some_byte + 16, 512}).text.find("the workspace starts at"),
+            std::string::npos);
   p.out = &some_byte + 2;
-  EXPECT_NE(check_launch(p, chosen, {&some_byte, 512}).text.find("out starts at"), std::string::npos);
+  EXPECT_NE(check_launch(p, chosen, {&some_byte, 512}).text.find("out starts at"),
+            std::string::npos);
   p.out = nullptr;
-  EXPECT_NE(check_launch(p, chosen, {&some_byte, 512}).text.find("out is a null pointer"), std::string::npos);
+  EXPECT_NE(check_launch(p, chosen, {&some_byte, 512}).text.find("out is a null pointer"),
+            std::string::npos);
 }
 
 // The operators beside the product: a field that is missing, misaligned or too short is named.
@@ -305,7 +380,8 @@ TEST(Checks, NameThePointerOfEveryOperator) {
   auto* const codes = reinterpret_cast<int8_t*>(&some_byte);
   auto* const words = reinterpret_cast<uint32_t*>(&some_byte);
 
-  QuantizeProblem const quantizes{codes, DataType::kFloat16, 576, 17, 576, nullptr, {codes, some_book, nullptr, 128, 32}};
+  QuantizeProblem const quantizes{
+      codes, DataType::kFloat16, 576, 17, 576, nullptr, {codes, some_book, nullptr, 128, 32}};
   ASSERT_TRUE(check_quantize(quantizes).ok());
   QuantizeProblem q = quantizes;
   q.x = nullptr;
@@ -314,7 +390,8 @@ TEST(Checks, NameThePointerOfEveryOperator) {
   names(check_quantize(q), "x_stride is 0");
   q = quantizes, q.up = codes, q.up_stride = 575;
   names(check_quantize(q), "up_stride is 575");
-  q = quantizes, q.norm_weight = q.residual = q.sum = codes, q.norm_eps = 1e-6f, q.residual_stride = 1;
+  q = quantizes, q.norm_weight = q.residual = q.sum = codes, q.norm_eps = 1e-6f,
+  q.residual_stride = 1;
   names(check_quantize(q), "residual_stride is 1");
   q = quantizes, q.out.codes = nullptr;
   names(check_quantize(q), "out.codes is a null pointer");
@@ -331,7 +408,8 @@ TEST(Checks, NameThePointerOfEveryOperator) {
   names(check_pack(packs), "packed starts at");
 
   FlatProblem flat;
-  flat.count = 64, flat.floats = flat.packed = &some_byte, flat.absmax = some_book, flat.cuts = some_book;
+  flat.count = 64, flat.floats = flat.packed = &some_byte, flat.absmax = some_book,
+  flat.cuts = some_book;
   names(check_flat(flat, true), "codes is a null pointer");
   flat.codes = &some_byte;
   EXPECT_TRUE(check_flat(flat, true).ok());
@@ -363,7 +441,8 @@ TEST(Checks, NameTheFieldOfAConvolution) {
     return plan_conv_int8(p, kHopper, &chosen).text;
   };
   EXPECT_EQ(text([](auto&) {}), "");
-  for (auto const& [change, words] : std::vector<std::pair<std::function<void(ConvProblem&)>, std::string>>{
+  for (auto const& [change, words] :
+       std::vector<std::pair<std::function<void(ConvProblem&)>, std::string>>{
            {[](auto& p) { p.activation = Activation(77); }, "activation is 77"},
            {[](auto& p) { p.activation = Activation::kGelu; }, "activation is gelu or silu"},
            {[](auto& p) { p.activation = Activation::kClamp, p.clamp_low = 1; }, "clamp_low is 1"},
@@ -374,7 +453,8 @@ TEST(Checks, NameTheFieldOfAConvolution) {
            {[](auto& p) { p.weight.scales = nullptr; }, "the weight's scales is a null pointer"},
            {[](auto& p) { p.x_zero_point = 3; }, "the weight's sums is a null pointer"},
            {[](auto& p) { p.bias = &some_byte + 1, p.bias_int32 = true; }, "bias starts at"},
-           {[](auto& p) { p.weight.cut_sums = reinterpret_cast<int32_t*>(&some_byte + 4); }, "the weight's cut sums starts at"},
+           {[](auto& p) { p.weight.cut_sums = reinterpret_cast<int32_t*>(&some_byte + 4); },
+            "the weight's cut sums starts at"},
            {[](auto& p) {
               p.weight.cut_sums = reinterpret_cast<int32_t*>(&some_byte);
               p.weight.height = p.weight.width = 9, p.padding[0] = p.padding[1] = 4;
@@ -421,8 +501,9 @@ TEST(Checks, DequantizesRowsFromAWholePanelOn) {
 TEST(WithoutCuda, EveryOperatorSaysSo) {
   Device device;
   for (Status const& status :
-       {current_device(&device), mixed_gemm(problem(5, 192, 576), {}, nullptr), quantize_activations({}, nullptr),
-        weight_colsum({}, nullptr, nullptr), dequantize({}, nullptr), route({}, {}, nullptr), mixed_moe({}, {}, {}, nullptr)}) {
+       {current_device(&device), mixed_gemm(problem(5, 192, 576), {}, nullptr),
+        quantize_activations({}, nullptr), weight_colsum({}, nullptr, nullptr),
+        dequantize({}, nullptr), route({}, {}, nullptr), mixed_moe({}, {}, {}, nullptr)}) {
     EXPECT_EQ(status.code, Status::kUnsupported);
     EXPECT_NE(status.text.find("no CUDA kernels"), std::string::npos) << status.text;
   }

@@ -1,4 +1,5 @@
-// Where operands are rounded to 16 bits, and where zero points are compensated for many blocks at once. Needs no GPU.
+// Where operands are rounded to 16 bits, and where zero points are compensated for many blocks at
+// once. Needs no GPU.
 
 #include <gtest/gtest.h>
 
@@ -14,8 +15,8 @@
 namespace cutlass_ops {
 namespace {
 
-// Weights, and values of int8 activations, are rounded to 16 bits only where no kernel of exact products is as fast, the result
-// has the type of x, and exact=True is not set.
+// Weights, and values of int8 activations, are rounded to 16 bits only where no kernel of exact
+// products is as fast, the result has the type of x, and exact=True is not set.
 TEST(Dispatch, RoundsOperandsOnlyWhereItMay) {
   auto const choice = [](GemmProblem const& p) {
     Plan chosen;
@@ -59,8 +60,9 @@ TEST(Dispatch, RoundsOperandsOnlyWhereItMay) {
   rounds(p, "mma_gemm_a8");
 }
 
-// Zero points of activations are corrected for many blocks at once where the result is rounded to 16 bits, whether the weight
-// has its column sums or not: they are made if not, and nothing else differs.
+// Zero points of activations are corrected for many blocks at once where the result is
+// rounded to 16 bits, whether the weight has its column sums or not: they are made if not,
+// and nothing else differs.
 TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
   auto const compensates = [](GemmProblem const& p) {
     Plan chosen;
@@ -71,7 +73,8 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
   };
   for (int bits : {4, 8})
     for (int group_size : {-1, 128, 512}) {
-      GemmProblem base = quantized_on_the_way(problem(1024, 28672, 4096, bits, group_size), ActQuant::kBlock, false);
+      GemmProblem base = quantized_on_the_way(problem(1024, 28672, 4096, bits, group_size),
+                                              ActQuant::kBlock, false);
       EXPECT_TRUE(compensates(base));
       GemmProblem summed = base;
       summed.weight.sums = &some_byte;
@@ -81,14 +84,17 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
         Plan const makes = planned(base), reads = planned(summed);
         EXPECT_EQ(makes.layout.sums, makes.compensates);
         EXPECT_FALSE(reads.layout.sums);
-        EXPECT_EQ(std::make_tuple(makes.spec, makes.block_m, makes.block_n, makes.grid_x, makes.slices, makes.tail_tiles,
-                                  makes.compensates),
-                  std::make_tuple(reads.spec, reads.block_m, reads.block_n, reads.grid_x, reads.slices, reads.tail_tiles,
-                                  reads.compensates));
-        size_t const bytes = makes.compensates ? size_t(colsum_bytes(base.weight) + 255) / 256 * 256 : 0;
+        EXPECT_EQ(std::make_tuple(makes.spec, makes.block_m, makes.block_n, makes.grid_x,
+                                  makes.slices, makes.tail_tiles, makes.compensates),
+                  std::make_tuple(reads.spec, reads.block_m, reads.block_n, reads.grid_x,
+                                  reads.slices, reads.tail_tiles, reads.compensates));
+        size_t const bytes =
+            makes.compensates ? size_t(colsum_bytes(base.weight) + 255) / 256 * 256 : 0;
         EXPECT_EQ(makes.workspace, reads.workspace + bytes);
         std::vector<std::string> expected = names(reads);
-        if (makes.compensates) expected.insert(std::find(expected.begin(), expected.end(), makes.kernel), "weight_colsum");
+        if (makes.compensates)
+          expected.insert(std::find(expected.begin(), expected.end(), makes.kernel),
+                          "weight_colsum");
         EXPECT_EQ(names(makes), expected);
       }
       base.act_quant = ActQuant::kBlock;
@@ -104,13 +110,18 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
             Change{"bf16", [](GemmProblem& p) { p.out_type = DataType::kBFloat16; }, true},
             Change{"batch_invariant", [](GemmProblem& p) { p.batch_invariant = true; }, false},
             Change{"sm_89", [](GemmProblem& p) { p.architecture = 89; }, false},
-            Change{"offsets", [](GemmProblem& p) { p.weight.offsets = &some_byte, p.weight.offset_type = DataType::kFloat16; },
+            Change{"offsets",
+                   [](GemmProblem& p) {
+                     p.weight.offsets = &some_byte, p.weight.offset_type = DataType::kFloat16;
+                   },
                    false}}) {
         GemmProblem changed = base;
         change.make(changed);
-        EXPECT_EQ(compensates(changed), change.compensated) << bits << " bits, groups of " << group_size << ": " << change.name;
+        EXPECT_EQ(compensates(changed), change.compensated)
+            << bits << " bits, groups of " << group_size << ": " << change.name;
       }
-      // One zero point a token is corrected without zero values, and from int32 sums over all of K taken exactly.
+      // One zero point a token is corrected without zero values, and from int32 sums over all of
+      // K taken exactly.
       GemmProblem token = base;
       token.act_quant = ActQuant::kToken;
       Plan const chosen = planned(token);
@@ -124,25 +135,29 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
     }
 }
 
-// Zero points of weights are compensated in the same way, where x is symmetric and has a scale a block, by terms that are of no
-// other use. Otherwise those of 4 bits are taken from the codes, and those of 8 are wgmma_fold16's or a portable kernel's.
+// Zero points of weights are compensated in the same way, where x is symmetric and has a scale a
+// block, by terms that are of no other use. Otherwise those of 4 bits are taken from the codes, and
+// those of 8 are wgmma_fold16's or a portable kernel's.
 TEST(Dispatch, CompensatesZeroPointsOfWeights) {
   for (int group_size : {-1, 128, 512}) {
-    GemmProblem base = quantized_on_the_way(problem(1024, 28672, 4096, 8, group_size), ActQuant::kBlock, true);
+    GemmProblem base =
+        quantized_on_the_way(problem(1024, 28672, 4096, 8, group_size), ActQuant::kBlock, true);
     base.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte), base.weight.sums = &some_byte;
     Plan const chosen = planned(base);
     EXPECT_STREQ(chosen.kernel, "wgmma_gemm_a8");
-    EXPECT_TRUE(chosen.compensates && chosen.layout.compensates && chosen.layout.sums && !chosen.rounds);
+    EXPECT_TRUE(chosen.compensates && chosen.layout.compensates && chosen.layout.sums &&
+                !chosen.rounds);
     struct Change {
       void (*make)(GemmProblem&);
       char const* kernel;
     };
-    for (Change const& change : {Change{[](GemmProblem& p) { p.m = 64; }, "wgmma_fold16"},
-                                 Change{[](GemmProblem& p) { p.act_symmetric = false; }, "wgmma_fold16"},
-                                 Change{[](GemmProblem& p) { p.act_quant = ActQuant::kToken; }, "wgmma_fold16"},
-                                 Change{[](GemmProblem& p) { p.out_type = DataType::kFloat32; }, "mma_gemm_a8"},
-                                 Change{[](GemmProblem& p) { p.exact = true; }, "mma_gemm_a8"},
-                                 Change{[](GemmProblem& p) { p.batch_invariant = true; }, "wgmma_fold16"}}) {
+    for (Change const& change :
+         {Change{[](GemmProblem& p) { p.m = 64; }, "wgmma_fold16"},
+          Change{[](GemmProblem& p) { p.act_symmetric = false; }, "wgmma_fold16"},
+          Change{[](GemmProblem& p) { p.act_quant = ActQuant::kToken; }, "wgmma_fold16"},
+          Change{[](GemmProblem& p) { p.out_type = DataType::kFloat32; }, "mma_gemm_a8"},
+          Change{[](GemmProblem& p) { p.exact = true; }, "mma_gemm_a8"},
+          Change{[](GemmProblem& p) { p.batch_invariant = true; }, "wgmma_fold16"}}) {
       GemmProblem changed = base;
       change.make(changed);
       Plan const other = planned(changed);
@@ -168,7 +183,8 @@ TEST(Checks, SumsOfCodesAreForWeightsWhoseProductsTakeThem) {
           PackedWeight w = problem(1, 200, 576, bits, group_size).weight;
           if (zeros) w.zeros = reinterpret_cast<int8_t*>(&some_byte);
           if (offsets) w.offsets = &some_byte, w.offset_type = DataType::kFloat16;
-          bool const fits = !offsets && !(zeros && bits == 8) && group_size != 32 && group_size != 64;
+          bool const fits =
+              !offsets && !(zeros && bits == 8) && group_size != 32 && group_size != 64;
           EXPECT_EQ(check_sums(w, &some_byte).ok(), fits)
               << bits << " bits, groups of " << group_size << ", " << zeros << offsets;
         }
@@ -190,8 +206,8 @@ TEST(Workspace, HasZeroValuesForCorrections) {
       EXPECT_EQ(layout.zero_values % 256, 0u);
       EXPECT_EQ(layout.zero_scales % 256, 0u);
       EXPECT_GE(layout.zero_scales, layout.zero_values + 129 * rows * 128);
-      // The column sums: 4 row panels of windows of 16 tiles of K, each as large as the codes of a tile, 256 scales in fp16,
-      // and as many floats.
+      // The column sums: 4 row panels of windows of 16 tiles of K, each as large as the codes of a
+      // tile, 256 scales in fp16, and as many floats.
       size_t const windows = (k + 2047) / 2048;
       EXPECT_TRUE(layout.sums);
       EXPECT_EQ(layout.colsums % 256, 0u);

@@ -39,7 +39,8 @@ std::vector<uint32_t> chunk_of_digits(int bits, int digit) {
 }
 
 // The words that a lane of the warp of `block` feeds to the fragment at column k of the chunk.
-uint32_t const* lane_words(std::vector<uint32_t> const& chunk, int bits, int block, int lane, int k) {
+uint32_t const* lane_words(std::vector<uint32_t> const& chunk, int bits, int block, int lane,
+                           int k) {
   int const k_per_unit = bits == 4 ? 64 : 32;
   int const unit = block * (kKPerTile / k_per_unit) + k / k_per_unit;
   int const word = k % k_per_unit / 16 * (bits / 4);  // one word for 16 k at 4 bits, two at 8
@@ -52,7 +53,8 @@ int element(decode::Int4Half, uint32_t const* words, int v) {
   decode::Int4Half::bits(words, r);
   decode::RowConstants const zero = decode::Int4Half::zero_constants(0, 0);
   double const operand = emulate::half(r[v / 2], v % 2);
-  return int(v / 2 % 2 == 0 ? operand - emulate::half(zero.g, 0) : operand / 16 + emulate::half(zero.g8, 0));
+  return int(v / 2 % 2 == 0 ? operand - emulate::half(zero.g, 0)
+                            : operand / 16 + emulate::half(zero.g8, 0));
 }
 
 int element(decode::Int4Bfloat16, uint32_t const* words, int v) {
@@ -105,7 +107,8 @@ int column_at(int position, bool int8) {
 
 template <int bits, class Decoder, class Instruction>
 void check_fragments() {
-  using ALayout = typename cute::MMA_Traits<Instruction>::ALayout;  // (thread, value) -> m + k * rows
+  // (thread, value) -> m + k * rows
+  using ALayout = typename cute::MMA_Traits<Instruction>::ALayout;
   constexpr int kThreads = cute::size<0>(ALayout{}), kValues = cute::size<1>(ALayout{});
   constexpr int kRows = kThreads / 2;    // 16 for a warp, 64 for a warpgroup
   constexpr int kK = 32 * kValues / 16;  // 16 or 32
@@ -128,7 +131,8 @@ void check_fragments() {
           int const place = ALayout{}(thread, v);
           int const row = first_row + place % kRows;
           int const column = k + column_at(place / kRows, kK == 32);
-          ASSERT_EQ(index / kKPerTile, row) << "thread " << thread << ", value " << v << ", k " << k;
+          ASSERT_EQ(index / kKPerTile, row)
+              << "thread " << thread << ", value " << v << ", k " << k;
           ASSERT_EQ(index % kKPerTile, column) << "thread " << thread << ", value " << v;
         }
       }

@@ -16,7 +16,8 @@ alignas(256) uint8_t some_bytes[32];  // what non-null pointers point to; nothin
 Device const kHopper = {90, 132, 232448};
 
 // A convolution of a batch of images of size x size pixels by 3 x 3 taps, with padding.
-GemmProblem convolution(int batch, int size, int channels, int n, int bits, ActQuant act_quant, int group_size = 128) {
+GemmProblem convolution(int batch, int size, int channels, int n, int bits, ActQuant act_quant,
+                        int group_size = 128) {
   GemmProblem p;
   p.image.batch = batch, p.image.channels = channels;
   for (int axis = 0; axis < 3; ++axis) {
@@ -25,7 +26,8 @@ GemmProblem convolution(int batch, int size, int channels, int n, int bits, ActQ
     p.image.stride[axis] = p.image.dilation[axis] = 1, p.image.padding[axis] = deep ? 0 : 1;
   }
   p.m = batch * size * size;
-  p.weight.n = n, p.weight.k = 9 * int(padded_k(channels)), p.weight.bits = bits, p.weight.group_size = group_size;
+  p.weight.n = n, p.weight.k = 9 * int(padded_k(channels)), p.weight.bits = bits,
+  p.weight.group_size = group_size;
   p.weight.codes = some_bytes, p.weight.scales = some_bytes;
   p.x = some_bytes, p.x_stride = channels, p.act_quant = act_quant;
   p.out = some_bytes;
@@ -42,7 +44,8 @@ Plan planned(GemmProblem const& p) {
 TEST(ImagePlans, OfFewOutputChannelsPutTheCtasOfAClusterAlongM) {
   std::set<std::tuple<std::string, int, int, int>> used, offered;
   for (int bits : {4, 8})
-    for (ActQuant act_quant : {ActQuant::kNone, ActQuant::kToken, ActQuant::kBlock, ActQuant::kTensor})
+    for (ActQuant act_quant :
+         {ActQuant::kNone, ActQuant::kToken, ActQuant::kBlock, ActQuant::kTensor})
       for (int batch : {1, 3, 16, 17, 40, 64})
         for (int size : {7, 14, 28, 33, 56})
           for (int n : {64, 128, 256, 320, 640}) {
@@ -51,7 +54,8 @@ TEST(ImagePlans, OfFewOutputChannelsPutTheCtasOfAClusterAlongM) {
             EXPECT_EQ(chosen.threads, 128 * (chosen.block_n * chosen.ctas_along_m / 128 + 1));
             used.emplace(chosen.kernel, chosen.block_n, chosen.block_m, chosen.ctas_along_m);
             for (Candidate const& c : chosen.spec->candidates(p))
-              if (c.tile.ctas_along_m > 1) offered.emplace(chosen.kernel, c.tile.block_n, c.tile.block_m, c.tile.ctas_along_m);
+              if (c.tile.ctas_along_m > 1)
+                offered.emplace(chosen.kernel, c.tile.block_n, c.tile.block_m, c.tile.ctas_along_m);
             if (n == 128 && p.m > 10000) {
               EXPECT_EQ(chosen.ctas_along_m, 2) << chosen.kernel << " of " << p.m << " pixels";
             }
@@ -60,8 +64,9 @@ TEST(ImagePlans, OfFewOutputChannelsPutTheCtasOfAClusterAlongM) {
             }
           }
   for (auto const& candidate : offered)
-    EXPECT_TRUE(used.count(candidate)) << std::get<0>(candidate) << ", " << std::get<1>(candidate) << " x "
-                                       << std::get<2>(candidate) << ": no problem selects it";
+    EXPECT_TRUE(used.count(candidate))
+        << std::get<0>(candidate) << ", " << std::get<1>(candidate) << " x "
+        << std::get<2>(candidate) << ": no problem selects it";
 }
 
 // 320 of 384 features, and not of 512.

@@ -1,7 +1,9 @@
-// The operators of ops.h on a GPU against a plain fp64 reference. Small sizes, so that compute-sanitizer gets through them.
+// The operators of ops.h on a GPU against a plain fp64 reference. Small sizes, so that
+// compute-sanitizer gets through them.
 //
-// Results and scratch memory start as NaN and lie between guard bytes that nobody may touch. Scratch memory is left as it is
-// where M is a multiple of 16: then all that a kernel reads of it must have been written, and initcheck can see whether it was.
+// Results and scratch memory start as NaN and lie between guard bytes that nobody may touch.
+// Scratch memory is left as it is where M is a multiple of 16: then all that a kernel reads of it
+// must have been written, and initcheck can see whether it was.
 
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
@@ -52,19 +54,22 @@ double activated(double v, Activation activation, float low, float high) {
 TEST_P(Epilogue, AddsBiasActivatesAndAddsTheResidual) {
   DataType const type = GetParam();
   // n = 200: whole 16-byte stores. n = 33: none. Few columns of K: one part; many: several.
-  for (auto const& [n, k, m] :
-       {std::tuple(200, 100, 20), std::tuple(33, 100, 5), std::tuple(200, 700, 5), std::tuple(33, 700, 70)}) {
+  for (auto const& [n, k, m] : {std::tuple(200, 100, 20), std::tuple(33, 100, 5),
+                                std::tuple(200, 700, 5), std::tuple(33, 700, 70)}) {
     Weight const w(n, k, 4, kFormats[0], false);
     DeviceWeight const packed(w);
     Input const input = kInputs[0];
     std::vector<float> const x = random_floats(m, k, input.type);
     std::vector<double> const total = product(w, x, m, input);
     int const residual_stride = n + 3;
-    std::vector<float> const bias = random_floats(1, n, type, 3), residual = random_floats(m, residual_stride, type, 4);
-    DeviceBytes const from(stored(x, input.type)), device_bias(stored(bias, type)), device_residual(stored(residual, type));
-    for (Activation activation :
-         {Activation::kNone, Activation::kRelu, Activation::kRelu6, Activation::kGelu, Activation::kSilu, Activation::kClamp}) {
-      SCOPED_TRACE("activation " + std::to_string(int(activation)) + ", n " + std::to_string(n) + ", k " + std::to_string(k));
+    std::vector<float> const bias = random_floats(1, n, type, 3),
+                             residual = random_floats(m, residual_stride, type, 4);
+    DeviceBytes const from(stored(x, input.type)), device_bias(stored(bias, type)),
+        device_residual(stored(residual, type));
+    for (Activation activation : {Activation::kNone, Activation::kRelu, Activation::kRelu6,
+                                  Activation::kGelu, Activation::kSilu, Activation::kClamp}) {
+      SCOPED_TRACE("activation " + std::to_string(int(activation)) + ", n " + std::to_string(n) +
+                   ", k " + std::to_string(k));
       DeviceBytes const out(size_t(m) * n * size_of(type));
       GemmProblem p = problem(packed.view, from, m, input);
       p.out = out.data<void>();
@@ -79,8 +84,9 @@ TEST_P(Epilogue, AddsBiasActivatesAndAddsTheResidual) {
       std::vector<double> exact(total.size());
       for (int row = 0; row < m; ++row)
         for (int j = 0; j < n; ++j)
-          exact[size_t(row) * n + j] = activated(total[size_t(row) * n + j] + bias[j], activation, -0.5f, 0.75f) +
-                                       residual[size_t(row) * residual_stride + j];
+          exact[size_t(row) * n + j] =
+              activated(total[size_t(row) * n + j] + bias[j], activation, -0.5f, 0.75f) +
+              residual[size_t(row) * residual_stride + j];
       expect_close(loaded(out, type), exact, false, type);
       EXPECT_TRUE(out.guards_are_whole());
       if (HasFatalFailure()) return;
@@ -90,7 +96,9 @@ TEST_P(Epilogue, AddsBiasActivatesAndAddsTheResidual) {
 
 TEST_P(Epilogue, OverflowsToInfinityOrSaturates) {
   DataType const type = GetParam();
-  float const largest = type == DataType::kFloat16 ? 65504.0f : type == DataType::kBFloat16 ? 0x1.fep127f : 0x1.fffffep127f;
+  float const largest = type == DataType::kFloat16    ? 65504.0f
+                        : type == DataType::kBFloat16 ? 0x1.fep127f
+                                                      : 0x1.fffffep127f;
   int const n = 33, m = 5;
   Weight w(n, 16, 4, {Zero::kMiddle, -1, DataType::kFloat32}, true);
   std::fill(w.codes.begin(), w.codes.end(), uint8_t(9));  // ones
@@ -115,20 +123,24 @@ TEST_P(Epilogue, OverflowsToInfinityOrSaturates) {
     std::vector<float> const y = loaded(out, type);
     for (int i = 0; i < m * n; ++i) {
       float const magnitude = saturate ? largest : std::numeric_limits<float>::infinity();
-      float const expected = i / n == 2 ? std::numeric_limits<float>::quiet_NaN() : i % n % 2 ? -magnitude : magnitude;
+      float const expected = i / n == 2  ? std::numeric_limits<float>::quiet_NaN()
+                             : i % n % 2 ? -magnitude
+                                         : magnitude;
       ASSERT_TRUE(same(y[i], expected)) << "element " << i << ": " << y[i] << ", " << expected;
     }
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Kernels, Epilogue, testing::Values(DataType::kFloat16, DataType::kBFloat16, DataType::kFloat32),
-                         [](auto const& info) { return "type_" + std::to_string(int(info.param)); });
+INSTANTIATE_TEST_SUITE_P(
+    Kernels, Epilogue, testing::Values(DataType::kFloat16, DataType::kBFloat16, DataType::kFloat32),
+    [](auto const& info) { return "type_" + std::to_string(int(info.param)); });
 
 // ---- the quantiser
 
 class Quantizer : public Kernels, public testing::WithParamInterface<std::tuple<DataType, bool>> {};
 
-// Rows of random numbers, zeros, constants, subnormals, ties, a NaN, infinities, and ranges that overflow.
+// Rows of random numbers, zeros, constants, subnormals, ties, a NaN, infinities, and
+// ranges that overflow.
 std::vector<float> special_rows(int m, int k, DataType type) {
   std::vector<float> x = random_floats(m, k, type, 5);
   float const largest = type == DataType::kFloat16 ? 65504.0f : 0x1.fep127f;
@@ -189,21 +201,26 @@ TEST_P(Quantizer, WritesTheSpecificationsCodesScalesAndZeroPoints) {
           for (int j = 0; j < k; ++j) perm.push_back(j);
           std::shuffle(perm.begin(), perm.end(), std::mt19937(7));
           for (int row = 0; row < m; ++row)
-            for (int j = 0; j < k; ++j) tiles_per_cluster[size_t(row) * k + j] = x[size_t(row) * k + perm[j]];
+            for (int j = 0; j < k; ++j)
+              tiles_per_cluster[size_t(row) * k + j] = x[size_t(row) * k + perm[j]];
         }
         Quantized const q = quantized(tiles_per_cluster, m, k, block, symmetric);
         DeviceBytes const from(stored(x, type)), device_perm(perm), codes(size_t(m) * k_pad),
             scales(size_t(blocks) * stride * 4), zeros(size_t(blocks) * stride);
-        QuantizeProblem p{from.data<void>(), type, k, m, k, permuted ? device_perm.data<int32_t>() : nullptr, {}};
-        p.out = {codes.data<int8_t>(), scales.data<float>(), symmetric ? nullptr : zeros.data<int8_t>(), block, stride};
+        QuantizeProblem p{
+            from.data<void>(), type, k, m, k, permuted ? device_perm.data<int32_t>() : nullptr, {}};
+        p.out = {codes.data<int8_t>(), scales.data<float>(),
+                 symmetric ? nullptr : zeros.data<int8_t>(), block, stride};
         finish(quantize_activations(p, nullptr));
-        std::vector<int8_t> const got_codes = codes.read<int8_t>(), got_zeros = zeros.read<int8_t>();
+        std::vector<int8_t> const got_codes = codes.read<int8_t>(),
+                                  got_zeros = zeros.read<int8_t>();
         std::vector<float> const got_scales = scales.read<float>();
         for (int row = 0; row < m; ++row) {
           for (int b = 0; b < blocks; ++b) {
             // Blocks that hold no column of x are blocks of zeros.
             bool const real = b < q.blocks;
-            ASSERT_TRUE(same(got_scales[size_t(b) * stride + row], real ? q.scales[row * q.blocks + b] : 1.0f))
+            ASSERT_TRUE(same(got_scales[size_t(b) * stride + row],
+                             real ? q.scales[row * q.blocks + b] : 1.0f))
                 << "row " << row << ", block " << b << ": " << got_scales[size_t(b) * stride + row];
             if (!symmetric) {
               ASSERT_EQ(got_zeros[size_t(b) * stride + row], real ? q.zeros[row * q.blocks + b] : 0)
@@ -212,8 +229,11 @@ TEST_P(Quantizer, WritesTheSpecificationsCodesScalesAndZeroPoints) {
           }
           for (int j = 0; j < k_pad; ++j) {
             int const b = j / (block == -1 ? k_pad : block);
-            int const expected = j < k ? q.codes[size_t(row) * k + j] : b < q.blocks ? q.zeros[row * q.blocks + b] : 0;
-            ASSERT_EQ(got_codes[size_t(row) * k_pad + j / 16 * 16 + activation_position(j)], expected)
+            int const expected = j < k          ? q.codes[size_t(row) * k + j]
+                                 : b < q.blocks ? q.zeros[row * q.blocks + b]
+                                                : 0;
+            ASSERT_EQ(got_codes[size_t(row) * k_pad + j / 16 * 16 + activation_position(j)],
+                      expected)
                 << "row " << row << ", k " << j;
           }
         }
@@ -224,7 +244,8 @@ TEST_P(Quantizer, WritesTheSpecificationsCodesScalesAndZeroPoints) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Kernels, Quantizer,
-                         testing::Combine(testing::Values(DataType::kFloat16, DataType::kBFloat16, DataType::kFloat32),
+                         testing::Combine(testing::Values(DataType::kFloat16, DataType::kBFloat16,
+                                                          DataType::kFloat32),
                                           testing::Bool()),
                          [](auto const& info) {
                            return "type_" + std::to_string(int(std::get<0>(info.param))) +
@@ -248,7 +269,8 @@ TEST_P(Dequantize, GivesEveryValueRoundedOnce) {
         std::vector<float> const y = loaded(out, type);
         for (int row = 0; row < n; ++row)
           for (int j = 0; j < k; ++j)
-            ASSERT_EQ(y[size_t(row) * k + (permuted ? w.perm[j] : j)], rounded(w.rounded_value(row, j), type))
+            ASSERT_EQ(y[size_t(row) * k + (permuted ? w.perm[j] : j)],
+                      rounded(w.rounded_value(row, j), type))
                 << "row " << row << ", k " << j;
         EXPECT_TRUE(out.guards_are_whole());
       }
@@ -256,7 +278,8 @@ TEST_P(Dequantize, GivesEveryValueRoundedOnce) {
 
 INSTANTIATE_TEST_SUITE_P(Kernels, Dequantize,
                          testing::Combine(testing::Values(4, 8),
-                                          testing::Values(DataType::kFloat16, DataType::kBFloat16, DataType::kFloat32)),
+                                          testing::Values(DataType::kFloat16, DataType::kBFloat16,
+                                                          DataType::kFloat32)),
                          [](auto const& info) {
                            return "w" + std::to_string(std::get<0>(info.param)) + "_type_" +
                                   std::to_string(int(std::get<1>(info.param)));
@@ -293,7 +316,8 @@ TEST_F(Kernels, PackAsTheHostDoesAndUnpack) {
 TEST_F(Kernels, UnsupportedProblemsAreRefusedBeforeAnythingIsLaunched) {
   Weight const w(kN, kK, 4, kFormats[0], true);
   DeviceWeight const packed(w);
-  DeviceBytes const x(stored(random_floats(5, kK, DataType::kFloat32), DataType::kFloat32)), out(5 * kN * 4);
+  DeviceBytes const x(stored(random_floats(5, kK, DataType::kFloat32), DataType::kFloat32)),
+      out(5 * kN * 4);
   GemmProblem p = problem(packed.view, x, 5, {"fp32", DataType::kFloat32, ActQuant::kNone, true});
   p.out = out.data<void>();
   Status const status = mixed_gemm(p, {}, nullptr);

@@ -1,4 +1,5 @@
-// How a product is launched: slices of K, grids, stages, and the parts of its scratch memory. Needs no GPU.
+// How a product is launched: slices of K, grids, stages, and the parts of its scratch
+// memory. Needs no GPU.
 
 #include <gtest/gtest.h>
 
@@ -24,9 +25,11 @@ TEST(Splits, SplitTheTailAfterFullWaves) {
   struct Case {
     int m, n, k, tail_tiles, slices;
   };
-  for (Case const& c : {Case{256, 28672, 4096, 26, 2},     // 3 x 66 + 26 tiles, BLOCK_M = 128
-                        Case{64, 4096, 4096, 0, 4},        // 16 tiles: all are split, and splitk_reduce adds
-                        Case{4096, 28672, 4096, 0, 1},     // 40 x 66 + 48 tiles, BLOCK_M = 176: no two clusters for each
+  for (Case const& c : {Case{256, 28672, 4096, 26, 2},  // 3 x 66 + 26 tiles, BLOCK_M = 128
+                        Case{64, 4096, 4096, 0, 4},     // 16 tiles: all are split, and
+                                                        // splitk_reduce adds
+                        Case{4096, 28672, 4096, 0, 1},  // 40 x 66 + 48 tiles, BLOCK_M = 176: no two
+                                                        // clusters for each
                         Case{4224, 11264, 4096, 0, 1}}) {  // 16 x 66 tiles, BLOCK_M = 176
     SCOPED_TRACE(std::to_string(c.m) + " x " + std::to_string(c.n) + " x " + std::to_string(c.k));
     GemmProblem p = already_quantized(problem(c.m, c.n, c.k), 128);
@@ -36,23 +39,28 @@ TEST(Splits, SplitTheTailAfterFullWaves) {
     EXPECT_EQ(chosen.slices, c.slices);
     // For each part but the first a tile's sums, and a mark of each warp's.
     if (c.tail_tiles) {
-      EXPECT_EQ(chosen.workspace, size_t(c.tail_tiles * (c.slices - 1) * (256 * chosen.block_m * 4 + 16 * 8)));
+      EXPECT_EQ(chosen.workspace,
+                size_t(c.tail_tiles * (c.slices - 1) * (256 * chosen.block_m * 4 + 16 * 8)));
     }
     p.batch_invariant = true;
     ASSERT_TRUE(plan(p, kHopper, &chosen).ok());
     EXPECT_EQ(chosen.tail_tiles, 0);
   }
-  // With a 16-bit x and a long K, clusters take the last slices of several tiles where tiles are few.
+  // With a 16-bit x and a long K, clusters take the last slices of several tiles
+  // where tiles are few.
   for (auto const& [m, tail_tiles, slices] :
-       {std::tuple(1024, 28, 3),   // BLOCK_M = 208: two slices each, and 10 clusters with the last slices of three
+       {std::tuple(1024, 28, 3),   // BLOCK_M = 208: two slices each, and 10 clusters with the
+                                   // last slices of three
         std::tuple(512, 0, 1)}) {  // 62 of 128, for four with sixteen: these would take too long
     Plan chosen;
     ASSERT_TRUE(plan(problem(m, 8192, 28672, 8), kHopper, &chosen).ok());
     EXPECT_EQ(chosen.tail_tiles, tail_tiles) << m;
     EXPECT_EQ(chosen.slices, slices) << m;
   }
-  // All tiles where they fill no wave, K is long and x has 16 bits and the weight 8: 32 with BLOCK_M = 128.
-  for (auto const& [bits, k, tail_tiles] : {std::tuple(8, 28672, 32), std::tuple(4, 28672, 0), std::tuple(8, 8192, 0)}) {
+  // All tiles where they fill no wave, K is long and x has 16 bits and the weight 8: 32
+  // with BLOCK_M = 128.
+  for (auto const& [bits, k, tail_tiles] :
+       {std::tuple(8, 28672, 32), std::tuple(4, 28672, 0), std::tuple(8, 8192, 0)}) {
     Plan chosen;
     ASSERT_TRUE(plan(problem(128, 8192, k, bits), kHopper, &chosen).ok());
     EXPECT_EQ(chosen.slices, 2);
@@ -60,13 +68,15 @@ TEST(Splits, SplitTheTailAfterFullWaves) {
   }
 }
 
-// Decoding: K is shared by as many blocks as make the least time, and what fits in no shared memory goes to another kernel.
+// Decoding: K is shared by as many blocks as make the least time, and what fits in no shared memory
+// goes to another kernel.
 TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
   struct Case {
     int m, n, k, cluster;
   };
-  for (Case const& c : {Case{1, 4096, 4096, 2}, Case{1, 28672, 4096, 2}, Case{1, 4096, 512, 1}, Case{1, 1024, 4096, 8},
-                        Case{6, 4096, 28672, 8}, Case{8, 8192, 1 << 20, 0}}) {
+  for (Case const& c :
+       {Case{1, 4096, 4096, 2}, Case{1, 28672, 4096, 2}, Case{1, 4096, 512, 1},
+        Case{1, 1024, 4096, 8}, Case{6, 4096, 28672, 8}, Case{8, 8192, 1 << 20, 0}}) {
     GemmProblem p = problem(c.m, c.n, c.k);
     DecodeShape const shape = decode_shape(p, kHopper);
     EXPECT_EQ(shape.cluster, c.cluster) << c.m << " x " << c.n << " x " << c.k;
@@ -80,7 +90,8 @@ TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
     EXPECT_GE(shape.slice * shape.cluster * kKPerTile, c.k);
     EXPECT_LE(decode_memory(p, shape).total, kHopper.shared_memory);
   }
-  // A long slice of x is quantised while more stages are on their way, where they fit and no block of the next launch would.
+  // A long slice of x is quantised while more stages are on their way, where they fit and no block
+  // of the next launch would.
   auto stages = [](int m, int n, int k, ActQuant act_quant) {
     GemmProblem p = problem(m, n, k);
     p.act_quant = act_quant;
@@ -95,7 +106,8 @@ TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
   EXPECT_EQ(stages(8, 28672, 4096, ActQuant::kBlock), 3);
 }
 
-// Where it was measured to lose, another kernel decodes: int8 activations and M > 8 with large weights.
+// Where it was measured to lose, another kernel decodes: int8 activations and M > 8
+// with large weights.
 TEST(Dispatch, DecodesUpTo16Rows) {
   auto const kernel = [](GemmProblem const& p) { return std::string(planned(p).kernel); };
   auto const decodes = [&](GemmProblem const& p) { return planned(p).spec->decodes; };
@@ -104,12 +116,16 @@ TEST(Dispatch, DecodesUpTo16Rows) {
       EXPECT_TRUE(decodes(problem(m, 4096, 4096, bits)));
       for (ActQuant mode : {ActQuant::kBlock, ActQuant::kToken})
         for (bool symmetric : {true, false})
-          EXPECT_TRUE(decodes(quantized_on_the_way(problem(m, 14336, 4096, bits), mode, symmetric)));
+          EXPECT_TRUE(
+              decodes(quantized_on_the_way(problem(m, 14336, 4096, bits), mode, symmetric)));
     }
   EXPECT_EQ(kernel(problem(17, 4096, 4096)), "wgmma_gemm_a16");
-  EXPECT_EQ(kernel(quantized_on_the_way(problem(17, 4096, 4096), ActQuant::kBlock, true)), "wgmma_gemm_a8");
-  EXPECT_EQ(kernel(problem(16, 128256, 4096)), "mma_gemm_a16");  // more row panels than sums in registers
-  EXPECT_EQ(kernel(quantized_on_the_way(problem(16, 8192, 28672), ActQuant::kToken, true)), "mma_gemm_a8");
+  EXPECT_EQ(kernel(quantized_on_the_way(problem(17, 4096, 4096), ActQuant::kBlock, true)),
+            "wgmma_gemm_a8");
+  // more row panels than sums in registers
+  EXPECT_EQ(kernel(problem(16, 128256, 4096)), "mma_gemm_a16");
+  EXPECT_EQ(kernel(quantized_on_the_way(problem(16, 8192, 28672), ActQuant::kToken, true)),
+            "mma_gemm_a8");
   GemmProblem book = problem(8, 4096, 4096, 4, 64);
   book.weight.book = some_book;
   EXPECT_TRUE(decodes(book));
@@ -130,8 +146,8 @@ TEST(Dispatch, DecodesUpTo16Rows) {
   EXPECT_EQ(planned(book).slices, 16);  // 8 tiles of 512 rows for 132 multiprocessors
 }
 
-// Whether wgmma_decode_fold16 quantises x itself, and whether it has an SM for each CTA: by the size of the weight and its
-// bits.
+// Whether wgmma_decode_fold16 quantises x itself, and whether it has an SM for each CTA: by the
+// size of the weight and its bits.
 TEST(Dispatch, UpcastsFewRowsOnlyWhereItMust) {
   // Rows that a tensor map does not describe, and codes that are there, are upcast before.
   GemmProblem p = problem(16, 4096, 4096, 4, 32);
@@ -150,38 +166,42 @@ TEST(Dispatch, CutsSmallBatchesIntoStagesThatFit) {
     bool book = false, quantizes = false;
   };
   for (Case const& c :
-       {Case{4096, 4096, 4, 8, 1, false, true}, Case{28672, 4096, 4, 2, 1, false, true}, Case{8192, 8192, 4, 4, 1, false, true},
-        Case{4096, 4096, 8, 2, 3, false, true}, Case{8192, 8192, 8, 2, 3, false, true}, Case{192, 1032, 8, 8, 1, false, true},
-        Case{4096, 4096, 4, 2, 3}, Case{6144, 4096, 4, 8, 1}, Case{1024, 4096, 4, 4, 3}, Case{28672, 4096, 4, 2, 1},
-        Case{8192, 28672, 4, 2, 3}, Case{4096, 4096, 8, 2, 3}, Case{8192, 8192, 8, 2, 3}, Case{64, 64, 4, 1, 1},
-        Case{128256, 4096, 4, 0, 1}, Case{4096, 4096, 4, 2, 3, true}, Case{28672, 4096, 4, 2, 1, true},
+       {Case{4096, 4096, 4, 8, 1, false, true}, Case{28672, 4096, 4, 2, 1, false, true},
+        Case{8192, 8192, 4, 4, 1, false, true}, Case{4096, 4096, 8, 2, 3, false, true},
+        Case{8192, 8192, 8, 2, 3, false, true}, Case{192, 1032, 8, 8, 1, false, true},
+        Case{4096, 4096, 4, 2, 3}, Case{6144, 4096, 4, 8, 1}, Case{1024, 4096, 4, 4, 3},
+        Case{28672, 4096, 4, 2, 1}, Case{8192, 28672, 4, 2, 3}, Case{4096, 4096, 8, 2, 3},
+        Case{8192, 8192, 8, 2, 3}, Case{64, 64, 4, 1, 1}, Case{128256, 4096, 4, 0, 1},
+        Case{4096, 4096, 4, 2, 3, true}, Case{28672, 4096, 4, 2, 1, true},
         Case{8192, 28672, 4, 2, 3, true}}) {
     GemmProblem p = problem(16, c.n, c.k, c.bits);
-    if (c.book) p.weight.book = some_book, p.weight.group_size = 64, p.weight.scale_type = DataType::kFloat32;
+    if (c.book)
+      p.weight.book = some_book, p.weight.group_size = 64, p.weight.scale_type = DataType::kFloat32;
     if (c.quantizes) p.act_quant = ActQuant::kBlock;
     WgmmaDecodeShape const shape = wgmma_decode_shape(p, kHopper, c.quantizes, false, false);
     EXPECT_EQ(shape.cluster, c.cluster) << c.n << " x " << c.k;
     if (!c.cluster) continue;
     EXPECT_EQ(shape.sets, c.sets) << c.n << " x " << c.k;
     int const tiles = (c.k + kKPerTile - 1) / kKPerTile;
-    EXPECT_TRUE(shape.stages % shape.sets == 0 || shape.stages * shape.cluster >= tiles) << c.n << " x " << c.k;
+    EXPECT_TRUE(shape.stages % shape.sets == 0 || shape.stages * shape.cluster >= tiles)
+        << c.n << " x " << c.k;
     EXPECT_LE(shape.stages, WgmmaDecodeShape::kMostStages);
     EXPECT_LE(2 * (shape.shared_bytes + 2048), kHopper.shared_memory);
     EXPECT_LE(shape.cluster * shape.clusters, kHopper.multiprocessors);
   }
 }
 
-// With one CTA per SM, halves of row panels are distributed, so that shares are equal; each of the four warpgroups has its
-// stages.
+// With one CTA per SM, halves of row panels are distributed, so that shares are equal; each of the
+// four warpgroups has its stages.
 TEST(Dispatch, SplitsLargeWeightsIntoHalvesOfRowPanels) {
   struct Case {
     int n, k, cluster, clusters, row_panels, sets;
     bool quantizes = false, zeros = false;
   };
-  for (Case const& c :
-       {Case{28672, 4096, 1, 128, 4, 1}, Case{28672, 4096, 1, 128, 4, 1, true}, Case{28672, 4096, 1, 128, 4, 1, true, true},
-        Case{8192, 28672, 2, 64, 2, 4}, Case{14336, 4096, 2, 64, 4, 1}, Case{9056, 4096, 0, 0, 0, 1, false, true},
-        Case{128256, 4096, 0, 0, 0, 1}}) {
+  for (Case const& c : {Case{28672, 4096, 1, 128, 4, 1}, Case{28672, 4096, 1, 128, 4, 1, true},
+                        Case{28672, 4096, 1, 128, 4, 1, true, true}, Case{8192, 28672, 2, 64, 2, 4},
+                        Case{14336, 4096, 2, 64, 4, 1}, Case{9056, 4096, 0, 0, 0, 1, false, true},
+                        Case{128256, 4096, 0, 0, 0, 1}}) {
     GemmProblem p = problem(16, c.n, c.k, 8);
     p.act_quant = c.quantizes || c.zeros ? ActQuant::kBlock : ActQuant::kNone;
     p.act_symmetric = !c.zeros;
@@ -207,7 +227,8 @@ TEST(Dispatch, SplitsLargeWeightsIntoHalvesOfRowPanels) {
   }
 }
 
-// A launch states its shared memory and threads: a few of each kernel, with the values of their files.
+// A launch states its shared memory and threads: a few of each kernel, with the
+// values of their files.
 TEST(Launch, HasTheThreadsAndTheSharedMemoryOfTheKernel) {
   struct Case {
     GemmProblem problem;
@@ -221,7 +242,8 @@ TEST(Launch, HasTheThreadsAndTheSharedMemoryOfTheKernel) {
         Case{problem(16, 28672, 4096, 8), kHopper, "wgmma_decode", 128, 1, 1, 544, 224256, 6},
         Case{problem(4096, 28672, 4096), kHopper, "wgmma_gemm_a16", 132, 1, 2, 384, 191744, 3},
         Case{problem(64, 28672, 4096), kHopper, "wgmma_gemm_a16", 112, 1, 2, 640, 204032, 5},
-        Case{already_quantized(problem(4096, 28672, 4096), 128), kHopper, "wgmma_gemm_a8", 132, 1, 2, 384, 179200, 4},
+        Case{already_quantized(problem(4096, 28672, 4096), 128), kHopper, "wgmma_gemm_a8", 132, 1,
+             2, 384, 179200, 4},
         Case{problem(4096, 28672, 4096, 4, 32), kHopper, "wgmma_fold16", 132, 1, 2, 384, 201984, 2},
         Case{problem(100, 4096, 4096), kDevices[0], "mma_gemm_a16", 64, 3, 1, 128, 75648, 3},
         Case{problem(100, 4096, 4096, 8), kDevices[0], "mma_gemm_a16", 64, 3, 1, 128, 66816, 2}}) {
@@ -242,13 +264,16 @@ TEST(Splits, FillASmallGridAndLeaveALargeOneWhole) {
     int m, n, k, slices;
   };
   Device const a100 = kDevices[0];
-  for (Case const& c : {Case{1, 128, 16384, 16},     // one tile for 432 places: as many as the limit of 16 allows
-                        Case{1, 128, 2048, 2},       // 16 tiles of K, at least eight each
-                        Case{1, 128, 128, 1},        // nothing to split
-                        Case{1, 128, 1024, 1},       // eight tiles of K, and a part has no less
-                        Case{1, 4096, 8192, 8},      // 32 tiles for 432 places, 13 parts each: eight have eight tiles of K
+  for (Case const& c : {Case{1, 128, 16384, 16},  // one tile for 432 places: as many as the
+                                                  // limit of 16 allows
+                        Case{1, 128, 2048, 2},    // 16 tiles of K, at least eight each
+                        Case{1, 128, 128, 1},     // nothing to split
+                        Case{1, 128, 1024, 1},    // eight tiles of K, and a part has no less
+                        Case{1, 4096, 8192, 8},   // 32 tiles for 432 places, 13 parts each: eight
+                                                  // have eight tiles of K
                         Case{4096, 28672, 4096, 1},  // thousands of tiles
-                        Case{0, 128, 16384, 16}}) {  // no rows: any number will do, but it must be one
+                        Case{0, 128, 16384, 16}}) {  // no rows: any number will do,
+                                                     // but it must be one
     Plan chosen;
     ASSERT_TRUE(plan(problem(c.m, c.n, c.k), a100, &chosen).ok());
     EXPECT_EQ(chosen.slices, c.slices) << c.m << " x " << c.n << " x " << c.k;
@@ -283,7 +308,8 @@ TEST(Splits, DependOnShapesAlone) {
     // Activations that are quantised on the way and those that were before.
     Plan before, on_the_way;
     ASSERT_TRUE(plan(already_quantized(plain, 128), kHopper, &before).ok());
-    ASSERT_TRUE(plan(quantized_on_the_way(plain, ActQuant::kBlock, true), kHopper, &on_the_way).ok());
+    ASSERT_TRUE(
+        plan(quantized_on_the_way(plain, ActQuant::kBlock, true), kHopper, &on_the_way).ok());
     EXPECT_EQ(before.slices, on_the_way.slices);
   }
 }
@@ -309,7 +335,8 @@ TEST(Splits, AndTheKernelOfABatchInvariantProductAreThoseOf128Tokens) {
 // Images of 9 x 9 pixels, whose kernel of taps x taps keeps their size.
 ConvProblem int8_images(int batch, int channels, int n, int taps, int groups = 1) {
   ConvProblem p;
-  p.weight.n = n, p.weight.channels = channels / groups, p.weight.height = p.weight.width = taps, p.groups = groups;
+  p.weight.n = n, p.weight.channels = channels / groups, p.weight.height = p.weight.width = taps,
+  p.groups = groups;
   p.weight.order = conv_order(n, channels / groups, taps * taps, groups);
   p.weight.codes = reinterpret_cast<int8_t*>(&some_byte), p.weight.scales = some_book;
   p.weight.sums = reinterpret_cast<int32_t*>(&some_byte);
@@ -326,26 +353,36 @@ std::vector<ConvPlan> int8_plans(ConvProblem const& p, Device const& device = kH
 }
 
 std::vector<ConvPlan> of_kernel(std::string const& kernel, std::vector<ConvPlan> plans) {
-  plans.erase(std::remove_if(plans.begin(), plans.end(), [&](ConvPlan const& plan) { return plan.kernel != kernel; }),
+  plans.erase(std::remove_if(plans.begin(), plans.end(),
+                             [&](ConvPlan const& plan) { return plan.kernel != kernel; }),
               plans.end());
   return plans;
 }
 
 TEST(Int8Plans, OfImplicitGemmsCoverTheResultOnEveryGpu) {
   for (Device const& device : kDevices)
-    for (auto [channels, n, taps, groups] : std::vector<std::array<int, 4>>{
-             {3, 17, 7, 1}, {20, 65, 3, 1}, {64, 1, 1, 1}, {96, 96, 3, 3}, {15, 30, 3, 3}, {64, 640, 33, 1}})
+    for (auto [channels, n, taps, groups] : std::vector<std::array<int, 4>>{{3, 17, 7, 1},
+                                                                            {20, 65, 3, 1},
+                                                                            {64, 1, 1, 1},
+                                                                            {96, 96, 3, 3},
+                                                                            {15, 30, 3, 3},
+                                                                            {64, 640, 33, 1}})
       for (int zero_point : {0, 3}) {
         ConvProblem p = int8_images(100, channels, n, taps, groups);
         p.x_zero_point = zero_point;
-        std::vector<ConvPlan> const plans = of_kernel("conv_int8_implicit_gemm", int8_plans(p, device));
+        std::vector<ConvPlan> const plans =
+            of_kernel("conv_int8_implicit_gemm", int8_plans(p, device));
         ASSERT_FALSE(plans.empty()) << channels << " channels, " << taps << " taps";
         for (ConvPlan const& plan : plans) {
-          EXPECT_EQ(plan.grid, ceil_div(8100, plan.block_m) * groups * ceil_div(n / groups, plan.block_n));
-          EXPECT_LE(plan.stages * (plan.block_m + plan.block_n) * ConvImplicitTile::kBlockK, device.shared_memory);
-          EXPECT_EQ(plan.pads, zero_point != 0 && taps > 1 && taps != 7);  // taps of few channels are gathered
+          EXPECT_EQ(plan.grid,
+                    ceil_div(8100, plan.block_m) * groups * ceil_div(n / groups, plan.block_n));
+          EXPECT_LE(plan.stages * (plan.block_m + plan.block_n) * ConvImplicitTile::kBlockK,
+                    device.shared_memory);
+          // taps of few channels are gathered
+          EXPECT_EQ(plan.pads, zero_point != 0 && taps > 1 && taps != 7);
         }
-        for (size_t i = 1; i < plans.size(); ++i) EXPECT_LE(plans[i - 1].predicted_clocks, plans[i].predicted_clocks);
+        for (size_t i = 1; i < plans.size(); ++i)
+          EXPECT_LE(plans[i - 1].predicted_clocks, plans[i].predicted_clocks);
       }
 }
 
@@ -355,14 +392,17 @@ TEST(Int8Plans, OfCollectivesAreProductsThatStoreWholeVectors) {
   };
   ConvProblem const product = int8_images(5, 70, 64, 1);
   EXPECT_EQ(count(product), std::size(kGemmCollectiveTiles));
-  EXPECT_EQ(count(int8_images(5, 3, 64, 3)), std::size(kGemmCollectiveTiles));  // the taps are gathered
+  // the taps are gathered
+  EXPECT_EQ(count(int8_images(5, 3, 64, 3)), std::size(kGemmCollectiveTiles));
   EXPECT_EQ(count(int8_images(5, 70, 64, 3)), 0u);
   EXPECT_EQ(count(int8_images(5, 70, 72, 1)), 0u);
   EXPECT_EQ(count(int8_images(5, 96, 96, 1, 3)), 0u);
-  for (Device const& device : kDevices) EXPECT_EQ(count(product, device) > 0, device.architecture == 90);
+  for (Device const& device : kDevices)
+    EXPECT_EQ(count(product, device) > 0, device.architecture == 90);
   for (auto const& change : std::vector<std::function<void(ConvProblem&)>>{
-           [](auto& p) { p.out = &some_byte + 8; }, [](auto& p) { p.out_type = ConvOutput::kInt32; },
-           [](auto& p) { p.stride[1] = 2; }, [](auto& p) { p.padding[0] = 1; }}) {
+           [](auto& p) { p.out = &some_byte + 8; },
+           [](auto& p) { p.out_type = ConvOutput::kInt32; }, [](auto& p) { p.stride[1] = 2; },
+           [](auto& p) { p.padding[0] = 1; }}) {
     ConvProblem p = product;
     change(p);
     EXPECT_EQ(count(p), 0u);
@@ -381,11 +421,14 @@ TEST(Int8Plans, AreRefusedWhereATileSpansMoreThan32Bits) {
   Status const status = plan_conv_int8(p, kDevices[0], &plan);
   EXPECT_EQ(status.code, Status::kUnsupported);
   EXPECT_NE(status.text.find("2^31 bytes"), std::string::npos) << status.text;
-  // Images of 679 MB, of which a tile of 256 pixels has up to five, in lines of 75 MB and pixels of 8 MB.
+  // Images of 679 MB, of which a tile of 256 pixels has up to five, in lines of 75 MB
+  // and pixels of 8 MB.
   ConvProblem const images = int8_images(2, (1 << 23) - 16, 16, 1);
-  EXPECT_EQ(of_kernel("conv_int8_implicit_gemm", int8_plans(images)).size(), std::size(kConvImplicitTiles));
+  EXPECT_EQ(of_kernel("conv_int8_implicit_gemm", int8_plans(images)).size(),
+            std::size(kConvImplicitTiles));
   for (auto const& change : std::vector<std::function<void(ConvProblem&)>>{
-           [](auto& q) { q.batch = 5; }, [](auto& q) { q.padding[0] = 20; }, [](auto& q) { q.padding[1] = 127; }}) {
+           [](auto& q) { q.batch = 5; }, [](auto& q) { q.padding[0] = 20; },
+           [](auto& q) { q.padding[1] = 127; }}) {
     ConvProblem q = images;
     change(q);
     EXPECT_TRUE(of_kernel("conv_int8_implicit_gemm", int8_plans(q)).empty());
@@ -402,10 +445,11 @@ TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
       for (int group_size : {-1, 32, 64, 128, 512})
         for (ActQuant act_quant : {ActQuant::kNone, ActQuant::kToken, ActQuant::kBlock})
           for (bool symmetric : {true, false})
-            for (auto const& [slices, upcasts] :
-                 std::vector<std::pair<int, bool>>{{1, false}, {2, false}, {7, false}, {1, true}, {7, true}}) {
+            for (auto const& [slices, upcasts] : std::vector<std::pair<int, bool>>{
+                     {1, false}, {2, false}, {7, false}, {1, true}, {7, true}}) {
               int const n = 200;
-              GemmProblem const p = quantized_on_the_way(problem(m, n, k, 4, group_size), act_quant, symmetric);
+              GemmProblem const p =
+                  quantized_on_the_way(problem(m, n, k, 4, group_size), act_quant, symmetric);
               Plan const plan = laid_out(p, slices, upcasts);
               WorkspaceLayout const& layout = plan.layout;
               std::vector<Part> parts;
@@ -413,19 +457,27 @@ TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
                 int const block = group_size == -1 || group_size > 128 ? 128 : group_size;
                 EXPECT_EQ(layout.block, act_quant == ActQuant::kToken ? -1 : block);
                 EXPECT_EQ(layout.stride, (m + 15) / 16 * 16);
-                EXPECT_EQ(layout.rows, m > 512 ? m : (m + 47) / 48 * 48);  // whole tiles of few rows may be read
-                size_t const blocks = act_quant == ActQuant::kToken ? 1 : size_t(padded_k(k) / block);
-                if (!upcasts) parts.push_back({layout.codes, size_t(layout.rows) * size_t(padded_k(k))});
+                // whole tiles of few rows may be read
+                EXPECT_EQ(layout.rows, m > 512 ? m : (m + 47) / 48 * 48);
+                size_t const blocks =
+                    act_quant == ActQuant::kToken ? 1 : size_t(padded_k(k) / block);
+                if (!upcasts)
+                  parts.push_back({layout.codes, size_t(layout.rows) * size_t(padded_k(k))});
                 parts.push_back({layout.scales, blocks * size_t(layout.stride) * 4});
                 if (!symmetric) parts.push_back({layout.zeros, blocks * size_t(layout.stride)});
               } else {
                 EXPECT_EQ(layout.block, 0);
               }
               // Floats whose rows no tensor map describes are copied to rows that one does.
-              EXPECT_EQ(layout.upcasts, upcasts && (act_quant != ActQuant::kNone || p.x_stride % 8 != 0 || p.x_stride < k));
-              if (layout.upcasts) parts.push_back({layout.upcast, size_t(m) * size_t(padded_k(k)) * 2});
-              if (slices > 1) parts.push_back({layout.splitk_workspace, size_t(slices) * m * 256 * 4});  // n is padded to 256
-              std::sort(parts.begin(), parts.end(), [](Part a, Part b) { return a.begin < b.begin; });
+              EXPECT_EQ(layout.upcasts, upcasts && (act_quant != ActQuant::kNone ||
+                                                    p.x_stride % 8 != 0 || p.x_stride < k));
+              if (layout.upcasts)
+                parts.push_back({layout.upcast, size_t(m) * size_t(padded_k(k)) * 2});
+              // n is padded to 256
+              if (slices > 1)
+                parts.push_back({layout.splitk_workspace, size_t(slices) * m * 256 * 4});
+              std::sort(parts.begin(), parts.end(),
+                        [](Part a, Part b) { return a.begin < b.begin; });
               size_t end = 0;
               for (Part const& part : parts) {
                 EXPECT_EQ(part.begin % 256, 0u);
@@ -439,7 +491,8 @@ TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
 }
 
 TEST(Workspace, IsOnlySplitKSlicesForActivationsThatAreQuantizedAlready) {
-  GemmProblem const p = quantized_on_the_way(already_quantized(problem(5, 200, 576), 128), ActQuant::kBlock, true);
+  GemmProblem const p =
+      quantized_on_the_way(already_quantized(problem(5, 200, 576), 128), ActQuant::kBlock, true);
   EXPECT_EQ(laid_out(p, 1).workspace, 0u);
   EXPECT_EQ(laid_out(p, 3).workspace, 3u * 5 * 256 * 4);
 }

@@ -31,8 +31,9 @@ void walk(int bits, int n_pad, int k_pad, Check const& check) {
                 int const half = bits == 4 ? i % 2 : word % 2;   // row g or row g + 8
                 int const column = bits == 4 ? word : word / 2;  // which 16 k
                 int const element = bits == 4 ? i / 2 : i;
-                check(bit, Coordinate{64 * panel + 16 * block + g + 8 * half,
-                                      128 * tile + k_per_unit * unit + 16 * column + 2 * t + ks[element]});
+                check(bit, Coordinate{
+                               64 * panel + 16 * block + g + 8 * half,
+                               128 * tile + k_per_unit * unit + 16 * column + 2 * t + ks[element]});
                 bit += bits;
               }
 }

@@ -75,14 +75,15 @@ TEST_P(Pack, UnpackIgnoresThePadding) {
   EXPECT_TRUE(unpacked == codes);
 }
 
-// Sizes below, at and beyond one row panel and one K tile; the last has more tiles than a thread handles at
-// a time.
-INSTANTIATE_TEST_SUITE_P(Shapes, Pack,
-                         testing::Combine(testing::Values(4, 8),
-                                          testing::Values(std::make_tuple(1, 1), std::make_tuple(3, 5),
-                                                          std::make_tuple(64, 128), std::make_tuple(65, 129),
-                                                          std::make_tuple(32, 576), std::make_tuple(192, 576),
-                                                          std::make_tuple(1000, 200), std::make_tuple(127, 10944))));
+// Sizes below, at and beyond one row panel and one K tile; the last has more tiles than a thread
+// handles at a time.
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, Pack,
+    testing::Combine(testing::Values(4, 8),
+                     testing::Values(std::make_tuple(1, 1), std::make_tuple(3, 5),
+                                     std::make_tuple(64, 128), std::make_tuple(65, 129),
+                                     std::make_tuple(32, 576), std::make_tuple(192, 576),
+                                     std::make_tuple(1000, 200), std::make_tuple(127, 10944))));
 
 TEST(PackErrors, NameTheValueAndWhatIsAccepted) {
   uint8_t byte = 0;
@@ -106,7 +107,8 @@ TEST(PackErrors, NameTheValueAndWhatIsAccepted) {
   EXPECT_EQ(message(1, 1, 8, -1), "threads is -1; accepted: 0 (every core) and up");
 }
 
-// Codes of more bits would run into those of other rows. Inside of whole tiles, and in those that end early.
+// Codes of more bits would run into those of other rows. Inside of whole tiles, and in
+// those that end early.
 TEST(PackErrors, NameTheFirstCodeThatDoesNotFit) {
   int const n = 130, k = 300;
   std::vector<uint8_t> packed(size_t(packed_bytes(n, k, 8)));
@@ -119,8 +121,8 @@ TEST(PackErrors, NameTheFirstCodeThatDoesNotFit) {
         ADD_FAILURE() << "accepted";
       } catch (std::invalid_argument const& error) {
         std::string const value = row == n - 1 && column == k - 1 ? "16" : "200";
-        EXPECT_EQ(error.what(), "codes[" + std::to_string(row) + ", " + std::to_string(column) + "] is " + value +
-                                    "; accepted with bits = 4: 0 to 15");
+        EXPECT_EQ(error.what(), "codes[" + std::to_string(row) + ", " + std::to_string(column) +
+                                    "] is " + value + "; accepted with bits = 4: 0 to 15");
       }
     }
     EXPECT_NO_THROW(pack(codes.data(), packed.data(), n, k, 8));
@@ -129,7 +131,8 @@ TEST(PackErrors, NameTheFirstCodeThatDoesNotFit) {
 
 TEST(PackErrors, NameANullPointer) {
   uint8_t byte = 0;
-  for (auto [codes, packed, name] : {std::tuple(static_cast<uint8_t*>(nullptr), &byte, "codes"), {&byte, nullptr, "packed"}}) {
+  for (auto [codes, packed, name] :
+       {std::tuple(static_cast<uint8_t*>(nullptr), &byte, "codes"), {&byte, nullptr, "packed"}}) {
     for (bool packs : {true, false}) {
       try {
         packs ? pack(codes, packed, 1, 1, 4) : unpack(packed, codes, 1, 1, 4);

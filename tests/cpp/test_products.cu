@@ -1,4 +1,5 @@
-// Products on the GPU against fp64 sums of the dequantised operands: every format, kind of activations and kernel.
+// Products on the GPU against fp64 sums of the dequantised operands: every format, kind of
+// activations and kernel.
 
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
@@ -37,18 +38,20 @@ class Products : public Kernels, public testing::WithParamInterface<std::tuple<i
       DeviceWeight const packed(w);
       for (int m : {5, 16, 20, 33, 70}) {
         SCOPED_TRACE(format.text() + ", m " + std::to_string(m));
-        std::vector<float> const x =
-            exact ? exact_floats(m, kK, input.act_quant, input.symmetric) : random_floats(m, kK, input.type);
+        std::vector<float> const x = exact ? exact_floats(m, kK, input.act_quant, input.symmetric)
+                                           : random_floats(m, kK, input.type);
         multiply(w, packed, x, m, exact);
         if (HasFatalFailure()) return;
       }
     }
   }
 
-  void multiply(Weight const& w, DeviceWeight const& packed, std::vector<float> const& x, int m, bool exact) {
+  void multiply(Weight const& w, DeviceWeight const& packed, std::vector<float> const& x, int m,
+                bool exact) {
     DeviceBytes const from(stored(x, input.type)), out(size_t(m) * w.n * 4);
     GemmProblem p = problem(packed.view, from, m, input);
-    DeviceBytes const workspace(workspace_bytes(p), m % 16 ? DeviceBytes::kNaN : DeviceBytes::kLeave);
+    DeviceBytes const workspace(workspace_bytes(p),
+                                m % 16 ? DeviceBytes::kNaN : DeviceBytes::kLeave);
     p.out = out.data<void>();
     finish(mixed_gemm(p, {workspace.data<void>(), workspace.bytes()}, nullptr));
     expect_close(out.read<float>(), product(w, x, m, input), exact, DataType::kFloat32);
@@ -67,7 +70,8 @@ TEST_P(Products, OfAnActOrder) {
 }
 
 TEST_P(Products, OfTinyAndOddShapes) {
-  for (auto const& [n, k] : {std::pair(1, 1), std::pair(33, 7), std::pair(65, 129), std::pair(130, 100)}) {
+  for (auto const& [n, k] :
+       {std::pair(1, 1), std::pair(33, 7), std::pair(65, 129), std::pair(130, 100)}) {
     Weight const w(n, k, bits, kFormats[4], false);
     SCOPED_TRACE(std::to_string(n) + " x " + std::to_string(k));
     for (int m : {1, 33}) multiply(w, DeviceWeight(w), random_floats(m, k, input.type), m, false);
@@ -90,8 +94,9 @@ TEST_P(Products, SplitK) {
   }
 }
 
-// K that is a multiple of 8 and groups of at least a tile: what the Hopper kernels take. The values of M reach each of their
-// tiles, on 66 clusters with K split or not; elsewhere the portable kernels answer.
+// K that is a multiple of 8 and groups of at least a tile: what the Hopper kernels take. The
+// values of M reach each of their tiles, on 66 clusters with K split or not; elsewhere the
+// portable kernels answer.
 TEST_P(Products, OfTheShapesThatHopperTakes) {
   struct Case {
     int n, k, m;
@@ -100,11 +105,13 @@ TEST_P(Products, OfTheShapesThatHopperTakes) {
   Device device;
   finish(current_device(&device));
   std::set<std::pair<std::string, int>> tiles;
-  for (Case const& c :
-       {Case{520, 712, 40, kFormats[0]}, Case{520, 712, 40, kFormats[1]}, Case{520, 712, 40, kFormats[2]},
-        Case{520, 712, 24, kFormats[0]}, Case{520, 712, 24, kFormats[1]}, Case{17000, 136, 40, kFormats[0]},
-        Case{4160, 136, 300, kFormats[1]}, Case{8320, 136, 300, kFormats[0]}, Case{8320, 136, 170, kFormats[0]}}) {
-    SCOPED_TRACE(std::to_string(c.m) + " x " + std::to_string(c.n) + " x " + std::to_string(c.k) + ", " + c.format.text());
+  for (Case const& c : {Case{520, 712, 40, kFormats[0]}, Case{520, 712, 40, kFormats[1]},
+                        Case{520, 712, 40, kFormats[2]}, Case{520, 712, 24, kFormats[0]},
+                        Case{520, 712, 24, kFormats[1]}, Case{17000, 136, 40, kFormats[0]},
+                        Case{4160, 136, 300, kFormats[1]}, Case{8320, 136, 300, kFormats[0]},
+                        Case{8320, 136, 170, kFormats[0]}}) {
+    SCOPED_TRACE(std::to_string(c.m) + " x " + std::to_string(c.n) + " x " + std::to_string(c.k) +
+                 ", " + c.format.text());
     Weight const w(c.n, c.k, bits, c.format, true);
     DeviceWeight const packed(w);
     std::vector<float> const x = exact_floats(c.m, c.k, input.act_quant, input.symmetric);
@@ -116,12 +123,13 @@ TEST_P(Products, OfTheShapesThatHopperTakes) {
     if (HasFatalFailure()) return;
   }
   // BLOCK_M = 64, 128 and 160 or 176, and 96 for int8.
-  if (device.architecture == 90 && device.multiprocessors == 132 && input.symmetric) EXPECT_GE(tiles.size(), 3u);
+  if (device.architecture == 90 && device.multiprocessors == 132 && input.symmetric)
+    EXPECT_GE(tiles.size(), 3u);
 }
 
-// The shapes that reach every cluster of decode_gemm: single CTAs, and 2, 4 and 8 that split K; x copied unchanged (K is a
-// multiple of 8), and not; row panels shared by several warps, one per warp, and fewer than the clusters. The kernel is called
-// directly, whatever dispatch chooses.
+// The shapes that reach every cluster of decode_gemm: single CTAs, and 2, 4 and 8 that split K; x
+// copied unchanged (K is a multiple of 8), and not; row panels shared by several warps, one per
+// warp, and fewer than the clusters. The kernel is called directly, whatever dispatch chooses.
 TEST_P(Products, OfTheShapesThatDecodeTakes) {
   struct Case {
     int n, k, m, cluster;
@@ -129,17 +137,19 @@ TEST_P(Products, OfTheShapesThatDecodeTakes) {
   };
   Device device;
   finish(current_device(&device));
-  if (device.architecture != 90) GTEST_SKIP() << "decode_gemm is for sm_90; this GPU is sm_" << device.architecture;
+  if (device.architecture != 90)
+    GTEST_SKIP() << "decode_gemm is for sm_90; this GPU is sm_" << device.architecture;
   size_t ran = 0;
   KernelSpec const& decode_gemm = *find_kernel("decode_gemm");
   for (Candidate const& candidate : decode_gemm.candidates({})) {
     int const most = candidate.tile.block_m;
     if (most == 4) continue;  // a code book's
-    for (Case const& c :
-         {Case{200, 264, 3, 1, kFormats[0]}, Case{8500, 256, 2, 1, kFormats[1]}, Case{4160, 1000, 4, 2, kFormats[3]},
-          Case{1024, 3096, 2, 4, kFormats[4]}, Case{136, 2100, 1, 8, kFormats[5]}, Case{136, 2104, 4, 8, kFormats[2]}}) {
+    for (Case const& c : {Case{200, 264, 3, 1, kFormats[0]}, Case{8500, 256, 2, 1, kFormats[1]},
+                          Case{4160, 1000, 4, 2, kFormats[3]}, Case{1024, 3096, 2, 4, kFormats[4]},
+                          Case{136, 2100, 1, 8, kFormats[5]}, Case{136, 2104, 4, 8, kFormats[2]}}) {
       int const m = c.m;
-      SCOPED_TRACE(std::to_string(m) + " x " + std::to_string(c.n) + " x " + std::to_string(c.k) + ", " + c.format.text());
+      SCOPED_TRACE(std::to_string(m) + " x " + std::to_string(c.n) + " x " + std::to_string(c.k) +
+                   ", " + c.format.text());
       Weight const w(c.n, c.k, bits, c.format, true);
       DeviceWeight const packed(w);
       std::vector<float> const x = exact_floats(m, c.k, input.act_quant, input.symmetric);
@@ -166,7 +176,8 @@ TEST_P(Products, OfRowsThatAreApart) {
   std::vector<float> const x = random_floats(m, kK, input.type);
   // The first row starts at an odd place, and NaN lies between the rows.
   std::vector<float> apart(size_t(m) * stride + 1, std::numeric_limits<float>::quiet_NaN());
-  for (int row = 0; row < m; ++row) std::copy_n(x.begin() + row * kK, kK, apart.begin() + 1 + row * stride);
+  for (int row = 0; row < m; ++row)
+    std::copy_n(x.begin() + row * kK, kK, apart.begin() + 1 + row * stride);
   DeviceBytes const from(stored(apart, input.type)), out(size_t(m) * kN * 4);
   GemmProblem p = problem(packed.view, from, m, input);
   p.x = from.data<uint8_t>() + size_of(input.type);
@@ -182,7 +193,8 @@ TEST_P(Products, AreTheSameBitsOnAnotherStreamAndOfActivationsQuantizedBefore) {
   Weight const w(kN, kK, bits, kFormats[4], false);
   DeviceWeight const packed(w);
   std::vector<float> const x = random_floats(m, kK, input.type);
-  DeviceBytes const from(stored(x, input.type)), first(size_t(m) * kN * 4), second(size_t(m) * kN * 4);
+  DeviceBytes const from(stored(x, input.type)), first(size_t(m) * kN * 4),
+      second(size_t(m) * kN * 4);
   GemmProblem p = problem(packed.view, from, m, input);
   DeviceBytes const workspace(workspace_bytes(p));
   p.out = first.data<void>();
@@ -193,12 +205,15 @@ TEST_P(Products, AreTheSameBitsOnAnotherStreamAndOfActivationsQuantizedBefore) {
   p.out = second.data<void>();
   int const block = block_of(input.act_quant, 32), stride = 48;
   size_t const blocks = block == -1 ? 1 : size_t(padded_k(kK)) / block;
-  DeviceBytes const codes(size_t(m) * padded_k(kK)), scales(blocks * stride * 4), zeros(blocks * stride);
-  check(cudaDeviceSynchronize());  // the memory was poisoned on the null stream, which this one does not wait for
+  DeviceBytes const codes(size_t(m) * padded_k(kK)), scales(blocks * stride * 4),
+      zeros(blocks * stride);
+  check(cudaDeviceSynchronize());  // the memory was poisoned on the null stream, which this one
+                                   // does not wait for
   if (input.act_quant != ActQuant::kNone) {
-    QuantizedActivations const q{codes.data<int8_t>(), scales.data<float>(), input.symmetric ? nullptr : zeros.data<int8_t>(),
-                                 block, stride};
-    ASSERT_TRUE(quantize_activations({from.data<void>(), input.type, kK, m, kK, nullptr, q}, stream).ok());
+    QuantizedActivations const q{codes.data<int8_t>(), scales.data<float>(),
+                                 input.symmetric ? nullptr : zeros.data<int8_t>(), block, stride};
+    ASSERT_TRUE(
+        quantize_activations({from.data<void>(), input.type, kK, m, kK, nullptr, q}, stream).ok());
     p.quantized = q;
     p.x = nullptr;
   }
@@ -207,7 +222,8 @@ TEST_P(Products, AreTheSameBitsOnAnotherStreamAndOfActivationsQuantizedBefore) {
   EXPECT_EQ(first.read<uint32_t>(), second.read<uint32_t>());
 }
 
-// Zero points of x with 16-bit results need column sums of the weight: stored ones, or sums made by the product.
+// Zero points of x with 16-bit results need column sums of the weight: stored ones, or sums
+// made by the product.
 TEST_P(Products, AreTheSameBitsWithColumnSumsOfTheWeight) {
   Weight const w(4160, 2200, bits, kFormats[0], false);
   DeviceWeight const packed(w);
@@ -238,7 +254,8 @@ TEST_P(Products, AreTheSameBitsWithColumnSumsOfTheWeight) {
   if (reads.compensates) {  // a plan is for weights like the one that it was made for
     p.weight = packed.view;
     DeviceBytes const workspace(reads.workspace);
-    EXPECT_EQ(mixed_gemm(p, reads, {workspace.data<void>(), workspace.bytes()}, nullptr).code, Status::kInvalid);
+    EXPECT_EQ(mixed_gemm(p, reads, {workspace.data<void>(), workspace.bytes()}, nullptr).code,
+              Status::kInvalid);
   }
 }
 
@@ -263,16 +280,18 @@ TEST_P(Products, WantTheirWorkspace) {
   ASSERT_GT(bytes, 0u);  // K is split
   Status const status = mixed_gemm(p, {out.data<void>(), bytes - 1}, nullptr);
   EXPECT_EQ(status.code, Status::kInvalid);
-  for (std::string const& word :
-       {std::to_string(bytes - 1), std::to_string(bytes), std::string("workspace"), std::string("k=2100")})
+  for (std::string const& word : {std::to_string(bytes - 1), std::to_string(bytes),
+                                  std::string("workspace"), std::string("k=2100")})
     EXPECT_NE(status.text.find(word), std::string::npos) << status.text;
   check(cudaDeviceSynchronize());
   EXPECT_EQ(out.read<uint8_t>(), std::vector<uint8_t>(out.bytes(), 0xff));
 }
 
-INSTANTIATE_TEST_SUITE_P(Kernels, Products, testing::Combine(testing::Values(4, 8), testing::ValuesIn(kInputs)),
+INSTANTIATE_TEST_SUITE_P(Kernels, Products,
+                         testing::Combine(testing::Values(4, 8), testing::ValuesIn(kInputs)),
                          [](auto const& info) {
-                           return "w" + std::to_string(std::get<0>(info.param)) + "_" + std::get<1>(info.param).name;
+                           return "w" + std::to_string(std::get<0>(info.param)) + "_" +
+                                  std::get<1>(info.param).name;
                          });
 
 }  // namespace

@@ -57,7 +57,8 @@ TEST_P(WordShapes, AlongKWithAnyStrides) {
           for (int column = 0; column < k; ++column) {
             uint32_t const word = words[size_t(row * n_stride + column / per_word * k_stride)];
             uint32_t const code = word >> column % per_word * bits & ((1u << bits) - 1);
-            ASSERT_EQ(codes[size_t(row) * k + column], code) << "row " << row << ", k " << column << ", " << bits << " bits";
+            ASSERT_EQ(codes[size_t(row) * k + column], code)
+                << "row " << row << ", k " << column << ", " << bits << " bits";
           }
         }
         EXPECT_EQ(codes.back(), kPoison);  // nothing written past the end
@@ -78,7 +79,8 @@ TEST_P(WordShapes, AlongNWithAnyStrides) {
         for (int column = 0; column < k; ++column) {
           uint32_t const word = words[size_t(group * n_stride + column * k_stride)];
           for (int p = 0; p < 8; ++p) {
-            ASSERT_EQ(codes[size_t(8 * group + (*order)[p]) * k + column], word >> 4 * p & 15u) << group << " " << column;
+            ASSERT_EQ(codes[size_t(8 * group + (*order)[p]) * k + column], word >> 4 * p & 15u)
+                << group << " " << column;
           }
         }
       }
@@ -87,10 +89,12 @@ TEST_P(WordShapes, AlongNWithAnyStrides) {
   }
 }
 
-// Below, at and beyond one tile along either axis; the last has more tiles than a thread takes at a time.
+// Below, at and beyond one tile along either axis; the last has more tiles than a thread
+// takes at a time.
 INSTANTIATE_TEST_SUITE_P(Shapes, WordShapes,
-                         testing::Values(std::make_tuple(1, 1), std::make_tuple(3, 5), std::make_tuple(16, 128),
-                                         std::make_tuple(17, 129), std::make_tuple(128, 64), std::make_tuple(136, 79),
+                         testing::Values(std::make_tuple(1, 1), std::make_tuple(3, 5),
+                                         std::make_tuple(16, 128), std::make_tuple(17, 129),
+                                         std::make_tuple(128, 64), std::make_tuple(136, 79),
                                          std::make_tuple(1000, 1736)));
 
 TEST(WordErrors, NameTheValueAndWhatIsAccepted) {
@@ -104,11 +108,14 @@ TEST(WordErrors, NameTheValueAndWhatIsAccepted) {
     }
     return std::string("accepted");
   };
-  EXPECT_EQ(message([&] { unpack_along_k(&word, 1, 1, &code, 1, 1, 3); }), "bits is 3; accepted: 4, 8");
-  EXPECT_EQ(message([&] { unpack_along_k(&word, 1, 1, &code, 0, 1, 4); }), "n is 0; accepted: 1 to 2147483519");
+  EXPECT_EQ(message([&] { unpack_along_k(&word, 1, 1, &code, 1, 1, 3); }),
+            "bits is 3; accepted: 4, 8");
+  EXPECT_EQ(message([&] { unpack_along_k(&word, 1, 1, &code, 0, 1, 4); }),
+            "n is 0; accepted: 1 to 2147483519");
   EXPECT_EQ(message([&] { unpack_along_k(&word, 1, 1, &code, 1, 1, 4, -1); }),
             "threads is -1; accepted: 0 (every core) and up");
-  EXPECT_EQ(message([&] { unpack_along_n(&word, 1, 1, kAwq, &code, 4, 1); }), "n is 4; accepted: multiples of 8");
+  EXPECT_EQ(message([&] { unpack_along_n(&word, 1, 1, kAwq, &code, 4, 1); }),
+            "n is 4; accepted: multiples of 8");
   EXPECT_EQ(message([&] { unpack_along_n(&word, 1, 1, {0, 1, 2, 3, 4, 5, 6, 6}, &code, 8, 1); }),
             "order is no permutation of 0 .. 7");
 }
@@ -121,10 +128,13 @@ TEST(Words, Tiles) {
       std::vector<uint8_t> codes(size_t(n) * k + 1, kPoison);
       unpack_tiles(words.data(), codes.data(), n, k, threads);
       for (size_t i = 0; i < words.size(); ++i) {
-        size_t const j = i % 4, lane = i / 4 % 32, b = i / 128 % size_t(k / 128), a = i / (size_t(k / 128) * 128);
+        size_t const j = i % 4, lane = i / 4 % 32, b = i / 128 % size_t(k / 128),
+                     a = i / (size_t(k / 128) * 128);
         for (int p = 0; p < 8; ++p) {
-          size_t const row = 8 * a + lane / 4, column = 128 * b + 32 * j + 2 * (lane % 4) + size_t(kColumns[p]);
-          ASSERT_EQ(codes[row * size_t(k) + column], words[i] >> 4 * p & 15) << "word " << i << ", nibble " << p;
+          size_t const row = 8 * a + lane / 4,
+                       column = 128 * b + 32 * j + 2 * (lane % 4) + size_t(kColumns[p]);
+          ASSERT_EQ(codes[row * size_t(k) + column], words[i] >> 4 * p & 15)
+              << "word " << i << ", nibble " << p;
         }
       }
       ASSERT_EQ(codes.back(), kPoison);
@@ -148,13 +158,16 @@ TEST(Words, BytesOfTwoCodes) {
   struct Shape {
     int64_t blocks, stride, size, run;
   };
-  for (Shape const& s : {Shape{1, 1, 1, 1}, Shape{7, 18, 16, 16}, Shape{9000, 20, 16, 16}, Shape{5, 144, 128, 32},
-                         Shape{3, 40, 33, 11}, Shape{1, 200001, 200001, 200001}, Shape{2, 140007, 140000, 70000}}) {
+  for (Shape const& s :
+       {Shape{1, 1, 1, 1}, Shape{7, 18, 16, 16}, Shape{9000, 20, 16, 16}, Shape{5, 144, 128, 32},
+        Shape{3, 40, 33, 11}, Shape{1, 200001, 200001, 200001}, Shape{2, 140007, 140000, 70000}}) {
     std::vector<uint8_t> const bytes = random_bytes(size_t(s.blocks * s.stride));
-    for (ByteOrder order :
-         {ByteOrder::low_high_in_turn, ByteOrder::high_low_in_turn, ByteOrder::low_then_high, ByteOrder::high_then_low}) {
-      bool const in_turn = order == ByteOrder::low_high_in_turn || order == ByteOrder::high_low_in_turn;
-      bool const high_first = order == ByteOrder::high_low_in_turn || order == ByteOrder::high_then_low;
+    for (ByteOrder order : {ByteOrder::low_high_in_turn, ByteOrder::high_low_in_turn,
+                            ByteOrder::low_then_high, ByteOrder::high_then_low}) {
+      bool const in_turn =
+          order == ByteOrder::low_high_in_turn || order == ByteOrder::high_low_in_turn;
+      bool const high_first =
+          order == ByteOrder::high_low_in_turn || order == ByteOrder::high_then_low;
       for (int threads : {0, 1}) {
         std::vector<uint8_t> codes(size_t(s.blocks * s.size * 2 + 1), kPoison);
         unpack_bytes(bytes.data(), s.blocks, s.stride, s.size, s.run, order, codes.data(), threads);
@@ -164,8 +177,10 @@ TEST(Words, BytesOfTwoCodes) {
             int64_t const start = (block * s.size + i / s.run * s.run) * 2, place = i % s.run;
             uint8_t const first = codes[size_t(start + (in_turn ? 2 * place : place))];
             uint8_t const second = codes[size_t(start + (in_turn ? 2 * place + 1 : s.run + place))];
-            ASSERT_EQ(first, high_first ? byte >> 4 : byte & 0x0f) << "block " << block << ", byte " << i;
-            ASSERT_EQ(second, high_first ? byte & 0x0f : byte >> 4) << "block " << block << ", byte " << i;
+            ASSERT_EQ(first, high_first ? byte >> 4 : byte & 0x0f)
+                << "block " << block << ", byte " << i;
+            ASSERT_EQ(second, high_first ? byte & 0x0f : byte >> 4)
+                << "block " << block << ", byte " << i;
           }
         }
         ASSERT_EQ(codes.back(), kPoison);
@@ -176,7 +191,8 @@ TEST(Words, BytesOfTwoCodes) {
 
 TEST(Words, RefusesBytesThatMakeNoRuns) {
   uint8_t byte = 0, codes[2];
-  auto const unpack = [&](int64_t blocks, int64_t stride, int64_t size, int64_t run, int threads = 0) {
+  auto const unpack = [&](int64_t blocks, int64_t stride, int64_t size, int64_t run,
+                          int threads = 0) {
     unpack_bytes(&byte, blocks, stride, size, run, ByteOrder::low_then_high, codes, threads);
   };
   EXPECT_THROW(unpack(0, 1, 1, 1), std::invalid_argument);
@@ -185,7 +201,8 @@ TEST(Words, RefusesBytesThatMakeNoRuns) {
   EXPECT_THROW(unpack(1, 4, 4, 3), std::invalid_argument);
   EXPECT_THROW(unpack(1, 4, 4, 0), std::invalid_argument);
   EXPECT_THROW(unpack(1, 1, 1, 1, -1), std::invalid_argument);
-  EXPECT_THROW(unpack(int64_t{1} << 40, int64_t{1} << 40, int64_t{1} << 40, 1), std::invalid_argument);
+  EXPECT_THROW(unpack(int64_t{1} << 40, int64_t{1} << 40, int64_t{1} << 40, 1),
+               std::invalid_argument);
 }
 
 TEST(PermuteColumns, TakesEachColumnByItsNumber) {
@@ -196,10 +213,12 @@ TEST(PermuteColumns, TakesEachColumnByItsNumber) {
   for (size_t i = 0; i < codes.size(); ++i) codes[i] = uint8_t(i * 31 + i / 251);
   permute_columns(codes.data(), permuted.data(), n, k, perm.data(), 2);
   for (int row = 0; row < n; ++row) {
-    for (int j = 0; j < k; ++j) ASSERT_EQ(permuted[size_t(row * k + j)], codes[size_t(row * k + j * 7 % k)]);
+    for (int j = 0; j < k; ++j)
+      ASSERT_EQ(permuted[size_t(row * k + j)], codes[size_t(row * k + j * 7 % k)]);
   }
   EXPECT_EQ(permuted.back(), 0xa5);  // nothing written past the end
-  EXPECT_THROW(permute_columns(codes.data(), permuted.data(), 0, k, perm.data()), std::invalid_argument);
+  EXPECT_THROW(permute_columns(codes.data(), permuted.data(), 0, k, perm.data()),
+               std::invalid_argument);
 }
 
 }  // namespace

@@ -2,8 +2,9 @@
 // returns at once, works on the stream and device it is given, allocates nothing and never
 // synchronises.
 //
-//   acc[pixel, n] = bias[n] + sum over the taps inside of x of (x - x_zero_point) * w, int32, wrapping
-//   y = clamp(rint(fl32(float(acc) * m[n])) + y_zero_point), m[n] = fl32(fl32(x_scale * w_scale[n]) / y_scale)
+//   acc[pixel, n] = bias[n] + sum over the taps inside of x of (x - x_zero_point) * w, int32,
+//   wrapping y = clamp(rint(fl32(float(acc) * m[n])) + y_zero_point), m[n] = fl32(fl32(x_scale *
+//   w_scale[n]) / y_scale)
 #pragma once
 
 #include <cstddef>
@@ -30,8 +31,9 @@ struct ConvWeight {
   ConvOrder order = ConvOrder::kByChannels;
   int8_t const* codes = nullptr;
   int32_t const* sums = nullptr;  // [n]: of a channel's codes; read where x has a zero point
-  // Of the codes of those taps that lie outside of x, by border_classes(), [classes][groups][stored_channels(n / groups)]: 0 in
-  // the class 0. Read where x has a zero point and padding. Null: x is copied with its padding instead.
+  // Of the codes of those taps that lie outside of x, by border_classes(),
+  // [classes][groups][stored_channels(n / groups)]: 0 in the class 0. Read where x has a zero point
+  // and padding. Null: x is copied with its padding instead.
   int32_t const* cut_sums = nullptr;
   void const* scales = nullptr;  // of scale_type, in the order of packed weights (group_row)
   DataType scale_type = DataType::kFloat32;
@@ -42,15 +44,19 @@ constexpr int most_cut(int taps, int padding, int dilation) {
   int const cut = (padding + dilation - 1) / dilation;
   return cut < taps ? cut : taps;
 }
-// Pixels of the result differ by the taps that lie outside of x: begin and end of them along height and width. Of a pixel with so
-// many cut, the class is ((begin_y * (most_y + 1) + end_y) * (most_x + 1) + begin_x) * (most_x + 1) + end_x.
+// Pixels of the result differ by the taps that lie outside of x: begin and end of them along height
+// and width. Of a pixel with so many cut, the class is ((begin_y * (most_y + 1) + end_y) *
+// (most_x + 1) + begin_x) * (most_x + 1) + end_x.
 constexpr int64_t border_classes(int most_y, int most_x) {
   return int64_t(most_y + 1) * (most_y + 1) * (most_x + 1) * (most_x + 1);
 }
-constexpr int kMostBorderClasses = 256;  // for which it is worth while to keep sums: 7 x 7 taps with padding 3
+constexpr int kMostBorderClasses = 256;  // for which it is worth while to keep sums: 7 x 7
+                                         // taps with padding 3
 
 constexpr int kConvVector = 16;  // bytes that kernels load at a time
-constexpr int stored_channels(int channels) { return (channels + kConvVector - 1) / kConvVector * kConvVector; }
+constexpr int stored_channels(int channels) {
+  return (channels + kConvVector - 1) / kConvVector * kConvVector;
+}
 
 // A product [batch, channels] x [n, channels]^T is a convolution with 1 x 1 taps of an image of one
 // row.
@@ -61,7 +67,8 @@ struct ConvProblem {
   int batch = 0, height = 1, width = 1, channels = 0;
   int stride[2] = {1, 1}, padding[2] = {0, 0}, dilation[2] = {1, 1};  // along height and width
   int groups = 1;
-  void const* bias = nullptr;  // [n]: int32, or of bias_type and then rounded to steps of x_scale * w_scale; or null
+  void const* bias = nullptr;  // [n]: int32, or of bias_type and then rounded to steps of x_scale *
+                               // w_scale; or null
   bool bias_int32 = false;
   DataType bias_type = DataType::kNone;
   float x_scale = 1.0f, y_scale = 1.0f;
@@ -105,14 +112,17 @@ struct ConvPlan {
 // flat if a tap has so few channels that most of a vector would be padding.
 constexpr ConvOrder conv_order(int n, int channels, int taps, int groups) {
   if (channels == 1 && n == groups && n % 4 == 0) return ConvOrder::kByTaps;
-  return groups == 1 && taps > 1 && channels <= kConvVector / 2 ? ConvOrder::kFlat : ConvOrder::kByChannels;
+  return groups == 1 && taps > 1 && channels <= kConvVector / 2 ? ConvOrder::kFlat
+                                                                : ConvOrder::kByChannels;
 }
 
 // Choose a kernel. Needs no GPU: `device` may describe one that is not there.
 Status plan_conv_int8(ConvProblem const& problem, Device const& device, ConvPlan* plan);
 // All that would do, the chosen one first. The results have the same bits.
-Status plans_conv_int8(ConvProblem const& problem, Device const& device, std::vector<ConvPlan>* plans);
+Status plans_conv_int8(ConvProblem const& problem, Device const& device,
+                       std::vector<ConvPlan>* plans);
 // `plan` is one of those for this problem, for the current device or one that is older.
-Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace workspace, Stream stream);
+Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace workspace,
+                 Stream stream);
 
 }  // namespace cutlass_ops

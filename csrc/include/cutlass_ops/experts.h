@@ -1,6 +1,7 @@
-// Mixture of experts on a GPU: rows of x sorted by expert, and products of these with weights that are packed as one. As in
-// ops.h, every call returns at once, works on the stream and device it is given, allocates nothing and never synchronises: it
-// can be captured, and replayed with other routings.
+// Mixture of experts on a GPU: rows of x sorted by expert, and products of these with weights
+// that are packed as one. As in ops.h, every call returns at once, works on the stream and
+// device it is given, allocates nothing and never synchronises: it can be captured, and
+// replayed with other routings.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +11,8 @@
 
 namespace cutlass_ops {
 
-// Weights of experts, packed one after another: `stack` has experts * padded_rows(n) rows and no act order.
+// Weights of experts, packed one after another: `stack` has experts * padded_rows(n) rows
+// and no act order.
 struct PackedExperts {
   PackedWeight stack;
   int experts = 0;
@@ -26,7 +28,8 @@ struct RouteProblem {
   bool wide_ids = false;      // int64, otherwise int32
   int tokens = 0, top = 0;
   int experts = 0;
-  int32_t const* expert_map = nullptr;  // [map_size]: the expert of an id, or -1; null: ids are experts
+  int32_t const* expert_map = nullptr;  // [map_size]: the expert of an id, or -1;
+                                        // null: ids are experts
   int map_size = 0;
 
   constexpr int positions() const { return tokens * top; }
@@ -37,22 +40,25 @@ constexpr int kMostPositions = 1 << 28;
 
 // What route() writes. Ids of no expert have positions in `order` behind all others.
 struct Routing {
-  int32_t* offsets = nullptr;  // [experts + 1]: the positions of expert e are order[offsets[e]] to order[offsets[e + 1] - 1]
+  int32_t* offsets = nullptr;  // [experts + 1]: the positions of expert e are order[offsets[e]] to
+                               // order[offsets[e + 1] - 1]
   int32_t* order = nullptr;    // [positions], sorted stably by expert
 };
 
 Status route(RouteProblem const& problem, Routing const& routing, Stream stream);
 
-// y[t] = sum over j of topk_weights[t, j] * down_e(act(gate_e x[t]) * (up_e x[t])), e = ids[t, j], in fp32 and in the order of
-// j, rounded once. Weights are rounded to x's type where experts have few rows on average, in groups shorter than 128, with
-// offsets or code books; so are values of quantised activations there, and those with zero points. Outputs of experts that have
-// many rows are rounded to it.
+// y[t] = sum over j of topk_weights[t, j] * down_e(act(gate_e x[t]) * (up_e x[t])), e = ids[t, j],
+// in fp32 and in the order of j, rounded once. Weights are rounded to x's type where experts have
+// few rows on average, in groups shorter than 128, with offsets or code books; so are values of
+// quantised activations there, and those with zero points. Outputs of experts that have many rows
+// are rounded to it.
 struct MoeProblem {
   RouteProblem route;
   void const* x = nullptr;  // [tokens][hidden] of x_type, rows x_stride elements apart
   DataType x_type = DataType::kBFloat16;
   int64_t x_stride = 0;
-  PackedExperts gate_up;  // 2 * intermediate features, eight of gate's before eight of up's; intermediate is a multiple of 8
+  PackedExperts gate_up;  // 2 * intermediate features, eight of gate's before eight of up's;
+                          // intermediate is a multiple of 8
   PackedExperts down;
   ActQuant act_quant = ActQuant::kNone;
   bool act_symmetric = true;
@@ -67,7 +73,8 @@ struct MoeProblem {
 struct MoePlan {
   char const* kernel = nullptr;
   int block_m = 0;
-  bool routes = true;    // positions are sorted by expert first; otherwise CTAs find theirs from the ids
+  bool routes = true;    // positions are sorted by expert first; otherwise CTAs find
+                         // theirs from the ids
   int slots = 0;         // rows of x sorted by expert, each expert's padded to 16; or all positions
   int tiles = 0;         // of block_m rows, at most
   bool int8 = false;     // products are of int8 codes, not of their values as 16-bit floats
@@ -78,6 +85,7 @@ struct MoePlan {
 
 Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan);
 // `plan` is what plan_moe() chose for this problem on the current device.
-Status mixed_moe(MoeProblem const& problem, MoePlan const& plan, Workspace workspace, Stream stream);
+Status mixed_moe(MoeProblem const& problem, MoePlan const& plan, Workspace workspace,
+                 Stream stream);
 
 }  // namespace cutlass_ops

@@ -42,8 +42,8 @@
 //     alike (PTX ISA, "Matrix Fragments for mma.m16n8k16" and "Register Fragments for wgmma").
 //   - The k 2t, 2t+1, 2t+8, 2t+9: what that lane holds of a 16 x 16 fp16 fragment. An int8 fragment
 //     needs 4t .. 4t+3 of each 16. It gets the same bytes, because the int8 activations are stored
-//     in that order too (activation_position): the order of k does not change an integer sum as long
-//     as both operands share it. So one order serves fp16, bf16 and int8 activations.
+//     in that order too (activation_position): the order of k does not change an integer sum as
+//     long as both operands share it. So one order serves fp16, bf16 and int8 activations.
 //   - Rows interleaved inside a byte, g low and g+8 high: w & 0xf0f0f0f0 is row g+8 and
 //     (w << 4) & 0xf0f0f0f0 row g, both as int8 bytes 16 * c. And 2t+8 stands between 2t and 2t+1,
 //     which so lie sixteen bits apart: one AND makes a half2 of them (device/decode.cuh).
@@ -71,9 +71,13 @@ inline constexpr int kUnitBytes = 32 * kLaneBytes;
 // Bytes of one row panel's K tile, 64 rows x 128 k: 4096 for 4 bits, 8192 for 8 bits.
 CUTLASS_OPS_HD constexpr int k_tile_bytes(int bits) { return kRowsPerPanel * kKPerTile * bits / 8; }
 
-CUTLASS_OPS_HD constexpr int64_t padded_rows(int64_t n) { return (n + kRowsPerPanel - 1) / kRowsPerPanel * kRowsPerPanel; }
+CUTLASS_OPS_HD constexpr int64_t padded_rows(int64_t n) {
+  return (n + kRowsPerPanel - 1) / kRowsPerPanel * kRowsPerPanel;
+}
 
-CUTLASS_OPS_HD constexpr int64_t padded_k(int64_t k) { return (k + kKPerTile - 1) / kKPerTile * kKPerTile; }
+CUTLASS_OPS_HD constexpr int64_t padded_k(int64_t k) {
+  return (k + kKPerTile - 1) / kKPerTile * kKPerTile;
+}
 
 // Bytes of a packed [n, k] weight, padding included.
 CUTLASS_OPS_HD constexpr int64_t packed_bytes(int64_t n, int64_t k, int bits) {
@@ -88,11 +92,11 @@ struct CodePosition {
 
 // The position of the code of row n, column k. `k_pad` is padded_k(K); `bits` is 4 or 8.
 CUTLASS_OPS_HD constexpr CodePosition code_position(int n, int k, int k_pad, int bits) {
-  int const row = n % kRowsPerBlock;                             // inside the 16-row block
-  int const g = row % 8, half = row / 8;                         // lane group; 0: row g, 1: row g + 8
-  int const kk = k % 16;                                         // inside the 16 k of one word
-  int const t = kk % 8 / 2;                                      // lane inside its group
-  int const element = kk / 8 + 2 * (kk % 2);                     // 2t, 2t+8, 2t+1, 2t+9 are elements 0, 1, 2, 3
+  int const row = n % kRowsPerBlock;          // inside the 16-row block
+  int const g = row % 8, half = row / 8;      // lane group; 0: row g, 1: row g + 8
+  int const kk = k % 16;                      // inside the 16 k of one word
+  int const t = kk % 8 / 2;                   // lane inside its group
+  int const element = kk / 8 + 2 * (kk % 2);  // 2t, 2t+8, 2t+1, 2t+9 are elements 0, 1, 2, 3
   int const k_per_unit = 8 * kUnitBytes / bits / kRowsPerBlock;  // 64 | 32
   int const unit = k % kKPerTile / k_per_unit;
   int const column = k % k_per_unit / 16;  // which 16 k of the unit
@@ -100,15 +104,16 @@ CUTLASS_OPS_HD constexpr CodePosition code_position(int n, int k, int k_pad, int
   int64_t const chunk = int64_t(n / kRowsPerPanel) * (k_pad / kKPerTile) + k / kKPerTile;
   int const block = n % kRowsPerPanel / kRowsPerBlock;
   int const units_per_block = kKPerTile / k_per_unit;
-  int64_t const unit_start = chunk * k_tile_bytes(bits) + (block * units_per_block + unit) * kUnitBytes;
+  int64_t const unit_start =
+      chunk * k_tile_bytes(bits) + (block * units_per_block + unit) * kUnitBytes;
   int const lane_start = (4 * g + t) * kLaneBytes;
   if (bits == 4) return {unit_start + lane_start + 4 * column + element, 4 * half};
   return {unit_start + lane_start + 4 * (2 * column + half) + element, 0};
 }
 
 // Position of a row inside its row panel in the group vectors (scales, zeros, offsets): an 8 x 8
-// transposition. Row 16*i + 8*h + g stands at 8*g + 2*i + h, so that the eight rows of a lane group g
-// are adjacent: one 16-byte load of fp16 scales, one 8-byte load of int8 zeros. And warp i of a
+// transposition. Row 16*i + 8*h + g stands at 8*g + 2*i + h, so that the eight rows of a lane group
+// g are adjacent: one 16-byte load of fp16 scales, one 8-byte load of int8 zeros. And warp i of a
 // warpgroup takes its two rows, g and g+8, by one 4-byte load.
 CUTLASS_OPS_HD constexpr int group_row(int row) { return 8 * (row % 8) + row % kRowsPerPanel / 8; }
 

@@ -1,4 +1,5 @@
-// Packing and unpacking of weight codes on the host, in the order of layout.h. ops.h has those on a GPU.
+// Packing and unpacking of weight codes on the host, in the order of layout.h. ops.h
+// has those on a GPU.
 #pragma once
 
 #include <cstdint>

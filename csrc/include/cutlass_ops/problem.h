@@ -1,7 +1,7 @@
 // The problems of the operators as plain data: pointers, sizes and types, all owned by the caller.
 //
-// The product is y[M, N] = act(x[M, K] @ W[N, K]^T + bias[N]) + residual[M, N]. N, K and the weight's format belong to the
-// weight; M to the activations.
+// The product is y[M, N] = act(x[M, K] @ W[N, K]^T + bias[N]) + residual[M, N]. N, K and the
+// weight's format belong to the weight; M to the activations.
 #pragma once
 
 #include <cstddef>
@@ -24,33 +24,39 @@ enum class Activation : int8_t { kNone = 0, kRelu, kRelu6, kGelu, kSilu, kClamp 
 // A CUDA stream; cudaStream_t converts to it. The header needs no CUDA toolkit.
 using Stream = void*;
 
-// A weight in the packed order (layout.h), on the device that the operator runs on. All pointers are aligned to 16 bytes.
+// A weight in the packed order (layout.h), on the device that the operator runs on. All pointers
+// are aligned to 16 bytes.
 struct PackedWeight {
   uint8_t const* codes = nullptr;  // centred codes, packed_bytes(n, k, bits)
   void const* scales = nullptr;    // [groups][n_pad] of scale_type
   int8_t const* zeros = nullptr;   // [groups][n_pad], zero point - 2^(bits - 1), or null
-  void const* offsets = nullptr;   // [groups][n_pad] of offset_type, or null; never together with zeros
+  void const* offsets = nullptr;   // [groups][n_pad] of offset_type, or null; never
+                                   // together with zeros
   int32_t const* perm = nullptr;   // [k]: packed column j multiplies input feature perm[j]; or null
-  float const* book = nullptr;     // [16]: the value of code q (not centred) is scale * book[q]; or null. Only with 4 bits
+  float const* book = nullptr;     // [16]: the value of code q (not centred) is scale * book[q]; or
+                                   // null. Only with 4 bits
   int n = 0;
   int k = 0;
   int bits = 4;
   int group_size = 128;  // 32, 64, a multiple of 128, or -1
   DataType scale_type = DataType::kFloat16;
   DataType offset_type = DataType::kNone;
-  bool e4m3 = false;  // codes are floats, value = scale * float: 8 bits alone, without zeros, offsets or a code book
+  bool e4m3 = false;  // codes are floats, value = scale * float: 8 bits alone, without zeros,
+                      // offsets or a code book
 
-  // Zero-point terms, for products with int8 activations where either side has zero points (zero_compensation.h): each row's
-  // sums of 128 weights, or its zero points of 8 bits, the scales of these, and the sums of all.
-  // Null: mixed_gemm computes them in its workspace, with the same bits, where a product needs them. Given ones must belong to
-  // the codes, scales and zeros as they are now.
+  // Zero-point terms, for products with int8 activations where either side has zero points
+  // (zero_compensation.h): each row's sums of 128 weights, or its zero points of 8 bits, the
+  // scales of these, and the sums of all. Null: mixed_gemm computes them in its workspace, with
+  // the same bits, where a product needs them. Given ones must belong to the codes, scales and
+  // zeros as they are now.
   uint8_t const* sums = nullptr;
   void const* sum_scales = nullptr;     // [n_pad] of scale_type
   float const* total_colsum = nullptr;  // [n_pad]: all of a row's weights
 };
 
-// int8 activations in kernel order: codes [m][k_pad] (activation_position inside each 16), scales and zeros
-// [blocks][stride] with the rows of x of one block adjacent. Written by quantize_activations.
+// int8 activations in kernel order: codes [m][k_pad] (activation_position inside each 16), scales
+// and zeros [blocks][stride] with the rows of x of one block adjacent. Written by
+// quantize_activations.
 struct QuantizedActivations {
   int8_t* codes = nullptr;
   float* scales = nullptr;
@@ -59,19 +65,21 @@ struct QuantizedActivations {
   int stride = 0;           // elements from one block's scales to the next's; a multiple of 16
   int rows = 0;             // allocated rows of codes, if more than m: a kernel may read them all
 
-  // What mixed_gemm makes of them, or has made instead of codes, for a kernel that multiplies 16-bit floats: their values,
-  // [m][k_pad] in the order of columns.
+  // What mixed_gemm makes of them, or has made instead of codes, for a kernel that multiplies
+  // 16-bit floats: their values, [m][k_pad] in the order of columns.
   void* upcast = nullptr;
   DataType upcast_type = DataType::kNone;  // kFloat16 or kBFloat16
-  bool upcast_row_scales = false;          // they include a row's one scale, too, which is otherwise left to its sums
+  bool upcast_row_scales = false;  // they include a row's one scale, too, which is otherwise
+                                   // left to its sums
 
-  // What mixed_gemm makes of zero points, or of sums of codes where there are none, for a kernel that compensates zero points
-  // of many blocks at once (zero_compensation.h).
+  // What mixed_gemm makes of zero points, or of sums of codes where there are none, for a kernel
+  // that compensates zero points of many blocks at once (zero_compensation.h).
   void* zero_values = nullptr;
   float* zero_scales = nullptr;
 };
 
-// What is quantised is x; silu(x) * up; or the rms norm of x or of x + residual. All matrices are of x_type.
+// What is quantised is x; silu(x) * up; or the rms norm of x or of x + residual. All
+// matrices are of x_type.
 struct QuantizeProblem {
   void const* x = nullptr;  // [m][k] of x_type, rows x_stride elements apart
   DataType x_type = DataType::kFloat16;
@@ -80,7 +88,8 @@ struct QuantizeProblem {
   int k = 0;
   int32_t const* perm = nullptr;  // [k]: column j of the result is column perm[j] of x; or null
   QuantizedActivations out;
-  uint32_t* range = nullptr;  // [2] on the device, where the range of x goes that is every block's; null: each has its own
+  uint32_t* range = nullptr;  // [2] on the device, where the range of x goes that is every block's;
+                              // null: each has its own
 
   void const* up = nullptr;  // [m][k], or null; never together with norm_weight
   int64_t up_stride = 0;
@@ -92,9 +101,10 @@ struct QuantizeProblem {
   void* sum = nullptr;  // [m][k], contiguous: where x + residual is written; null if residual is
 };
 
-// An image [batch, depth, height, width, channels] in the place of x: row m holds, tap by tap, the channels of the pixels under a
-// kernel at the m-th place of the result [batch, *out], which go fastest along the width. Missing pixels are zeros. A tap has
-// padded_k(channels) columns of the weight, whose k is that of all taps.
+// An image [batch, depth, height, width, channels] in the place of x: row m holds, tap by tap, the
+// channels of the pixels under a kernel at the m-th place of the result [batch, *out], which go
+// fastest along the width. Missing pixels are zeros. A tap has padded_k(channels) columns of the
+// weight, whose k is that of all taps.
 struct ImageRows {
   int batch = 0;  // 0: x is a matrix
   int channels = 0;
@@ -107,14 +117,17 @@ struct GemmProblem {
   int m = 0;
   PackedWeight weight;
 
-  // Activations: either floats that act_quant may quantise on the way, or codes that are quantised already.
-  void const* x = nullptr;  // [m][k] of x_type, rows x_stride elements apart, at least k; null if `quantized` is given
+  // Activations: either floats that act_quant may quantise on the way, or codes that are
+  // quantised already.
+  void const* x = nullptr;  // [m][k] of x_type, rows x_stride elements apart, at least k; null if
+                            // `quantized` is given
   DataType x_type = DataType::kFloat16;  // of what was quantised, too
   int64_t x_stride = 0;
   ActQuant act_quant = ActQuant::kNone;
   bool act_symmetric = true;
   QuantizedActivations quantized;
-  ImageRows image;  // x is its pixels [pixels][channels], x_stride elements apart, where it has a batch
+  ImageRows image;  // x is its pixels [pixels][channels], x_stride elements apart,
+                    // where it has a batch
 
   // Epilogue: sum -> + bias -> activation -> + residual -> out.
   void* out = nullptr;  // [m][n] of out_type, contiguous
@@ -131,10 +144,11 @@ struct GemmProblem {
   bool exact = false;     // weights, and activations that are quantised, are not rounded to 16 bits
 
   // Choice of a kernel.
-  // The bits of a row of the result depend neither on m nor on the other rows; for floats among calls whose rows of x all start
-  // on 16 bytes, or none of whose do (x and x_stride).
+  // The bits of a row of the result depend neither on m nor on the other rows; for floats among
+  // calls whose rows of x all start on 16 bytes, or none of whose do (x and x_stride).
   bool batch_invariant = false;
-  // Kernels of this architecture (10 * major + minor) or before it alone, as far as the device runs them; 0: the device's.
+  // Kernels of this architecture (10 * major + minor) or before it alone, as far as the device runs
+  // them; 0: the device's.
   int architecture = 0;
 };
 
@@ -144,12 +158,13 @@ struct DequantizeProblem {
   DataType out_type = DataType::kFloat16;
   int first_row = 0;  // of the weight; a multiple of 64
   int rows = -1;      // -1: all from there on
-  // Of a convolution's weight: channels of a tap, whose padding is left out, so that out is [rows][taps][tap_channels]; 0: none is.
+  // Of a convolution's weight: channels of a tap, whose padding is left out, so that out is
+  // [rows][taps][tap_channels]; 0: none is.
   int tap_channels = 0;
 };
 
-// Floats and their 4-bit codes in flat blocks, bitsandbytes' storage: value = book[code] * absmax[element / blocksize]. Floats
-// and packed codes start on 16 bytes.
+// Floats and their 4-bit codes in flat blocks, bitsandbytes' storage: value = book[code] *
+// absmax[element / blocksize]. Floats and packed codes start on 16 bytes.
 struct FlatProblem {
   int64_t count = 0;   // elements
   int blocksize = 64;  // 32, 64, ..., 4096
@@ -158,13 +173,14 @@ struct FlatProblem {
   uint8_t* packed = nullptr;  // (count + 1) / 2 bytes, the even element's code in the high nibble
   float* absmax = nullptr;    // one a block
 
-  // To quantise: v = x / absmax takes codes[number of cuts below it]. With `magnitudes`, |v| does, by 7 cuts, and negative v
-  // have 8 added.
+  // To quantise: v = x / absmax takes codes[number of cuts below it]. With `magnitudes`, |v| does,
+  // by 7 cuts, and negative v have 8 added.
   float const* cuts = nullptr;  // ascending
   uint8_t const* codes = nullptr;
   bool magnitudes = false;
 
-  // To dequantise. With nested_codes, absmax = nested_book[nested_codes] * nested_absmax[block / 256] + *nested_offset.
+  // To dequantise. With nested_codes, absmax = nested_book[nested_codes] * nested_absmax[block /
+  // 256] + *nested_offset.
   float const* book = nullptr;  // [16]
   uint8_t const* nested_codes = nullptr;
   float const* nested_absmax = nullptr;
@@ -172,17 +188,19 @@ struct FlatProblem {
   float const* nested_offset = nullptr;
 };
 
-// Codes of a weight, one a byte, and packed, on a GPU. Code (row, column) is at codes[row * n_stride + column * k_stride].
+// Codes of a weight, one a byte, and packed, on a GPU. Code (row, column) is at codes[row *
+// n_stride + column * k_stride].
 struct PackProblem {
-  uint8_t* codes = nullptr;   // [n, k], each below 2^bits, which nothing checks here; read by pack(), written by unpack()
+  uint8_t* codes = nullptr;   // [n, k], each below 2^bits, which nothing checks here; read by
+                              // pack(), written by unpack()
   uint8_t* packed = nullptr;  // packed_bytes(n, k, bits), from an address that is a multiple of 16
   int64_t n_stride = 0, k_stride = 1;
   int n = 0, k = 0;
   int bits = 4;  // 4 or 8
 };
 
-// A weight in AutoAWQ's storage ("gemm"), W[K, N] by its transposed: nibble i of a word is column [0, 2, 4, 6, 1, 3, 5, 7][i]
-// of its eight.
+// A weight in AutoAWQ's storage ("gemm"), W[K, N] by its transposed: nibble i of a word is column
+// [0, 2, 4, 6, 1, 3, 5, 7][i] of its eight.
 struct AwqWeight {
   uint32_t const* codes = nullptr;  // [k][n / 8]
   void const* scales = nullptr;     // [groups][n] of type

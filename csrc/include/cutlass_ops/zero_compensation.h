@@ -1,23 +1,27 @@
-// Zero-point compensation (azp): y = sA sW (acc - zA colsum(W)), as one extra product for a window of K tiles. For dispatch/,
-// compensate_zeros.cu and wgmma_gemm_a8.cu.
+// Zero-point compensation (azp): y = sA sW (acc - zA colsum(W)), as one extra product for a window
+// of K tiles. For dispatch/, compensate_zeros.cu and wgmma_gemm_a8.cu.
 //
-// Until that product the fp32 accumulators hold zero points, and round to about 2^-24 of their contribution. A zero point is at
-// most 128 times its block's scale, and codes are rounded to one: with weights of both signs this rounding is about 1e-4 of the
-// error that quantisation adds to y. It may exceed the last bits of an fp32 result, which is therefore computed another way
+// Until that product the fp32 accumulators hold zero points, and round to about 2^-24 of their
+// contribution. A zero point is at most 128 times its block's scale, and codes are rounded to one:
+// with weights of both signs this rounding is about 1e-4 of the error that quantisation adds to y.
+// It may exceed the last bits of an fp32 result, which is therefore computed another way
 // (wgmma_gemm_a8.cu).
 //
-// For each K tile (128 columns) y lacks -(zA sA) (sW colsum(W)), an outer product over rows of x and output features; many
-// tiles of it are one matrix product over the tiles. Zero points zW of 8-bit weights, which do not fit in int8 when subtracted
-// from the codes, are compensated by the same product: with symmetric x, y lacks -(sA sum of the codes of x) (sW zW). Both
-// factors are split into two fp16 numbers, the second of which holds the rounding error of the first, and three products of
-// these are as accurate as one in fp32. Powers of two, one for each output feature and one for each row of x and
-// kTilesPerZeroRow tiles, bring them into fp16's range.
+// For each K tile (128 columns) y lacks -(zA sA) (sW colsum(W)), an outer product over rows of x
+// and output features; many tiles of it are one matrix product over the tiles. Zero points zW of
+// 8-bit weights, which do not fit in int8 when subtracted from the codes, are compensated by the
+// same product: with symmetric x, y lacks -(sA sum of the codes of x) (sW zW). Both factors are
+// split into two fp16 numbers, the second of which holds the rounding error of the first, and three
+// products of these are as accurate as one in fp32. Powers of two, one for each output feature and
+// one for each row of x and kTilesPerZeroRow tiles, bring them into fp16's range.
 //
-//   W side   sW colsum(W), or sW zW of 8-bit weights with zero points. PackedWeight::sums has a block for each row panel (64 rows) and window, as large as a K
-//            tile's codes, in the order of wgmma's fragments: [warp][16 tiles][first, second][lane][8 halves]; sum_scales: the powers of two, a group vector of
-//            scale_type
-//   x side   zA sA, or sA sum of the codes where x is symmetric. QuantizedActivations::zero_values [m][zero_columns(k)]: the first parts of 16 tiles, then the
-//            second, and so on; zero_scales [zero rows][stride]
+//   W side   sW colsum(W), or sW zW of 8-bit weights with zero points. PackedWeight::sums has a
+//            block for each row panel (64 rows) and window, as large as a K tile's codes, in the
+//            order of wgmma's fragments: [warp][16 tiles][first, second][lane][8 halves];
+//            sum_scales: the powers of two, a group vector of scale_type
+//   x side   zA sA, or sA sum of the codes where x is symmetric. QuantizedActivations::zero_values
+//            [m][zero_columns(k)]: the first parts of 16 tiles, then the second, and so on;
+//            zero_scales [zero rows][stride]
 #pragma once
 
 #include <cstdint>
@@ -43,9 +47,11 @@ constexpr int64_t zero_rows(int64_t k) {
 }
 constexpr int64_t zero_columns(int64_t k) { return zero_rows(k) * kZeroRow; }
 
-// The column sums of a weight are one allocation, aligned to 16 bytes: PackedWeight::sums, then sum_scales, then total_colsum.
+// The column sums of a weight are one allocation, aligned to 16 bytes: PackedWeight::sums, then
+// sum_scales, then total_colsum.
 inline int64_t sums_bytes(PackedWeight const& w) {
-  return padded_rows(w.n) / kRowsPerPanel * compensation_windows(padded_k(w.k) / kKPerTile, w.bits) * k_tile_bytes(w.bits);
+  return padded_rows(w.n) / kRowsPerPanel *
+         compensation_windows(padded_k(w.k) / kKPerTile, w.bits) * k_tile_bytes(w.bits);
 }
 inline int64_t sum_scales_bytes(PackedWeight const& w) {
   return padded_rows(w.n) * (w.scale_type == DataType::kFloat32 ? 4 : 2);

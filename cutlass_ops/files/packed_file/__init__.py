@@ -7,8 +7,8 @@ other tensor keeps its name. ``__metadata__``, all of it strings, has:
 ==================  ================================================================================
 ``format``          "pt", as other tools expect
 ``layout``          "cutlass_ops.slab64"
-``layout_version``  "2", or "3" if experts are gated; in version 1 the last two lines of this table are
-                    missing
+``layout_version``  "2", or "3" if experts are gated; in version 1 the last two lines of this
+                    table are missing
 ``weights``         JSON: ``{name: {"n": N, "k": K, "bits": 4 or 8, "group_size": g}}``
 ``kernels``         JSON, if there are weights of convolutions: ``{name: [R, S]}``, the extents of
                     their kernels; K of ``weights`` is then R * S * C, and each tap's C channels are
@@ -45,7 +45,8 @@ the padded matrix.
 
 A tied word embedding that its checkpoint quantised is packed once, as ``lm_head``, with ``tied``
 naming ``model.embed_tokens``; a loader looks the embedding's rows up in it. (Directories that older
-versions wrote have the table as a tensor and tie nothing.) A quantised weight that the user leaves out (``--exclude``) is
+versions wrote have the table as a tensor and tie nothing.) A quantised weight that the user leaves
+out (``--exclude``) is
 stored as a tensor of the fp32 values that its file gives it, a tied embedding then as
 ``model.embed_tokens.weight``.
 """
@@ -53,7 +54,13 @@ stored as a tensor of the fp32 values that its file gives it, a tied embedding t
 from .info import PackedInfo, is_packed, packed_info
 from .layout import Slices, check_names
 from .load import load_packed, packed_problem, read_packed_weight
-from .write import experts_metadata, kernels_metadata, packed_metadata, save_packed, weights_metadata
+from .write import (
+    experts_metadata,
+    kernels_metadata,
+    packed_metadata,
+    save_packed,
+    weights_metadata,
+)
 
 __all__ = [
     "PackedInfo",

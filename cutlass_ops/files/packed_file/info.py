@@ -23,8 +23,8 @@ class PackedInfo:
 
     Attributes:
         weights: ``(n, k, bits, group_size)`` by name.
-        experts: E, N and whether they are gated of the weights that are experts packed as one, by name;
-            their n is E * N rounded up to 64.
+        experts: E, N and whether they are gated of the weights that are experts packed as one, by
+            name; their n is E * N rounded up to 64.
         kernels: extents of the kernels of the weights that are convolutions', by name.
         parts: dtype and shape of a weight's tensors ("codes", "scales", ...), by name.
         tensors: dtype and shape of the other tensors, by name.
@@ -79,7 +79,9 @@ def is_packed(path: str | os.PathLike[str]) -> bool:
     """
     path = Path(path)
     if path.is_dir():
-        path = min((*path.glob("*.safetensors"), *path.glob("rank-0-of-*/*.safetensors")), default=path)
+        path = min(
+            (*path.glob("*.safetensors"), *path.glob("rank-0-of-*/*.safetensors")), default=path
+        )
     if not path.is_file() or path.suffix != ".safetensors":
         return False
     with opened(path) as file:
@@ -90,7 +92,11 @@ def is_packed(path: str | os.PathLike[str]) -> bool:
 def _saved_config(path: Path) -> dict[str, Any] | None:
     """The ``quantization_config`` beside a file, if it is ours."""
     config = json_object(path.parent / "config.json").get("quantization_config")
-    return config if isinstance(config, dict) and config.get("quant_method") == formats.QUANT_METHOD else None
+    return (
+        config
+        if isinstance(config, dict) and config.get("quant_method") == formats.QUANT_METHOD
+        else None
+    )
 
 
 def packed_info(path: str | os.PathLike[str]) -> PackedInfo:
@@ -112,20 +118,30 @@ def packed_info(path: str | os.PathLike[str]) -> PackedInfo:
 def _file_info(path: Path, metadata: Mapping[str, str], specs: dict[str, Spec]) -> PackedInfo:
     layout, version = metadata.get("layout"), metadata.get("layout_version")
     if layout is None:
-        raise CheckpointError(path, "not a packed file: its metadata names no layout; cutlass-ops reorder makes one")
+        raise CheckpointError(
+            path, "not a packed file: its metadata names no layout; cutlass-ops reorder makes one"
+        )
     try:
         formats.check_layout(layout, version)
     except ValueError as error:
         raise CheckpointError(path, str(error)) from error
     checksums = _strings(path, metadata, "checksums") if version != "1" else None
     places = dict.fromkeys(specs, path)
-    weights = {name: _weight_fields(path, name, value) for name, value in _json_object(path, metadata, "weights").items()}
+    weights = {
+        name: _weight_fields(path, name, value)
+        for name, value in _json_object(path, metadata, "weights").items()
+    }
     experts, kernels = _experts(path, metadata, weights), _kernels(path, metadata, weights)
-    parts = {name: _weight_parts(path, name, fields, specs, experts, kernels) for name, fields in weights.items()}
+    parts = {
+        name: _weight_parts(path, name, fields, specs, experts, kernels)
+        for name, fields in weights.items()
+    }
     tied = _strings(path, metadata, "tied")
     for name in tied:
         if name not in weights:
-            raise CheckpointError(path, f"the metadata ties {name!r}, which is no weight of this file")
+            raise CheckpointError(
+                path, f"the metadata ties {name!r}, which is no weight of this file"
+            )
     return PackedInfo(
         path=path,
         layout=(layout, str(version)),
@@ -153,7 +169,10 @@ def _kernels(
     for name, value in _json_object(path, metadata, "kernels").items():
         if name not in weights or not isinstance(value, list) or not value:
             raise CheckpointError(
-                path, f"'kernels' says {reprlib.repr(value)}; a list of extents, of a weight of this file, is expected", name
+                path,
+                f"'kernels' says {reprlib.repr(value)}; a list of extents, of a weight of this "
+                "file, is expected",
+                name,
             )
         try:
             found[name] = formats.check_kernel_size(value, weights[name][1])
@@ -165,21 +184,33 @@ def _kernels(
 def _experts(
     path: Path, metadata: Mapping[str, str], weights: Mapping[str, tuple[int, int, int, int]]
 ) -> dict[str, tuple[int, int, bool]]:
-    """E and N of the weights that are experts, and whether their rows are of gate and up in eights."""
+    """E and N of the weights that are experts, and whether their rows are of gate
+    and up in eights.
+    """
     found = {}
     for name, value in _json_object(path, metadata, "experts").items():
         e, n = (value.get(key) if isinstance(value, dict) else None for key in ("experts", "n"))
         gated = isinstance(value, dict) and value.get("gated", False)
         # type() and not isinstance(): True is no size.
-        if type(e) is not int or type(n) is not int or e < 1 or n < 1 or type(gated) is not bool or (gated and n % 2):
+        if (
+            type(e) is not int
+            or type(n) is not int
+            or e < 1
+            or n < 1
+            or type(gated) is not bool
+            or (gated and n % 2)
+        ):
             raise CheckpointError(
                 path,
-                f"'experts' says {reprlib.repr(value)}; experts and n of at least 1, n even where gated is true, are expected",
+                f"'experts' says {reprlib.repr(value)}; experts and n of at least 1, n even where "
+                "gated is true, are expected",
                 name,
             )
         if name not in weights or weights[name][0] != e * formats.padded_rows(n):
             rows = weights[name][0] if name in weights else "no"
-            raise CheckpointError(path, f"'experts' says {e} experts of {n} rows; the weight has {rows} rows", name)
+            raise CheckpointError(
+                path, f"'experts' says {e} experts of {n} rows; the weight has {rows} rows", name
+            )
         found[name] = e, n, gated
     return found
 
@@ -197,7 +228,9 @@ def _weight_parts(
     found = {part: specs.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in specs}
     for part in ("codes", "scales"):
         if part not in found:
-            raise CheckpointError(path, f"is named by the metadata, but {name}.{part} is not in the file", name)
+            raise CheckpointError(
+                path, f"is named by the metadata, but {name}.{part} is not in the file", name
+            )
     dtypes = {part: dtype for part, (dtype, _) in found.items()}
     count = experts[name][0] if name in experts else None
     expected = packed_specs(n, k, bits, group_size, dtypes, count, kernels.get(name, ()))
@@ -205,7 +238,8 @@ def _weight_parts(
         if shape != expected[part][1]:
             raise CheckpointError(
                 path,
-                f"has shape {list(shape)}; n={n}, k={k}, bits={bits}, group_size={group_size} make it "
+                f"has shape {list(shape)}; n={n}, k={k}, bits={bits}, "
+                f"group_size={group_size} make it "
                 f"{list(expected[part][1])}",
                 f"{name}.{part}",
             )
@@ -232,14 +266,22 @@ def _saved_info(path: Path, files: Sequence[Path], config: Mapping[str, Any]) ->
             specs[name], places[name] = spec, file
     modules = config.get("modules", {})
     if not isinstance(modules, dict):
-        raise CheckpointError(path, f"quantization_config: modules is {modules!r:.100}; an object is expected")
+        raise CheckpointError(
+            path, f"quantization_config: modules is {modules!r:.100}; an object is expected"
+        )
     weights: dict[str, tuple[int, int, int, int]] = {}
     parts: dict[str, dict[str, Spec]] = {}
     rounded: list[str] = []
-    for name in dict.fromkeys([*stated, *(name.removesuffix(".codes") for name in specs if name.endswith(".codes"))]):
+    for name in dict.fromkeys(
+        [*stated, *(name.removesuffix(".codes") for name in specs if name.endswith(".codes"))]
+    ):
         if (fields := stated.get(name)) is None:
             form = modules.get(name, config)
-            fields = {key: form.get(key) for key in ("bits", "group_size")} if isinstance(form, dict) else {}
+            fields = (
+                {key: form.get(key) for key in ("bits", "group_size")}
+                if isinstance(form, dict)
+                else {}
+            )
             fields |= _saved_sizes(path, name, specs, fields.get("bits"))
             rounded += [name] if not {f"{name}.bias", f"{name}.perm"} <= specs.keys() else []
         weights[name] = _weight_fields(path, name, fields)
@@ -272,7 +314,10 @@ def _saved_sizes(path: Path, name: str, specs: Mapping[str, Spec], bits: Any) ->
     codes, scales = specs[f"{name}.codes"][1], specs.get(f"{name}.scales", (None, ()))[1]
     if len(codes) != 1 or len(scales) != 2 or 0 in (*codes, *scales) or bits not in formats.BITS:
         raise CheckpointError(
-            path, f"has codes {list(codes)}, scales {list(scales)} and bits {bits!r:.100}, which make no packed weight", name
+            path,
+            f"has codes {list(codes)}, scales {list(scales)} and bits {bits!r:.100}, which "
+            "make no packed weight",
+            name,
         )
     n, k = scales[1], codes[0] * 8 // bits // scales[1]
     for part, padded, pad in (("bias", n, formats.padded_rows), ("perm", k, formats.padded_k)):
@@ -284,13 +329,22 @@ def _saved_sizes(path: Path, name: str, specs: Mapping[str, Spec], bits: Any) ->
 
 def _directory_info(directory: Path) -> PackedInfo:
     if ranks := sorted(path.name for path in directory.glob("rank-*-of-*")):
-        raise CheckpointError(directory, f"holds the directories of several ranks; name one: {', '.join(ranks)}")
+        raise CheckpointError(
+            directory, f"holds the directories of several ranks; name one: {', '.join(ranks)}"
+        )
     # It is written last.
     if not (directory / "config.json").is_file():
-        raise CheckpointError(directory, "has no config.json: not a packed model, or one whose reordering was interrupted")
+        raise CheckpointError(
+            directory,
+            "has no config.json: not a packed model, or one whose reordering was interrupted",
+        )
     index = directory / INDEX
     placed = placement(index) if index.is_file() else {}
-    files = sorted({directory / name for name in placed.values()} if index.is_file() else {directory / "model.safetensors"})
+    files = sorted(
+        {directory / name for name in placed.values()}
+        if index.is_file()
+        else {directory / "model.safetensors"}
+    )
     if not files:
         raise CheckpointError(index, "names no file")
     config = _saved_config(files[0])
@@ -309,8 +363,15 @@ def _directory_info(directory: Path) -> PackedInfo:
     experts: dict[str, tuple[int, int, bool]] = {}
     kernels: dict[str, tuple[int, ...]] = {}
     for shard in shards:
-        if (shard.sources, shard.options, shard.slices) != (first.sources, first.options, first.slices):
-            raise CheckpointError(shard.path, f"was not written with {first.path.name}: the sources, options or slices differ")
+        if (shard.sources, shard.options, shard.slices) != (
+            first.sources,
+            first.options,
+            first.slices,
+        ):
+            raise CheckpointError(
+                shard.path,
+                f"was not written with {first.path.name}: the sources, options or slices differ",
+            )
         for name in shard.places:
             if name in places:
                 raise CheckpointError(shard.path, f"stands in {places[name].name} too", name)
@@ -344,7 +405,9 @@ def _check_placement(index: Path, placed: Mapping[str, str], places: Mapping[str
     found = {name: file.name for name, file in places.items()}
     if found != placed:
         name = min(name for name in {*found, *placed} if found.get(name) != placed.get(name))
-        raise CheckpointError(index, f"is placed in {placed.get(name)!r}; it is in {found.get(name)!r}", name)
+        raise CheckpointError(
+            index, f"is placed in {placed.get(name)!r}; it is in {found.get(name)!r}", name
+        )
 
 
 def _slices(path: Path, metadata: Mapping[str, str]) -> Slices | None:
@@ -358,7 +421,8 @@ def _slices(path: Path, metadata: Mapping[str, str]) -> Slices | None:
     if not fits or any(style not in ("colwise", "rowwise") for style in styles.values()):
         raise CheckpointError(
             path,
-            f"'tensor_parallel' is {reprlib.repr(value)}; a rank below size and colwise or rowwise styles are expected",
+            f"'tensor_parallel' is {reprlib.repr(value)}; a rank below size and colwise or rowwise "
+            "styles are expected",
         )
     return Slices(rank, size, styles)
 
@@ -369,7 +433,9 @@ def _json_object(path: Path, metadata: Mapping[str, str], key: str) -> dict[str,
     except (ValueError, RecursionError) as error:
         raise CheckpointError(path, f"metadata {key!r} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(path, f"metadata {key!r} is a JSON {type(value).__name__}; an object is expected")
+        raise CheckpointError(
+            path, f"metadata {key!r} is a JSON {type(value).__name__}; an object is expected"
+        )
     return value
 
 
@@ -384,7 +450,10 @@ def _strings(path: Path, metadata: Mapping[str, str], key: str) -> dict[str, str
     value = _json_object(path, metadata, key)
     for name, text in value.items():
         if not isinstance(text, str):
-            raise CheckpointError(path, f"metadata {key!r} has {reprlib.repr(text)} for {name!r}; a string is expected")
+            raise CheckpointError(
+                path,
+                f"metadata {key!r} has {reprlib.repr(text)} for {name!r}; a string is expected",
+            )
     return value
 
 
@@ -392,7 +461,11 @@ def _weight_fields(path: Path, name: str, value: Any) -> tuple[int, int, int, in
     fields = ("n", "k", "bits", "group_size")
     # type() and not isinstance(): True is no size.
     if not isinstance(value, dict) or any(type(value.get(key)) is not int for key in fields):
-        raise CheckpointError(path, f"the metadata says {reprlib.repr(value)}; integers {', '.join(fields)} are expected", name)
+        raise CheckpointError(
+            path,
+            f"the metadata says {reprlib.repr(value)}; integers {', '.join(fields)} are expected",
+            name,
+        )
     n, k, bits, group_size = (value[key] for key in fields)
     try:
         formats.check_bits(bits)

@@ -27,5 +27,7 @@ def check_names(weights: Collection[str], tensors: Iterable[str]) -> None:
     taken = {"__metadata__", *(f"{weight}.{part}" for weight in weights for part in PARTS)}
     for name in tensors:
         if name in taken:
-            raise ValueError(f"tensor {name!r} cannot keep its name: in the packed file it means something else")
+            raise ValueError(
+                f"tensor {name!r} cannot keep its name: in the packed file it means something else"
+            )
         taken.add(name)

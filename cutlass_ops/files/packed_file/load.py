@@ -50,7 +50,9 @@ def load_packed(
     return result
 
 
-def read_packed_weight(info: PackedInfo, name: str, files: Mapping[Path, Any]) -> PackedWeight | PackedExperts:
+def read_packed_weight(
+    info: PackedInfo, name: str, files: Mapping[Path, Any]
+) -> PackedWeight | PackedExperts:
     """A weight of the open files that hold it; its values are checked in part."""
     n, k, bits, group_size = info.weights[name]
     path = info.places[f"{name}.codes"]
@@ -64,7 +66,9 @@ def read_packed_weight(info: PackedInfo, name: str, files: Mapping[Path, Any]) -
             weight = PackedExperts.of_parts(parts, e, n, k, bits, group_size, gated)
         else:
             kernel_size = info.kernels.get(name, ())
-            weight = PackedWeight(**parts, n=n, k=k, bits=bits, group_size=group_size, kernel_size=kernel_size)
+            weight = PackedWeight(
+                **parts, n=n, k=k, bits=bits, group_size=group_size, kernel_size=kernel_size
+            )
     except (TypeError, ValueError) as error:
         raise CheckpointError(path, str(error), name) from error
     if problem := packed_problem(weight):
@@ -81,8 +85,15 @@ def packed_problem(weight: PackedWeight | PackedExperts) -> tuple[str, str] | No
             return "perm", f"is not a permutation of 0 .. {weight.k - 1}"
     book = weight.tensors().get("book")
     if book is not None and not is_known_book(book):
-        return "book", "has other values than those of e4m3, the code book that 8-bit codes may have"
+        return (
+            "book",
+            "has other values than those of e4m3, the code book that 8-bit codes may have",
+        )
     zeros = weight.tensors().get("zeros")
-    if weight.bits == 4 and zeros is not None and not -8 <= int(zeros.min()) <= int(zeros.max()) <= 7:
+    if (
+        weight.bits == 4
+        and zeros is not None
+        and not -8 <= int(zeros.min()) <= int(zeros.max()) <= 7
+    ):
         return "zeros", "holds values outside of -8 .. 7, the zero points of 4 bits"
     return None

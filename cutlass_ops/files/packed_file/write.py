@@ -21,16 +21,24 @@ from .layout import Slices, check_names
 def weights_metadata(weights: Mapping[str, tuple[int, int, int, int]]) -> str:
     """``weights`` of the metadata, of ``(n, k, bits, group_size)`` by name."""
     fields = ("n", "k", "bits", "group_size")
-    return json.dumps({name: dict(zip(fields, values, strict=True)) for name, values in weights.items()})
+    return json.dumps(
+        {name: dict(zip(fields, values, strict=True)) for name, values in weights.items()}
+    )
 
 
 def experts_metadata(experts: Mapping[str, tuple[int, int, bool]]) -> str:
-    """``experts`` of the table in :mod:`cutlass_ops.files.packed_file`, of E, N and whether they are gated by name."""
-    return json.dumps({name: {"experts": e, "n": n, "gated": gated} for name, (e, n, gated) in experts.items()})
+    """``experts`` of the table in :mod:`cutlass_ops.files.packed_file`, of E, N and whether they
+    are gated by name.
+    """
+    return json.dumps(
+        {name: {"experts": e, "n": n, "gated": gated} for name, (e, n, gated) in experts.items()}
+    )
 
 
 def kernels_metadata(kernels: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """``kernels`` of that table as an entry of the metadata, by name; without convolutions, which have (), none."""
+    """``kernels`` of that table as an entry of the metadata, by name; without convolutions,
+    which have (), none.
+    """
     kernels = {name: kernel for name, kernel in kernels.items() if kernel}
     return {"kernels": json.dumps(kernels)} if kernels else {}
 
@@ -63,7 +71,9 @@ def packed_metadata(
         metadata["experts"] = experts_metadata(experts)
     metadata |= kernels_metadata(kernels or {})
     if slices is not None:
-        metadata["tensor_parallel"] = json.dumps({"rank": slices.rank, "size": slices.size, "styles": dict(slices.styles)})
+        metadata["tensor_parallel"] = json.dumps(
+            {"rank": slices.rank, "size": slices.size, "styles": dict(slices.styles)}
+        )
     return metadata
 
 
@@ -97,20 +107,31 @@ def save_packed(
             named = {name: value}
         else:
             raise TypeError(
-                f"{name!r} is a {type(value).__name__}; a PackedWeight, PackedExperts or a torch.Tensor is expected"
+                f"{name!r} is a {type(value).__name__}; a PackedWeight, PackedExperts or a "
+                "torch.Tensor is expected"
             )
         parts.update(named)
-    experts = {name: (v.experts, v.n, v.gated) for name, v in tensors.items() if isinstance(v, PackedExperts)}
+    experts = {
+        name: (v.experts, v.n, v.gated)
+        for name, v in tensors.items()
+        if isinstance(v, PackedExperts)
+    }
     packed = {name: value for name, value in tensors.items() if isinstance(value, PackedWeight)}
-    packed |= {name: value.weight for name, value in tensors.items() if isinstance(value, PackedExperts)}
+    packed |= {
+        name: value.weight for name, value in tensors.items() if isinstance(value, PackedExperts)
+    }
     check_names(packed, [name for name in tensors if name not in packed])
     for name in tied or {}:
         if name not in packed:
             raise ValueError(f"tied names {name!r}, which is no weight of this file")
     weights = {name: (w.n, w.k, w.bits, w.group_size) for name, w in packed.items()}
-    specs: dict[str, Spec] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in parts.items()}
+    specs: dict[str, Spec] = {
+        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in parts.items()
+    }
     kernels = {name: w.kernel_size for name, w in packed.items() if w.kernel_size}
-    metadata = packed_metadata(weights, tied or {}, sources or {}, {}, experts=experts, kernels=kernels)
+    metadata = packed_metadata(
+        weights, tied or {}, sources or {}, {}, experts=experts, kernels=kernels
+    )
     with stream_safetensors(path, specs, metadata) as write:
         for name, tensor in parts.items():
             write(name, tensor)

@@ -1,4 +1,5 @@
-// A program of a user's: packs a weight, unpacks it, and asks which kernel would multiply by it on an H200.
+// A program of a user's: packs a weight, unpacks it, and asks which kernel would multiply
+// by it on an H200.
 #include <cstdio>
 #include <numeric>
 #include <vector>
