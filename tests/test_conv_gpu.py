@@ -214,35 +214,6 @@ def test_torch_convolves_the_values_of_few_channels_codes(
     check_rounded(quantized, x, Geometry((1, 1), (1, 1), (1, 1), 1), rounds_sums=True, **end)
 
 
-@pytest.mark.parametrize("act_quant", ["token", "block", "tensor"])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    ("c", "groups"),
-    [(3, 1), (17, 1), (64, 1), (200, 1), (320, 1), (4096, 1), (1, 40), (24, 5), (160, 2)],
-)
-def test_values_of_pixels_codes_are_the_references(
-    c: int, groups: int, dtype: torch.dtype, symmetric: bool, act_quant: str
-) -> None:
-    for group_size in (128, 32):
-        weight = co.reorder(
-            co.quantize(torch.randn(groups, c, 1, 1), bits=8, group_size=group_size)
-        ).to("cuda")
-        x = (
-            torch.randn(2, c * groups, 7, 5) * torch.logspace(-3, 3, c * groups)[:, None, None]
-        ).to(dtype)
-        x[1, :, 2] = 0.0
-        x[0, 0, 0, 0] = torch.inf if act_quant != "tensor" else 1.0
-        for of in (x, x.to(memory_format=torch.channels_last), x[:, :, :, 1:]):
-            for out in (dtype, torch.float32):
-                found = conv_gpu.dequantized_pixels(
-                    of.cuda(), weight, groups, act_quant, symmetric, out
-                )
-                options = (group_size, groups, act_quant, symmetric)
-                expected = reference_conv.dequantized_pixels(of, *options, torch.float32).to(out)
-                torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("kind", ["int4", "int4 with zero points", "int8"])
 def test_what_tmas_im2col_mode_cannot_collect(kind: str) -> None:

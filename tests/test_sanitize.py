@@ -77,6 +77,12 @@ RACE = "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)\n"
             86,
             "clean",
         ),
+        (
+            "3 passed in 2s\n"
+            + races((CODES, "Write", COPY)).replace("between Write", "between Read"),
+            86,
+            "clean",
+        ),
         ("1 failed in 2s\n" + races((COPY, "Read", SCALES)), 1, "tests failed (exit status 1)"),
         (
             "3 passed in 2s\n" + races((COPY, "Read", SCALES), (COPY, "Read", OTHER)),
