@@ -96,10 +96,9 @@ def known_races(text: str) -> tuple[int, int]:
 
 
 PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu and not slow"]
-# memcheck keeps memory that was freed, some 220 MB a test where each tensor is a separate
-# allocation. A process then runs so many tests, and an H100 has memory for three processes,
-# an H200 for six.
-MOST_UNCACHED = 80
+# memcheck and synccheck keep some 200 MB of the GPU's memory a test. A process runs so many tests,
+# and an H100 has memory for three processes, an H200 for six.
+MOST_TESTS = 80
 # The last line a tool prints. racecheck: "RACECHECK SUMMARY: 2 hazards displayed (1
 # error, 1 warning)".
 SUMMARY = re.compile(r"SUMMARY: (\d+) (?:errors?|hazards?)")
@@ -253,11 +252,12 @@ def runs(tool: str, only: str | None, select: str, jobs: int, folder: Path) -> l
             # tests run with the cache.
             uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
             planned += python_runs(
-                tool, "Python", f"{select} and not graph", uncached, jobs, folder, MOST_UNCACHED
+                tool, "Python", f"{select} and not graph", uncached, jobs, folder, MOST_TESTS
             )
             planned += python_runs(tool, "Python, graphs", f"{select} and graph", {}, jobs, folder)
         else:
-            planned += python_runs(tool, "Python", select, {}, jobs, folder)
+            most = MOST_TESTS if tool == "synccheck" else None
+            planned += python_runs(tool, "Python", select, {}, jobs, folder, most)
     return planned
 
 
