@@ -56,6 +56,7 @@ EXPERTS = {
     "deepseek-v3-tp8": "DeepSeek-V3, an eighth",
     "kimi-k2-tp8": "Kimi K2, an eighth, groups of 32",
     "glm-4.5-air-tp2": "GLM-4.5-Air, a half, groups of 64",
+    "mixtral-8x7b": "Mixtral 8x7B",
 }
 #: Format and peer of the rows of a results file.
 EXPERT_MODES = {
@@ -268,7 +269,7 @@ def expert_layers() -> dict[str, dict[int, tuple[float, float]]]:
 
     Of numbers of rows that all layers were timed with.
     """
-    rows = read("experts_h100.json")["rows"]
+    rows = read("experts_h200.json")["rows"]
     us = {(row["shape"], row["format"], row["m"], row["peer"]): row["us"] for row in rows}
     cells = [(shape, form, own) for shape in EXPERTS for form, own in EXPERT_MODES.values()]
     ms = [
@@ -298,7 +299,7 @@ def experts() -> str:
         [name, *(f"{digits(ours)} ({digits(peer)})" for ours, peer in by_m.values())]
         for name, by_m in layers.items()
     ]
-    text = f"{about('experts_h100.json')} Microseconds; ahead in {ahead} of {len(cells)} cells:"
+    text = f"{about('experts_h200.json')} Microseconds; ahead in {ahead} of {len(cells)} cells:"
     return f"{text}\n\n{markdown(['layer, M =', *next(iter(layers.values()))], lines)}"
 
 
@@ -329,7 +330,7 @@ def static_layers() -> str:
     """Static int8 layers by the chosen plan and by the best, beside torch's in fp16: those that the
     peers' table lacks.
     """
-    rows = read("h100-conv.json")["rows"]
+    rows = read("convolutions_h200.json")["rows"]
     plain = {row["layer"]: row for row in rows if not row["zero_point"]}
     lines = []
     for row in plain.values():
@@ -354,14 +355,14 @@ def static_layers() -> str:
                 [name, digits(row["us"]), "", digits(plain[row["layer"]]["torch_fp16_us"])]
             )
     return (
-        f"{about('h100-conv.json')} "
+        f"{about('convolutions_h200.json')} "
         f"Microseconds.\n\n{markdown(['layer', 'chosen plan', 'best plan', 'torch fp16'], lines)}"
     )
 
 
 def mixed_convolutions() -> str:
     """Mixed convolutions in every mode, beside torch's in fp16."""
-    rows = read("h100-conv.json")["mixed"]
+    rows = read("convolutions_h200.json")["mixed"]
     modes = list(rows[0]["us"])
     lines = [
         [
@@ -374,7 +375,7 @@ def mixed_convolutions() -> str:
         ]
         for row in rows
     ]
-    return f"{about('h100-conv.json')}\n\n{markdown(['layer', 'torch fp16, us', *modes], lines)}"
+    return f"{about('convolutions_h200.json')}\n\n{markdown(['layer', 'torch fp16, us', *modes], lines)}"
 
 
 def engines() -> str:
@@ -624,7 +625,7 @@ def draw_experts(path: Path) -> None:
 
 def draw_convolutions(path: Path) -> None:
     """Layers over modes; the last mode is static int8."""
-    result = read("h100-conv.json")
+    result = read("convolutions_h200.json")
     static = {
         row["layer"]: row["us"] / row["torch_fp16_us"]
         for row in result["rows"]
