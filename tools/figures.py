@@ -375,7 +375,8 @@ def mixed_convolutions() -> str:
         ]
         for row in rows
     ]
-    return f"{about('convolutions_h200.json')}\n\n{markdown(['layer', 'torch fp16, us', *modes], lines)}"
+    table = markdown(["layer", "torch fp16, us", *modes], lines)
+    return f"{about('convolutions_h200.json')}\n\n{table}"
 
 
 def engines() -> str:
