@@ -82,7 +82,7 @@ struct GroupedGemm {
 };
 
 // Whether wgmma_decode takes experts of few rows, whose products are exact; otherwise
-// wgmma_decode_fold16 does, which is as fast with 8 bits.
+// wgmma_decode_fold16 does; with 8 bits, too, as wgmma_decode would spill registers.
 bool decodes_exactly(GroupedGemm const& problem);
 
 // How clusters of either kernel share tiles of experts' rows; cluster is 0 if none fits. `tiles`:
