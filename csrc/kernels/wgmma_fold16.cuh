@@ -31,7 +31,8 @@
 namespace cutlass_ops {
 namespace {
 
-// Zero points and offsets are looked for at run time. kGrouped: rows of x and weights are experts'.
+// Zero points and offsets are looked for at run time, once a step. kGrouped: rows of x and weights
+// are experts'.
 template <class Element_, class Format_, bool kNarrow_, int kBlockM_, bool kGrouped_ = false>
 struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow_, AffineTerm::kAny>;
@@ -268,10 +269,22 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
         vectors[i].load({group + coord.scales, group + offsets, group + coord.zeros}, p);
       }
     };
+    // A branch around all of a step's decoding, not selects in it: 64 rows take 7 to 10 % less time
+    // without zero points and offsets, and 4 to 7 % less with them.
+    bool const plain =
+        C::kAffineTerm == AffineTerm::kNone || (!p.weight.zeros && !p.weight.offsets);
     auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
+      auto const decode_as = [&](auto is_plain) {
 #pragma unroll
-      for (int i = 0; i < C::kGroups; ++i)
-        vectors[i].decode(codes.words + i * C::kGroupWords, table, p, operands[i]);
+        for (int i = 0; i < C::kGroups; ++i)
+          vectors[i].template decode<is_plain()>(codes.words + i * C::kGroupWords, table, p,
+                                                 operands[i]);
+      };
+      if (plain) {
+        decode_as(std::true_type());
+      } else {
+        decode_as(std::false_type());
+      }
     };
     auto fence = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
 #pragma unroll
