@@ -3,7 +3,7 @@ pass.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 built_with_cuda: bool
 cuda_architectures: str
@@ -34,6 +34,9 @@ class Activation:
     silu: Activation
     clamp: Activation
 
+class Format:
+    __members__: ClassVar[dict[str, Format]]
+
 class PackedWeight:
     def __init__(
         self,
@@ -42,10 +45,10 @@ class PackedWeight:
         zeros_ptr: int,
         offsets_ptr: int,
         perm_ptr: int,
-        book_ptr: int,
+        codebook_ptr: int,
         n: int,
         k: int,
-        bits: int,
+        format: Format,
         group_size: int,
         scale_type: DataType,
         offset_type: DataType,

@@ -286,7 +286,8 @@ __global__ void __launch_bounds__(C::kThreads, kMinCtasPerSm)
 #pragma unroll
     for (int i = 0; i < 2 * kRowBlocks; ++i) load(i / kRowBlocks, i % kRowBlocks);
   }
-  decode::Int4Codebook::fill<typename C::Element>(shared, p.weight.book, threadIdx.x, C::kThreads);
+  decode::Int4Codebook::fill<typename C::Element>(shared, p.weight.codebook, threadIdx.x,
+                                                  C::kThreads);
   pdl_wait_and_launch_dependents();
 
   Sums sums = {};
