@@ -361,7 +361,7 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
            int(padded_rows(w.n)),
            plan.slices,
            aligned && !w.perm};
-  static_assert(C::kSharedBytes == book_gemm_a16_shared_bytes(C::kBlockM),
+  static_assert(C::kSharedBytes == book_gemm_a16_shared_bytes(C::kBlockM, C::kX),
                 "the plan has other shared memory");
   return launch_plan(book_gemm_a16<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
