@@ -153,8 +153,7 @@ Field wgmma_decode_fold16_can(GemmProblem const& problem, Device const& device) 
 bool has_millions(GemmProblem const& problem, int64_t least) {
   return padded_size(problem.weight) >= least << 20;
 }
-// Whether a tile of K has as few bytes as codes of 4 bits give it: loading one takes less time than
-// multiplying by it, and more rows of x, or CTAs, pay.
+// Whether codes have 4 bits, for choices that were measured for each width.
 bool has_nibbles(GemmProblem const& problem) {
   return ByWidth<bool>(true, false)[code_bits(problem.weight)];
 }
