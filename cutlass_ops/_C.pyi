@@ -3,7 +3,7 @@ pass.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 built_with_cuda: bool
 cuda_architectures: str
@@ -35,7 +35,10 @@ class Activation:
     clamp: Activation
 
 class Format:
-    __members__: ClassVar[dict[str, Format]]
+    int4: Format
+    int8: Format
+    codebook: Format
+    e4m3: Format
 
 class PackedWeight:
     def __init__(

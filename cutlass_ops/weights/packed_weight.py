@@ -337,7 +337,7 @@ class PackedWeight:
             pointers["book"] if kind.has_book and kind.book is None else 0,
             self.n,
             self.k,
-            _C.Format.__members__[kind.name],
+            getattr(_C.Format, kind.name),
             # kernels count in 32 bits
             -1 if self.group_size > formats.padded_k(self.k) else self.group_size,
             _NATIVE_TYPES[self.scales.dtype],
