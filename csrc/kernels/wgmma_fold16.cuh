@@ -47,7 +47,7 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   // there are registers for.
   static constexpr int kBits = Format::kBits, kBlockM = kBlockM_, kCluster = 2;
   static constexpr int kWarpgroups =
-      wgmma_fold16_tile(kBlockM).block_n / (kCluster * kRowsPerPanel);
+      wgmma_fold16_tile(kBlockM, kBits).block_n / (kCluster * kRowsPerPanel);
   static constexpr int kRows = kRowsPerPanel * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
   // Of a thread of the warpgroup that loads, and of the others.
   static constexpr int kLoadingRegisters = kWarpgroups == 4 ? 32 : 40;
@@ -76,7 +76,7 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr int kGroupBytes =
       kCodebook ? kRows * kValueBytes : kRows * (2 * kValueBytes + 1);
   static constexpr int kChunkBytes = kCodeBytes + kSteps * Fold::kGroups * kGroupBytes;
-  static constexpr int kChunks = kBlockM == 256 ? 2 : kBits == 8 ? 3 : 4;
+  static constexpr int kChunks = wgmma_fold16_tile(kBlockM, kBits).stages;
   static constexpr int kBarrierBytes = 256, kMostBytes = 227 * 1024;
   static constexpr int kPanelBytes = kBlockM * 128;
   static constexpr int kPanelsThatFit = (kMostBytes - kBarrierBytes - kStoreBytes -
@@ -226,7 +226,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
                                         CUtensorMap const& out_map, typename C::Params const& p,
                                         hopper::ThreadCoord<C> const& coord) {
   if constexpr (C::kCodebook) {
-    C::Unscaled::fill_table(shared + C::kTable, p.weight.book, threadIdx.x - 128,
+    C::Unscaled::fill_table(shared + C::kTable, p.weight.codebook, threadIdx.x - 128,
                             C::kThreads - 128);
     cutlass::arch::NamedBarrier::sync(C::kThreads - 128, C::kWarpgroups + 1);
   }
@@ -397,10 +397,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
-  static_assert(C::kSharedBytes ==
-                        wgmma_fold16_shared_bytes(C::kBits, C::kBlockM, C::kCodebook, C::kNarrow) &&
-                    C::kChunks == wgmma_fold16_tile(C::kBlockM, C::kBits).stages,
-                "the plan has other shared memory or stages");
+  static_assert(C::kSharedBytes == wgmma_fold16_shared_bytes(C::kBits, C::kBlockM,
+                                                             C::Format::kTableBytes, C::kNarrow),
+                "the plan has other shared memory");
   CUtensorMap map;
   Status status = hopper::encode_x(problem, hopper::half_x_rows<C>(problem.m), &map);
   return status.ok() ? hopper::launch_persistent<C>(wgmma_fold16<C>, problem, plan,
