@@ -34,6 +34,12 @@ class Activation:
     silu: Activation
     clamp: Activation
 
+class Format:
+    int4: Format
+    int8: Format
+    codebook: Format
+    e4m3: Format
+
 class PackedWeight:
     def __init__(
         self,
@@ -42,10 +48,10 @@ class PackedWeight:
         zeros_ptr: int,
         offsets_ptr: int,
         perm_ptr: int,
-        book_ptr: int,
+        codebook_ptr: int,
         n: int,
         k: int,
-        bits: int,
+        format: Format,
         group_size: int,
         scale_type: DataType,
         offset_type: DataType,

@@ -47,7 +47,9 @@ int main() {
     return 77;  // ctest: skipped
   }
 
-  constexpr int m = 16, n = 192, k = 576, bits = 4, group_size = 32, groups = k / group_size;
+  constexpr int m = 16, n = 192, k = 576, group_size = 32, groups = k / group_size;
+  constexpr auto format = cutlass_ops::Format::kInt4;
+  int const bits = cutlass_ops::info(format).bits;
   std::vector<uint8_t> codes(n * k), packed(cutlass_ops::packed_bytes(n, k, bits));
   for (int i = 0; i < n * k; ++i) codes[i] = i * 7 % 16;
   cutlass_ops::pack(codes.data(), packed.data(), n, k, bits);
@@ -58,7 +60,7 @@ int main() {
   problem.weight.scales =
       on_device(std::vector<uint16_t>(groups * cutlass_ops::padded_rows(n), one));
   problem.weight.n = n, problem.weight.k = k;
-  problem.weight.bits = bits, problem.weight.group_size = group_size;
+  problem.weight.format = format, problem.weight.group_size = group_size;
   problem.m = m;
   problem.x = on_device(std::vector<uint16_t>(m * k, one)), problem.x_stride = k;
   float* const out = on_device(std::vector<float>(m * n));

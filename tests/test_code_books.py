@@ -14,7 +14,7 @@ from imports import import_or_skip
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import reference
+from cutlass_ops import _C, reference
 from cutlass_ops.ops import library
 from cutlass_ops.weights import formats
 
@@ -514,3 +514,7 @@ def test_what_is_refused() -> None:
         assert co.explain(m, co.reorder(qw), dtype=torch.float32, device="sm_90").launches == (
             "dequantize",
         )
+
+
+def test_formats_are_those_of_the_native_module() -> None:
+    assert [known.name for known in formats.FORMATS] == list(_C.Format.__members__)

@@ -41,9 +41,10 @@ def planned(row: dict[str, Any], quantized_before: bool) -> _C.Plan:
     group_size = -1 if "channel" in name else 32 if "g32" in name else 64 if name == "nf4" else 128
     half, none = _C.DataType.float16, _C.DataType.none
     offsets = SOME if "offsets" in name else 0
+    kind = getattr(_C.Format, "codebook" if name == "nf4" else f"int{row['bits']}")
     weight = _C.PackedWeight(
         SOME, SOME, SOME if "-zp" in name else 0, offsets, 0, SOME if name == "nf4" else 0,
-        row["n"], row["k"], row["bits"], group_size, half, half if offsets else none, 0, none, None,
+        row["n"], row["k"], kind, group_size, half, half if offsets else none, 0, none, None,
         0,
     )  # fmt: skip
     symmetric = "asym" not in name

@@ -24,6 +24,7 @@
 #include "dispatch/cost.h"
 #include "dispatch/problem.h"
 #include "dispatch/spec.h"
+#include "kernels/kernels.h"
 
 using namespace cutlass_ops;
 
@@ -53,14 +54,14 @@ T* upload(std::vector<T> const& data) {
   return to;
 }
 
-struct Format {
+struct Input {
   char const* name;
   int bits, group_size;
   ActQuant act_quant;
   bool symmetric;  // x
-  bool zeros, offsets, book;
+  bool zeros, offsets, codebook;
 };
-constexpr Format kFormats[] = {
+constexpr Input kInputs[] = {
     {"w4a16", 4, 128, ActQuant::kNone, true, false, false, false},
     {"w8a16", 8, 128, ActQuant::kNone, true, false, false, false},
     {"w4a8-block", 4, 128, ActQuant::kBlock, true, false, false, false},
@@ -100,7 +101,7 @@ struct Data {
   uint8_t* codes;  // twice kColdBytes: copies begin where others do, or in between
   __half *scales, *x, *out;
   int8_t* zeros;
-  float* book;
+  float* codebook;
   uint8_t *workspace, *quantized, *colsums;
   size_t workspace_bytes = size_t(1) << 30;
 
@@ -121,7 +122,7 @@ struct Data {
     x = upload(values);
     std::vector<float> levels(16);
     for (int i = 0; i < 16; ++i) levels[i] = float(i - 8) / 8;
-    book = upload(levels);
+    codebook = upload(levels);
     check(cudaMalloc(&out, size_t(kMostRows) * kMostN * 2));
     check(cudaMalloc(&workspace, workspace_bytes));
     check(cudaMalloc(&quantized, size_t(kMostRows) * kMostK * 2));
@@ -134,17 +135,18 @@ bool is_portable(KernelSpec const& spec) { return std::strncmp(spec.name, "mma_g
 
 // Whether a decode kernel was compiled for the candidate, wherever it may be chosen.
 bool has_instance(KernelSpec const& spec, Candidate const& c, GemmProblem const& p) {
-  bool const integers = !p.weight.book, int8_weight = p.weight.bits == 8;
+  bool const integers = info(p.weight.format).integers;
   if (is_portable(spec)) return c.tile.block_m == 16;
   if (std::strcmp(spec.name, "decode_gemm") == 0) return c.tile.block_m == 8 || !integers;
   if (c.quantizes && p.act_quant != ActQuant::kBlock) return false;
-  return int8_weight || c.tile.min_ctas_per_sm == 2;
+  return kDecodesWithOneCta[info(p.weight.format).bits] || c.tile.min_ctas_per_sm == 2;
 }
 
 // Microseconds of one launch of the plan, weights cold: the lesser of two bursts.
 double time_of(GemmProblem const& problem, Plan const& plan, Data const& data,
                cudaStream_t stream) {
-  size_t const bytes = packed_bytes(problem.weight.n, problem.weight.k, problem.weight.bits);
+  size_t const bytes =
+      packed_bytes(problem.weight.n, problem.weight.k, info(problem.weight.format).bits);
   int const copies = int(kColdBytes / bytes + 1);
   cudaEvent_t start, stop;
   check(cudaEventCreate(&start)), check(cudaEventCreate(&stop));
@@ -197,11 +199,11 @@ int main(int argc, char** argv) {
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   Data data;
   struct Product {
-    Format const* format;
+    Input const* format;
     int n, k, m;
   };
   std::vector<Product> products;
-  for (Format const& format : kFormats)
+  for (Input const& format : kInputs)
     for (auto const& shape : kShapes) {
       for (int m : kRowsOfX)
         if (!decode) products.push_back({&format, shape[0], shape[1], m});
@@ -226,15 +228,16 @@ int main(int argc, char** argv) {
   for (Product const& product : products) {
     if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > seconds)
       break;
-    Format const& f = *product.format;
+    Input const& f = *product.format;
     GemmProblem p;
     p.m = product.m, p.x_stride = product.k, p.out = data.out, p.out_type = DataType::kFloat16;
     p.weight.codes = data.codes, p.weight.scales = data.scales, p.weight.n = product.n,
     p.weight.k = product.k;
-    p.weight.bits = f.bits, p.weight.group_size = f.group_size;
+    p.weight.format = f.codebook ? Format::kCodebook : f.bits == 4 ? Format::kInt4 : Format::kInt8;
+    p.weight.group_size = f.group_size;
     if (f.zeros) p.weight.zeros = data.zeros;
     if (f.offsets) p.weight.offsets = data.scales, p.weight.offset_type = DataType::kFloat16;
-    if (f.book) p.weight.book = data.book;
+    if (f.codebook) p.weight.codebook = data.codebook;
     if (f.act_quant == ActQuant::kNone || decode) {
       p.x = data.x, p.act_quant = f.act_quant;
     } else {

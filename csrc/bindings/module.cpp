@@ -21,6 +21,7 @@
 #include "cutlass_ops/zero_compensation.h"
 #include "dispatch/checks.h"
 #include "dispatch/problem.h"
+#include "formats/formats.h"
 
 namespace py = pybind11;
 using namespace cutlass_ops;
@@ -28,17 +29,16 @@ using namespace cutlass_ops;
 namespace {
 
 Weight make_weight(Pointer codes, Pointer scales, Pointer zeros, Pointer offsets, Pointer perm,
-                   Pointer book, int n, int k, int bits, int group_size, DataType scale_type,
-                   DataType offset_type, Pointer bias, DataType bias_type, py::object device,
-                   int gpu) {
-  bool const e4m3 = book && bits == 8;  // the only code book of 8 bits (formats.E4M3)
-  return {{as<uint8_t>(codes), as<void>(scales), as<int8_t>(zeros), as<void>(offsets),
-           as<int32_t>(perm), e4m3 ? nullptr : as<float>(book), n, k, bits, group_size, scale_type,
-           offset_type, e4m3},
-          as<void>(bias),
-          bias_type,
-          std::move(device),
-          gpu};
+                   Pointer codebook, int n, int k, Format format, int group_size,
+                   DataType scale_type, DataType offset_type, Pointer bias, DataType bias_type,
+                   py::object device, int gpu) {
+  return {
+      {as<uint8_t>(codes), as<void>(scales), as<int8_t>(zeros), as<void>(offsets),
+       as<int32_t>(perm), as<float>(codebook), n, k, format, group_size, scale_type, offset_type},
+      as<void>(bias),
+      bias_type,
+      std::move(device),
+      gpu};
 }
 
 QuantizedActivations make_quantized(Pointer codes, Pointer scales, Pointer zeros, int block,
@@ -310,6 +310,8 @@ PYBIND11_MODULE(_C, m) {
       .value("float32", DataType::kFloat32)
       .value("float16", DataType::kFloat16)
       .value("bfloat16", DataType::kBFloat16);
+  py::enum_<Format> format(m, "Format");
+  for_each_format([&](auto f) { format.value(f.kName, f.kFormat); });
   py::enum_<ActQuant>(m, "ActQuant")
       .value("none", ActQuant::kNone)
       .value("token", ActQuant::kToken)
@@ -326,10 +328,10 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Weight>(m, "PackedWeight",
                      "Pointers and sizes of a packed weight; the tensors must outlive it.")
       .def(py::init(&make_weight), py::arg("codes_ptr"), py::arg("scales_ptr"),
-           py::arg("zeros_ptr"), py::arg("offsets_ptr"), py::arg("perm_ptr"), py::arg("book_ptr"),
-           py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
-           py::arg("scale_type"), py::arg("offset_type"), py::arg("bias_ptr"), py::arg("bias_type"),
-           py::arg("device"), py::arg("gpu"))
+           py::arg("zeros_ptr"), py::arg("offsets_ptr"), py::arg("perm_ptr"),
+           py::arg("codebook_ptr"), py::arg("n"), py::arg("k"), py::arg("format"),
+           py::arg("group_size"), py::arg("scale_type"), py::arg("offset_type"),
+           py::arg("bias_ptr"), py::arg("bias_type"), py::arg("device"), py::arg("gpu"))
       .def(
           "set_sums",
           [](Weight& weight, Pointer colsums) {

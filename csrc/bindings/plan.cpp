@@ -28,7 +28,7 @@ T* aligned(T* pointer) {
 PackedWeight aligned(PackedWeight w) {
   w.codes = aligned(w.codes), w.scales = aligned(w.scales), w.zeros = aligned(w.zeros),
   w.offsets = aligned(w.offsets);
-  w.perm = aligned(w.perm), w.book = aligned(w.book), w.sums = aligned(w.sums);
+  w.perm = aligned(w.perm), w.codebook = aligned(w.codebook), w.sums = aligned(w.sums);
   return w;
 }
 

@@ -17,11 +17,22 @@ struct PairProduct {
   static __m256i words(__m256i sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
 };
 
-using Four = ByteTiles<4, PairProduct>;
+template <class Width>
+struct TilesOf {
+  using Type = HalfTiles;
+};
+template <>
+struct TilesOf<Nibbles> {
+  using Type = ByteTiles<Nibbles::kBits, PairProduct>;
+};
+struct Tiles {
+  template <class Width>
+  using Of = typename TilesOf<Width>::Type;
+};
 
 }  // namespace
 
-CpuKernels const kAvx2Kernels = {"avx2", integer_order<Four, HalfTiles>, multiply<Four, HalfTiles>,
-                                 dequantize, quantize_block};
+CpuKernels const kAvx2Kernels = {"avx2", integer_order<Tiles>, multiply<Tiles>, dequantize,
+                                 quantize_block};
 
 }  // namespace cutlass_ops

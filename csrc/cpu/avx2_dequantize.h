@@ -42,7 +42,7 @@ void dequantize_panel(CpuProduct const& p, int panel, int rows, void* out) {
   constexpr int kBytes = kType == DataType::kFloat32 ? 4 : 2, kColumns = 32 / kBytes;
   PackedWeight const& w = p.weight;
   uint8_t const* const tiles = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
-  Format const format(p);
+  Avx2Decoder<Format> const decoder(p);
   alignas(64) float tile[kRowsPerBlock * kKPerTile];
   for (int begin = 0; begin < w.k; begin += std::max(p.run(), kLaneColumns)) {
     Span const span(p, panel, begin);
@@ -51,7 +51,7 @@ void dequantize_panel(CpuProduct const& p, int panel, int rows, void* out) {
     int const places = span.columns / kLanes, columns = std::min(span.columns, w.k - begin);
     for (int first = 0; first < rows; first += 8) {
       int const i = first / kRowsPerBlock, h = first / 8 % 2;
-      if (h == 0) decode_floats(p, format, span, codes + i * kBlockBytes, i, tile);
+      if (h == 0) decode_floats<Format>(p, decoder, span, codes + i * kBlockBytes, i, tile);
       for (int column = 0; column < columns; column += kColumns) {
         Span::Run const& run = span.run[std::min(column / p.run(), span.runs - 1)];
         __m256 const scale = run.scales[first / 8],
@@ -96,8 +96,8 @@ void dequantize_panel(CpuProduct const& p, int panel, int rows, void* out, DataT
 
 void dequantize(CpuProduct const& p, int panel, int rows, void* out, DataType type) {
   KeepDenormals const keep;
-  with_format(p,
-              [&](auto format) { dequantize_panel<decltype(format)>(p, panel, rows, out, type); });
+  visit(p.weight.format,
+        [&](auto format) { dequantize_panel<decltype(format)>(p, panel, rows, out, type); });
 }
 
 }  // namespace

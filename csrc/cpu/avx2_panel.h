@@ -1,5 +1,5 @@
-// A panel's product on CPUs with AVX2 or more: Four and Eight are the tiles of integers with
-// weights of 4 and of 8 bits.
+// A panel's product on CPUs with AVX2 or more. Tiles::Of<Width>: the tiles of integers with weights
+// of a width.
 #pragma once
 
 #include "cpu/avx2_rows.h"
@@ -11,7 +11,7 @@ namespace {
 // Other products take the rows of x one by one.
 bool tiled(CpuProduct const& p) { return p.m > 1 && (p.has_floats || p.block <= kColumnsOf32Bits); }
 
-template <class Four, class Eight>
+template <class Tiles>
 void multiply(CpuProduct const& p, int panel, int first, int rows) {
   KeepDenormals const keep;
   if (!tiled(p)) {
@@ -19,23 +19,26 @@ void multiply(CpuProduct const& p, int panel, int first, int rows) {
     return;
   }
   if (p.has_floats) {
-    return with_format(p, [&](auto format) {
+    return visit(p.weight.format, [&](auto format) {
       multiply_tiles<FloatTiles<decltype(format)>>(p, panel, first, rows);
     });
   }
-  return p.weight.bits == 4 ? multiply_tiles<IntegerTiles<Four>>(p, panel, first, rows)
-                            : multiply_tiles<IntegerTiles<Eight>>(p, panel, first, rows);
+  with_width(info(p.weight.format).bits, [&](auto width) {
+    using Codes = typename Tiles::template Of<decltype(width)>;
+    multiply_tiles<IntegerTiles<Codes>>(p, panel, first, rows);
+  });
 }
 
-template <class Four, class Eight>
+template <class Tiles>
 CpuKernels::IntegerOrder integer_order(CpuProduct const& p) {
-  bool const four = p.weight.bits == 4;
-  if (tiled(p)) {
-    bool const centred = four ? Four::kCentred : Eight::kCentred;
-    return {64, 64, centred, centred ? half_column : byte_column};
-  }
-  return four ? CpuKernels::IntegerOrder{64, 64, false, column4}
-              : CpuKernels::IntegerOrder{32, 64, true, column8};
+  return with_width(info(p.weight.format).bits, [&](auto width) {
+    using W = decltype(width);
+    constexpr bool kCentred = Tiles::template Of<W>::kCentred;
+    if (tiled(p))
+      return CpuKernels::IntegerOrder{64, 64, kCentred, kCentred ? half_column : byte_column};
+    return CpuKernels::IntegerOrder{unit_k(W::kBits), 64, RowProducts<W>::kCentred,
+                                    fragment_column<W::kBits>};
+  });
 }
 
 }  // namespace

@@ -53,15 +53,15 @@ void reduce(typename T::Vector const (&v)[kRowVectors], typename T::Vector (&sum
 // ---- floats
 
 // Adds the products of 32 columns, eight values of x at a time.
-template <class Format>
-void add_products(Format const& format, __m256i words, __m256 zero, float const* x, __m256& sum) {
+template <class Decoder>
+void add_products(Decoder const& decoder, __m256i words, __m256 zero, float const* x, __m256& sum) {
   auto const add = [&](__m256 value, int place) {
     sum = _mm256_add_ps(sum, _mm256_mul_ps(value, _mm256_loadu_ps(x + place)));
   };
-  add(format.template value<0>(words, zero), 0);
-  add(format.template value<1>(words, zero), 8);
-  add(format.template value<2>(words, zero), 16);
-  add(format.template value<3>(words, zero), 24);
+  add(decoder.template value<0>(words, zero), 0);
+  add(decoder.template value<1>(words, zero), 8);
+  add(decoder.template value<2>(words, zero), 16);
+  add(decoder.template value<3>(words, zero), 24);
 }
 
 // What a scale block's sums become.
@@ -121,7 +121,7 @@ void multiply_floats(CpuProduct const& p, int panel, int m) {
   PackedWeight const& w = p.weight;
   constexpr int kBits = Format::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
   uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
-  Format const format(p);
+  Avx2Decoder<Format> const decoder(p);
   Totals totals;
   alignas(32) float pending[kRowsPerPanel] = {};  // sums of a scale block's runs
   int const run = p.run(), span = std::max(run, kLaneColumns), end_k = p.tiles * kKPerTile;
@@ -140,21 +140,22 @@ void multiply_floats(CpuProduct const& p, int panel, int m) {
             chunk + i * kBlockBytes + begin % kKPerTile / 64 * (kUnitBytes * kBits / 4) + g * 64;
         for (int column = 0; column < span;
              column += kLaneColumns, bytes += kUnitBytes * kBits / 4) {
-          _mm_prefetch(reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits), _MM_HINT_T0);
-          if constexpr (kBits == 8)
-            _mm_prefetch(reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits) + kUnitBytes,
-                         _MM_HINT_T0);
+          for (int unit = 0; unit < kLaneColumns / unit_k(kBits); ++unit) {
+            _mm_prefetch(
+                reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits) + unit * kUnitBytes,
+                _MM_HINT_T0);
+          }
           for (int half = 0; half < 2; ++half, x += 32) {
             __m256i a = load(bytes + 32 * half), b;
-            if constexpr (kBits == 4) {
+            if constexpr (byte_rows(kBits) == 2) {
               b = _mm256_srli_epi32(a, 4);
             } else {
               // Words of both rows, j = 0 and 1, and those of j = 2 and 3.
               __m256i const next = load(bytes + kUnitBytes + 32 * half);
               b = select<Ints, 0xdd>(a, next), a = select<Ints, 0x88>(a, next);
             }
-            add_products(format, a, zeros.rows[0], x, low);
-            add_products(format, b, zeros.rows[1], x, high);
+            add_products(decoder, a, zeros.rows[0], x, low);
+            add_products(decoder, b, zeros.rows[1], x, high);
           }
         }
         lanes[2 * i] = low, lanes[2 * i + 1] = high;
@@ -175,13 +176,91 @@ void multiply_floats(CpuProduct const& p, int panel, int m) {
 
 // ---- integers
 
-template <int kBits>
+// Products of a span's columns for rows g and g + 8 of a row block. `bytes`: their codes from the
+// span's first unit on; `at`: of x. kCentred: x is integers less their zero points; kAbove: what
+// codes are above centred ones.
+template <class Width>
+struct RowProducts;
+
+template <>
+struct RowProducts<Nibbles> {
+  static constexpr bool kCentred = false;
+  static constexpr int kBits = Nibbles::kBits, kAbove = 1 << (kBits - 1);
+
+  [[gnu::always_inline]] static void add(CpuProduct const& p, int m, Runs const& runs, int span,
+                                         uint8_t const* bytes, int64_t at, __m256i (&rows)[2]) {
+    __m256i const nibbles = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(char(0x88));
+    __m256i const one_bytes = _mm256_set1_epi8(1), ones = _mm256_set1_epi16(1);
+    __m256i low, high;
+    low = high = _mm256_setzero_si256();
+    __m256i codes_low = _mm256_setzero_si256(), codes_high = codes_low;
+    for (int column = 0; column < span; column += unit_k(kBits), bytes += kUnitBytes, at += 64) {
+      _mm_prefetch(reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits), _MM_HINT_T0);
+      for (int half = 0; half < 2; ++half) {
+        __m256i const words = _mm256_xor_si256(load(bytes + 32 * half), flip);
+        __m256i const a = _mm256_and_si256(words, nibbles);
+        __m256i const b = _mm256_and_si256(_mm256_srli_epi16(words, 4), nibbles);
+        if (p.zeros)
+          codes_low = _mm256_add_epi8(codes_low, a), codes_high = _mm256_add_epi8(codes_high, b);
+        // 15 * 128 * 2 a product; four of them are added: 15360 fits into 16 bits.
+        __m256i const x = load(p.codes + at + 32 * half);
+        low = _mm256_add_epi16(low, _mm256_maddubs_epi16(a, x));
+        high = _mm256_add_epi16(high, _mm256_maddubs_epi16(b, x));
+      }
+    }
+    __m256i const pairs_low = _mm256_maddubs_epi16(codes_low, one_bytes);
+    __m256i const pairs_high = _mm256_maddubs_epi16(codes_high, one_bytes);
+    __m256i a = _mm256_madd_epi16(low, ones), b = _mm256_madd_epi16(high, ones);
+    if (p.zeros) {
+      int32_t const* const zeros = p.zeros + int64_t(m) * p.blocks + runs.block[0];
+      __m256i zero = _mm256_set1_epi16(short(-zeros[0]));
+      if (runs.count > 1) {
+        zero = _mm256_blend_epi32(zero, _mm256_set1_epi16(short(-zeros[1])), 0xcc);
+      }
+      a = _mm256_add_epi32(a, _mm256_madd_epi16(pairs_low, zero));
+      b = _mm256_add_epi32(b, _mm256_madd_epi16(pairs_high, zero));
+    }
+    rows[0] = a, rows[1] = b;
+  }
+};
+
+template <>
+struct RowProducts<WholeBytes> {
+  static constexpr bool kCentred = true;
+  static constexpr int kBits = WholeBytes::kBits, kAbove = 0;
+
+  [[gnu::always_inline]] static void add(CpuProduct const& p, int, Runs const&, int span,
+                                         uint8_t const* bytes, int64_t at, __m256i (&rows)[2]) {
+    // Fragments of the first 32 columns of each 64, and of the others: in lanes j = 0
+    // and 1, and 2 and 3.
+    __m256i sums[2][2] = {};
+    for (int column = 0; column < span; column += unit_k(kBits), bytes += kUnitBytes, at += 64) {
+      _mm_prefetch(reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits), _MM_HINT_T0);
+      int const f = column / unit_k(kBits) % 2;
+      for (int half = 0; half < 2; ++half) {
+        __m256i const words = load(bytes + 32 * half);
+        __m256i const a = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(words));
+        __m256i const b = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(words, 1));
+        int16_t const* const x = p.centred + at + 32 * half;
+        // Pairs of bytes of the words of row g (j = 0), row g + 8, row g (j = 1), row g + 8.
+        sums[f][0] = _mm256_add_epi32(sums[f][0], _mm256_madd_epi16(a, load(x)));
+        sums[f][1] = _mm256_add_epi32(sums[f][1], _mm256_madd_epi16(b, load(x + 16)));
+      }
+    }
+    // Eight lanes a fragment, two neighbours a word; words of a row are two apart.
+    __m256i const first = _mm256_add_epi32(sums[0][0], sums[0][1]);
+    __m256i const second = _mm256_add_epi32(sums[1][0], sums[1][1]);
+    rows[0] = select<Ints, 0x44>(first, second);
+    rows[1] = select<Ints, 0xee>(first, second);
+  }
+};
+
+template <class Width>
 void multiply_integers(CpuProduct const& p, int panel, int m) {
   PackedWeight const& w = p.weight;
-  constexpr int kColumns = kBits == 4 ? 64 : 32, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
+  constexpr int kBits = Width::kBits, kColumns = unit_k(kBits),
+                kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
   uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
-  __m256i const nibbles = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(char(0x88));
-  __m256i const one_bytes = _mm256_set1_epi8(1), ones = _mm256_set1_epi16(1);
   Totals totals;
   alignas(32) int32_t pending[kRowsPerPanel] = {};
   int64_t wide[kRowsPerPanel] = {};
@@ -193,64 +272,12 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
     for (int g = 0; g < kGroups; ++g) {
       __m256i lanes[kRowVectors];
       for (int i = 0; i < kRowBlocks; ++i) {
-        __m256i low, high;
-        low = high = _mm256_setzero_si256();
-        uint8_t const* bytes =
+        uint8_t const* const bytes =
             chunk + i * kBlockBytes + begin % kKPerTile / kColumns * kUnitBytes + g * 64;
-        int64_t at = m * p.x_stride + int64_t(begin) / kColumns * 64;
-        if constexpr (kBits == 4) {
-          __m256i codes_low = _mm256_setzero_si256(), codes_high = codes_low;
-          for (int column = 0; column < span; column += kColumns, bytes += kUnitBytes, at += 64) {
-            _mm_prefetch(reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits), _MM_HINT_T0);
-            for (int half = 0; half < 2; ++half) {
-              __m256i const words = _mm256_xor_si256(load(bytes + 32 * half), flip);
-              __m256i const a = _mm256_and_si256(words, nibbles);
-              __m256i const b = _mm256_and_si256(_mm256_srli_epi16(words, 4), nibbles);
-              if (p.zeros)
-                codes_low = _mm256_add_epi8(codes_low, a),
-                codes_high = _mm256_add_epi8(codes_high, b);
-              // 15 * 128 * 2 a product; four of them are added: 15360 fits into 16 bits.
-              __m256i const x = load(p.codes + at + 32 * half);
-              low = _mm256_add_epi16(low, _mm256_maddubs_epi16(a, x));
-              high = _mm256_add_epi16(high, _mm256_maddubs_epi16(b, x));
-            }
-          }
-          __m256i const pairs_low = _mm256_maddubs_epi16(codes_low, one_bytes);
-          __m256i const pairs_high = _mm256_maddubs_epi16(codes_high, one_bytes);
-          __m256i a = _mm256_madd_epi16(low, ones), b = _mm256_madd_epi16(high, ones);
-          if (p.zeros) {
-            int32_t const* const zeros = p.zeros + int64_t(m) * p.blocks + runs.block[0];
-            __m256i zero = _mm256_set1_epi16(short(-zeros[0]));
-            if (runs.count > 1) {
-              zero = _mm256_blend_epi32(zero, _mm256_set1_epi16(short(-zeros[1])), 0xcc);
-            }
-            a = _mm256_add_epi32(a, _mm256_madd_epi16(pairs_low, zero));
-            b = _mm256_add_epi32(b, _mm256_madd_epi16(pairs_high, zero));
-          }
-          lanes[2 * i] = a, lanes[2 * i + 1] = b;
-        } else {
-          // Fragments of the first 32 columns of each 64, and of the others: in lanes j = 0
-          // and 1, and 2 and 3.
-          __m256i sums[2][2] = {};
-          for (int column = 0; column < span; column += kColumns, bytes += kUnitBytes, at += 64) {
-            _mm_prefetch(reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits), _MM_HINT_T0);
-            int const f = column / kColumns % 2;
-            for (int half = 0; half < 2; ++half) {
-              __m256i const words = load(bytes + 32 * half);
-              __m256i const a = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(words));
-              __m256i const b = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(words, 1));
-              int16_t const* const x = p.centred + at + 32 * half;
-              // Pairs of bytes of the words of row g (j = 0), row g + 8, row g (j = 1), row g + 8.
-              sums[f][0] = _mm256_add_epi32(sums[f][0], _mm256_madd_epi16(a, load(x)));
-              sums[f][1] = _mm256_add_epi32(sums[f][1], _mm256_madd_epi16(b, load(x + 16)));
-            }
-          }
-          // Eight lanes a fragment, two neighbours a word; words of a row are two apart.
-          __m256i const first = _mm256_add_epi32(sums[0][0], sums[0][1]);
-          __m256i const second = _mm256_add_epi32(sums[1][0], sums[1][1]);
-          lanes[2 * i] = select<Ints, 0x44>(first, second);
-          lanes[2 * i + 1] = select<Ints, 0xee>(first, second);
-        }
+        int64_t const at = m * p.x_stride + int64_t(begin) / kColumns * 64;
+        __m256i rows[2];
+        RowProducts<Width>::add(p, m, runs, span, bytes, at, rows);
+        lanes[2 * i] = rows[0], lanes[2 * i + 1] = rows[1];
       }
       __m256i sums[2];
       reduce<Ints>(lanes, sums);
@@ -271,8 +298,7 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
         if (!last) continue;
         int64_t const vector = runs.vector[part] + 8 * g;
         int64_t const x_sum = p.sums[int64_t(m) * p.blocks + block];
-        // what the codes above are above centred ones
-        __m256i zero = _mm256_set1_epi32(kBits == 4 ? 8 : 0);
+        __m256i zero = _mm256_set1_epi32(RowProducts<Width>::kAbove);
         if (w.zeros) {
           __m128i const bytes = _mm_loadl_epi64(reinterpret_cast<__m128i const*>(w.zeros + vector));
           zero = _mm256_add_epi32(zero, _mm256_cvtepi8_epi32(bytes));
@@ -297,17 +323,15 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
 
 void multiply_row(CpuProduct const& p, int panel, int m) {
   if (!p.has_floats)
-    return p.weight.bits == 4 ? multiply_integers<4>(p, panel, m)
-                              : multiply_integers<8>(p, panel, m);
-  with_format(p, [&](auto format) { multiply_floats<decltype(format)>(p, panel, m); });
+    return with_width(info(p.weight.format).bits,
+                      [&](auto width) { multiply_integers<decltype(width)>(p, panel, m); });
+  visit(p.weight.format, [&](auto format) { multiply_floats<decltype(format)>(p, panel, m); });
 }
 
 // Of a fragment's 64 bytes: lane t's sixteen, words, bytes.
-int column4(int place) {
-  return place / 4 % 4 * 16 + place / 16 * 2 + place % 4 / 2 + place % 2 * 8;
-}
-int column8(int place) {
-  return place / 4 % 4 / 2 * 16 + place / 16 * 2 + place % 4 / 2 + place % 2 * 8;
+template <int kBits>
+int fragment_column(int place) {
+  return place / 4 % 4 / words_of_16_k(kBits) * 16 + place / 16 * 2 + place % 4 / 2 + place % 2 * 8;
 }
 
 }  // namespace

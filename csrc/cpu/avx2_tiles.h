@@ -33,7 +33,7 @@ void for_each_word(uint8_t const* fragment, Use const& use) {
       for (int word = 0; word < 8; ++word) {
         __m256i const words = _mm256_castps_si256(v[word]);
         int const t = 2 * half + word / 4;
-        if constexpr (kBits == 4) {
+        if constexpr (byte_rows(kBits) == 2) {
           use(t, word % 4, words, _mm256_srli_epi32(words, 4));
         } else if (word % 2 == 0) {
           use(t, 2 * unit + word % 4 / 2, words, _mm256_castps_si256(v[word + 1]));
@@ -146,7 +146,7 @@ void add_block(CpuProduct const& p, TileMemory& memory, Span::Run const& run, in
 
 // Of row block i: [lane][place of the lane][two vectors of rows].
 template <class Format>
-void decode_floats(CpuProduct const& p, Format const& format, Span const& span,
+void decode_floats(CpuProduct const& p, Avx2Decoder<Format> const& decoder, Span const& span,
                    uint8_t const* codes, int i, float* tile) {
   __m256 zeros[2][2];  // of words j = 0 and 1, and 2 and 3
   for (int part = 0; part < 2; ++part) {
@@ -164,14 +164,14 @@ void decode_floats(CpuProduct const& p, Format const& format, Span const& span,
           float* const to =
               tile + ((4 * (t % 2) + j) * places + 8 * f + 4 * (t / 2)) * kRowsPerBlock;
           __m256 const(&zero)[2] = zeros[j / 2];
-          _mm256_store_ps(to, format.template value<0>(low, zero[0]));
-          _mm256_store_ps(to + 8, format.template value<0>(high, zero[1]));
-          _mm256_store_ps(to + 16, format.template value<1>(low, zero[0]));
-          _mm256_store_ps(to + 24, format.template value<1>(high, zero[1]));
-          _mm256_store_ps(to + 32, format.template value<2>(low, zero[0]));
-          _mm256_store_ps(to + 40, format.template value<2>(high, zero[1]));
-          _mm256_store_ps(to + 48, format.template value<3>(low, zero[0]));
-          _mm256_store_ps(to + 56, format.template value<3>(high, zero[1]));
+          _mm256_store_ps(to, decoder.template value<0>(low, zero[0]));
+          _mm256_store_ps(to + 8, decoder.template value<0>(high, zero[1]));
+          _mm256_store_ps(to + 16, decoder.template value<1>(low, zero[0]));
+          _mm256_store_ps(to + 24, decoder.template value<1>(high, zero[1]));
+          _mm256_store_ps(to + 32, decoder.template value<2>(low, zero[0]));
+          _mm256_store_ps(to + 40, decoder.template value<2>(high, zero[1]));
+          _mm256_store_ps(to + 48, decoder.template value<3>(low, zero[0]));
+          _mm256_store_ps(to + 56, decoder.template value<3>(high, zero[1]));
         });
   }
 }
@@ -245,12 +245,12 @@ void multiply_tile(CpuProduct const& p, TileMemory& memory, Span const& span, in
 template <class Format>
 struct FloatTiles {
   static constexpr int kBits = Format::kBits;
-  Format format;
+  Avx2Decoder<Format> decoder;
 
-  explicit FloatTiles(CpuProduct const& p) : format(p) {}
+  explicit FloatTiles(CpuProduct const& p) : decoder(p) {}
   void decode(CpuProduct const& p, TileMemory& memory, Span const& span, uint8_t const* codes,
               int i) {
-    decode_floats(p, format, span, codes, i, reinterpret_cast<float*>(memory.tile));
+    decode_floats<Format>(p, decoder, span, codes, i, reinterpret_cast<float*>(memory.tile));
   }
   template <int kRows>
   void multiply(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m,
@@ -272,8 +272,8 @@ struct ByteTiles {
   static constexpr int kVectorsOfWord = 1;
   static constexpr bool kCentred = false;
   static __m256i codes(__m256i words) {
-    if constexpr (kBits == 8) return _mm256_xor_si256(words, _mm256_set1_epi8(char(0x80)));
-    return _mm256_and_si256(_mm256_xor_si256(words, _mm256_set1_epi8(8)), _mm256_set1_epi8(15));
+    return _mm256_and_si256(_mm256_xor_si256(words, _mm256_set1_epi8(char(kAbove))),
+                            _mm256_set1_epi8(char(2 * kAbove - 1)));
   }
   static void decode_word(__m256i words, __m256i* to, int) { _mm256_store_si256(to, codes(words)); }
   using Product = Dot;

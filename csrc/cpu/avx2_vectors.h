@@ -1,4 +1,4 @@
-// What kernels for AVX2 share: loads, transpositions, formats. Each source file that includes this
+// What kernels for AVX2 share: loads and transpositions. Each source file that includes this
 // has its own copy, compiled for its instruction set.
 #pragma once
 
@@ -6,7 +6,8 @@
 
 #include <algorithm>
 
-#include "cpu/cpu_kernels.h"
+#include "cpu/avx2_mantissa.h"
+#include "formats/formats.h"
 
 namespace cutlass_ops {
 namespace {
@@ -46,84 +47,6 @@ __m256 load_floats(void const* data, DataType type, int64_t index) {
     v[i] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20);
     v[i + 4] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31);
   }
-}
-
-// ---- formats: floats of eight codes. A format takes words of four codes, two rows of them in the
-// order of lanes, and has `value<e>` of code e of each word.
-
-// An integer below 2^kWidth at bit kFirstBit of a word, as a float: in the mantissa of 2^(23 -
-// kFirstBit), whose last place that is.
-template <int kFirstBit, int kWidth>
-__m256 in_mantissa(__m256i words) {
-  constexpr int kMask = ((1 << kWidth) - 1) << kFirstBit;
-  // The highest bit of a stored code is inverted.
-  constexpr int kBits = (127 + 23 - kFirstBit) << 23 | 1 << (kFirstBit + kWidth - 1);
-  return _mm256_castsi256_ps(_mm256_xor_si256(_mm256_and_si256(words, _mm256_set1_epi32(kMask)),
-                                              _mm256_set1_epi32(kBits)));
-}
-
-// Minus the float above and the zero point.
-template <int kFirstBit>
-__m256 less(__m256 value, __m256 zero) {
-  return _mm256_sub_ps(value, _mm256_add_ps(zero, _mm256_set1_ps(float(1 << (23 - kFirstBit)))));
-}
-
-struct Int4 {
-  static constexpr int kBits = 4;
-  explicit Int4(CpuProduct const&) {}
-  template <int kElement>
-  __m256 value(__m256i words, __m256 zero) const {
-    if constexpr (kElement == 3) words = _mm256_srli_epi32(words, 8);
-    constexpr int kFirstBit = kElement == 3 ? 16 : 8 * kElement;
-    return less<kFirstBit>(in_mantissa<kFirstBit, 4>(words), zero);
-  }
-};
-
-struct Int8 {
-  static constexpr int kBits = 8;
-  explicit Int8(CpuProduct const&) {}
-  template <int kElement>
-  __m256 value(__m256i words, __m256 zero) const {
-    if constexpr (kElement > 1) words = _mm256_srli_epi32(words, 16);
-    constexpr int kFirstBit = 8 * (kElement % 2);
-    return less<kFirstBit>(in_mantissa<kFirstBit, 8>(words), zero);
-  }
-};
-
-struct Codebook4 {
-  static constexpr int kBits = 4;
-  __m256 low, high;  // by stored codes: values of 8 .. 15, then of 0 .. 7
-  explicit Codebook4(CpuProduct const& p)
-      : low(_mm256_loadu_ps(p.codebook + 8)), high(_mm256_loadu_ps(p.codebook)) {}
-  template <int kElement>
-  __m256 value(__m256i words, __m256) const {
-    if constexpr (kElement > 0) words = _mm256_srli_epi32(words, 8 * kElement);
-    __m256 const a = _mm256_permutevar8x32_ps(low, words),
-                 b = _mm256_permutevar8x32_ps(high, words);
-    return _mm256_blendv_ps(a, b, _mm256_castsi256_ps(_mm256_slli_epi32(words, 28)));
-  }
-};
-
-struct E4m3 {
-  static constexpr int kBits = 8;
-  explicit E4m3(CpuProduct const&) {}
-  template <int kElement>
-  __m256 value(__m256i words, __m256) const {
-    if constexpr (kElement < 3) words = _mm256_slli_epi32(words, 24 - 8 * kElement);
-    // Sign, exponent and mantissa are in the bits of fp32; its exponents are those of e4m3 plus
-    // 120. Stored signs are inverted.
-    __m256i const bits =
-        _mm256_and_si256(_mm256_srai_epi32(words, 4), _mm256_set1_epi32(int(0x87f00000)));
-    return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(-0x1p120f));
-  }
-};
-
-// Calls `function` with the format of the weight's codes.
-template <class Function>
-void with_format(CpuProduct const& p, Function const& function) {
-  if (p.weight.e4m3) return function(E4m3(p));
-  if (p.codebook) return function(Codebook4(p));
-  return p.weight.bits == 4 ? function(Int4(p)) : function(Int8(p));
 }
 
 // The runs of a span of columns, which is one or two of 32 (CpuProduct::run): their scale blocks,

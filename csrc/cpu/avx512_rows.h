@@ -31,8 +31,8 @@ __m512i add_quarters(__m512i a, __m512i b) {
 // of odd fragments).
 template <int kBits>
 struct LaneSums {
-  static constexpr int kSets = kBits == 4 ? 1 : 2;
-  __m512i v[kSets][kBits == 4 ? kRowVectors : kRowBlocks];
+  static constexpr int kSets = words_of_16_k(kBits);
+  __m512i v[kSets][kRowBlocks * byte_rows(kBits)];
 
   [[gnu::always_inline]] LaneSums() {
     for (auto& set : v) {
@@ -45,7 +45,7 @@ struct LaneSums {
   [[gnu::always_inline]] void reduce(bool halves, __m512i (&sums)[2][2]) const {
     for (int four = 0; four < 2; ++four) {
       __m512i first, second;
-      if constexpr (kBits == 4) {
+      if constexpr (kSets == 1) {
         __m512i pairs[2];  // words of j = 0 and 1 of two rows, then of j = 2 and 3
         for (int i = 0; i < 2; ++i) {
           __m512i const a = v[0][4 * four + 2 * i], b = v[0][4 * four + 2 * i + 1];
@@ -79,13 +79,17 @@ void prefetch_next(CpuProduct const& p, int64_t vector) {
 template <int kBits, int kRows, bool kXZeros>
 void multiply_few(CpuProduct const& p, int panel, int m) {
   PackedWeight const& w = p.weight;
-  constexpr int kColumns = kBits == 4 ? 64 : 32, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
+  constexpr int kColumns = unit_k(kBits), kRowsOfByte = byte_rows(kBits),
+                kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
   uint8_t const* const tiles = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
-  __m512i const flip = _mm512_set1_epi8(char(kBits == 4 ? 0x88 : 0x80)), ones = _mm512_set1_epi8(1);
-  // Nibbles of rows g + 8 stay where they are: their sums are 16 times as large,
-  // which 32 bits hold.
-  __m512i const nibbles[2] = {_mm512_set1_epi8(0x0f), _mm512_set1_epi8(char(0xf0))};
-  __m512i const shifts = kBits == 4 ? _mm512_set1_epi64(int64_t(4) << 32) : _mm512_setzero_si512();
+  // A row's code in a byte, and its sign bit. Nibbles of rows g + 8 stay where they are: their sums
+  // are 16 times as large, which 32 bits hold.
+  constexpr int kCode = (1 << kBits) - 1, kRowShift = 8 - kBits;
+  __m512i const flip = _mm512_set1_epi8(char(0xff / kCode << (kBits - 1))),
+                ones = _mm512_set1_epi8(1);
+  __m512i const of_row[2] = {_mm512_set1_epi8(char(kCode)),
+                             _mm512_set1_epi8(char(kCode << kRowShift))};
+  __m512i const shifts = _mm512_set1_epi64(int64_t(kRowShift) << 32);
   alignas(64) float total[kRows][kRowsPerPanel] = {}, offsets[kRows][kRowsPerPanel] = {};
   alignas(64) int32_t pending[kRows][kRowsPerPanel] = {};  // sums of a scale block's runs
   int const run = p.run(), span = std::max(run, kLaneColumns), end_k = p.tiles * kKPerTile;
@@ -118,15 +122,11 @@ void multiply_few(CpuProduct const& p, int panel, int m) {
                 if (kXZeros)
                   columns.v[set][place] = _mm512_dpbusd_epi32(columns.v[set][place], factors, ones);
               };
-              if constexpr (kBits == 4) {
-                constexpr int kXorAnd = 0x28;
-                add(std::integral_constant<int, 2 * i>(),
-                    _mm512_ternarylogic_epi32(words, flip, nibbles[0], kXorAnd));
-                add(std::integral_constant<int, 2 * i + 1>(),
-                    _mm512_ternarylogic_epi32(words, flip, nibbles[1], kXorAnd));
-              } else {
-                add(i, _mm512_xor_si512(words, flip));
-              }
+              constexpr int kXorAnd = 0x28;
+              unrolled<kRowsOfByte>([&](auto row) {
+                add(std::integral_constant<int, kRowsOfByte * i + row>(),
+                    _mm512_ternarylogic_epi32(words, flip, of_row[row], kXorAnd));
+              });
             });
           });
         }
@@ -147,7 +147,7 @@ void multiply_few(CpuProduct const& p, int panel, int m) {
         auto const rows_of = [part, shifts](__m512i const(&lanes)[2][2][2]) {
           __m512i const rows = add_quarters(add_quarters(lanes[0][part][0], lanes[0][part][1]),
                                             add_quarters(lanes[1][part][0], lanes[1][part][1]));
-          return kBits == 4 ? _mm512_srav_epi32(rows, shifts) : rows;
+          return kRowShift > 0 ? _mm512_srav_epi32(rows, shifts) : rows;
         };
         __m512i const colsum = kXZeros ? rows_of(colsums) : _mm512_setzero_si512();
         for (int r = 0; r < kRows; ++r) {
@@ -184,10 +184,11 @@ void multiply_few(CpuProduct const& p, int panel, int m) {
 
 template <int kRows>
 void multiply_few(CpuProduct const& p, int panel, int m) {
-  auto const run = p.weight.bits == 4
-                       ? (p.zeros ? multiply_few<4, kRows, true> : multiply_few<4, kRows, false>)
-                       : (p.zeros ? multiply_few<8, kRows, true> : multiply_few<8, kRows, false>);
-  run(p, panel, m);
+  with_width(info(p.weight.format).bits, [&](auto width) {
+    constexpr int kBits = decltype(width)::kBits;
+    p.zeros ? multiply_few<kBits, kRows, true>(p, panel, m)
+            : multiply_few<kBits, kRows, false>(p, panel, m);
+  });
 }
 
 }  // namespace

@@ -15,8 +15,10 @@ struct QuadProduct {
   }
 };
 
-using Four = ByteTiles<4, QuadProduct>;
-using Eight = ByteTiles<8, QuadProduct>;
+struct Tiles {
+  template <class Width>
+  using Of = ByteTiles<Width::kBits, QuadProduct>;
+};
 
 // Whether the rows of x are few enough to read the codes again for each three of them,
 // without a decoded tile.
@@ -25,7 +27,7 @@ bool has_few_rows(CpuProduct const& p) {
 }
 
 void multiply_any(CpuProduct const& p, int panel, int first, int rows) {
-  if (!has_few_rows(p)) return multiply<Four, Eight>(p, panel, first, rows);
+  if (!has_few_rows(p)) return multiply<Tiles>(p, panel, first, rows);
   KeepDenormals const keep;
   int const parts = (rows + kRowsTogether - 1) / kRowsTogether;
   for (int part = 0; part < parts; ++part) {
@@ -37,9 +39,11 @@ void multiply_any(CpuProduct const& p, int panel, int first, int rows) {
 }
 
 CpuKernels::IntegerOrder order_of_any(CpuProduct const& p) {
-  if (!has_few_rows(p)) return integer_order<Four, Eight>(p);
-  return p.weight.bits == 4 ? CpuKernels::IntegerOrder{64, 64, false, column4}
-                            : CpuKernels::IntegerOrder{32, 64, false, column8};
+  if (!has_few_rows(p)) return integer_order<Tiles>(p);
+  return with_width(info(p.weight.format).bits, [](auto width) {
+    constexpr int kBits = decltype(width)::kBits;
+    return CpuKernels::IntegerOrder{unit_k(kBits), 64, false, fragment_column<kBits>};
+  });
 }
 
 }  // namespace

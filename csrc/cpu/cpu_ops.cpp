@@ -8,6 +8,7 @@
 
 #include "cpu/cpu_kernels.h"
 #include "dispatch/problem.h"
+#include "formats/formats.h"
 #include "host/threads.h"
 #include "host/vectors.h"
 
@@ -208,23 +209,18 @@ void prepare_integers(GemmProblem const& problem, CpuKernels const& kernels, Cpu
 // begins.
 void prepare_codebook(DataType type, CpuProduct& p, Prepared& memory) {
   PackedWeight const& w = p.weight;
-  if (has_integer_codes(w)) return;
-  memory.codebook.resize(size_t(1) << w.bits);
-  for (size_t code = 0; code < memory.codebook.size(); ++code) {
-    float value;
-    if (w.e4m3) {
-      uint32_t const exponent = code >> 3 & 15, mantissa = code & 7;
-      value =
-          exponent ? as_float((exponent + 120) << 23 | mantissa << 20) : float(mantissa) * 0x1p-9f;
-      if (code & 0x80) value = -value;
-    } else {
-      value = w.book[code];
+  visit(w.format, [&](auto format) {
+    using F = decltype(format);
+    if constexpr (!F::kIntegers) {
+      memory.codebook.resize(size_t(1) << F::kBits);
+      for (int code = 0; code < 1 << F::kBits; ++code) {
+        float stored;  // in as many of its bytes as the type has
+        store_float(&stored, type, 0, F::host_value(code, w.codebook));
+        memory.codebook[code] = load_float(&stored, type, 0);
+      }
+      p.codebook = memory.codebook.data();
     }
-    float stored;  // in as many of its bytes as the type has
-    store_float(&stored, type, 0, value);
-    memory.codebook[code] = load_float(&stored, type, 0);
-  }
-  p.codebook = memory.codebook.data();
+  });
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cpu/quantize_block.h"
+#include "formats/width.h"
 
 namespace cutlass_ops {
 namespace {
@@ -20,19 +21,19 @@ void unpack_tile(uint8_t const* chunk, Tile& tile) {
       int const g = lane / 4, t = lane % 4;
       for (int byte = 0; byte < kLaneBytes; ++byte, ++chunk) {
         int const word = byte / 4, element = byte % 4;
-        int const j = first % kLaneColumns / 16 + (kBits == 4 ? word : word / 2);
+        int const j = first % kLaneColumns / 16 + word / words_of_16_k(kBits);
         int const place =
             first / kLaneColumns * kLaneColumns + 32 * (t / 2) + 8 * element + 4 * (t % 2) + j;
-        int8_t (*const rows)[kKPerTile] = tile + 8 * g + 2 * i;
-        if (kBits == 4) {
-          rows[0][place] = int8_t(((*chunk & 15) ^ 8) - 8);
-          rows[1][place] = int8_t((*chunk >> 4 ^ 8) - 8);
-        } else {
-          rows[word % 2][place] = int8_t(*chunk);
-        }
+        int8_t (*const rows)[kKPerTile] = tile + 8 * g + 2 * i + word % words_of_16_k(kBits);
+        for (int row = 0; row < byte_rows(kBits); ++row)  // the code's sign is extended
+          rows[row][place] = int8_t(int8_t(*chunk << (8 - kBits - kBits * row)) >> (8 - kBits));
       }
     }
   }
+}
+
+void unpack_tile(int bits, uint8_t const* chunk, Tile& tile) {
+  with_width(bits, [&](auto width) { unpack_tile<decltype(width)::kBits>(chunk, tile); });
 }
 
 // Lanes to the sum of a run; runs of 32 columns are two of a lane's 64. A lane is 4 * (t % 2) + j.
@@ -49,15 +50,15 @@ void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) 
   constexpr bool kFloats = sizeof(X) == 4;
   PackedWeight const& w = p.weight;
   int64_t const n_pad = padded_rows(w.n);
-  uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(w.bits);
-  int const run = p.run(), span = std::max(run, kLaneColumns), middle = 1 << (w.bits - 1);
+  int const bits = info(w.format).bits;
+  uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(bits);
+  int const run = p.run(), span = std::max(run, kLaneColumns), middle = 1 << (bits - 1);
   Tile tile;
   float total[kRowsOfTile][kRowsPerPanel] = {}, offsets[kRowsOfTile][kRowsPerPanel] = {};
   Wide pending[kRowsOfTile][kRowsPerPanel] = {};  // sums of a scale block's runs
   for (int begin = 0; begin < p.tiles * kKPerTile && begin / p.block < p.blocks; begin += span) {
     if (begin % kKPerTile == 0) {
-      uint8_t const* const chunk = chunks + begin / kKPerTile * int64_t(k_tile_bytes(w.bits));
-      w.bits == 4 ? unpack_tile<4>(chunk, tile) : unpack_tile<8>(chunk, tile);
+      unpack_tile(bits, chunks + begin / kKPerTile * int64_t(k_tile_bytes(bits)), tile);
     }
     for (int row = 0; row < kRowsPerPanel; ++row) {
       X values[kKPerTile];
@@ -120,12 +121,11 @@ void multiply(CpuProduct const& p, int panel, int first, int count) {
 
 void dequantize(CpuProduct const& p, int panel, int rows, void* out, DataType type) {
   PackedWeight const& w = p.weight;
-  uint8_t const* const tiles = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(w.bits);
-  int const middle = 1 << (w.bits - 1);
+  int const bits = info(w.format).bits, middle = 1 << (bits - 1);
+  uint8_t const* const tiles = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(bits);
   Tile tile;
   for (int begin = 0; begin < w.k; begin += kKPerTile) {
-    uint8_t const* const codes = tiles + begin / kKPerTile * int64_t(k_tile_bytes(w.bits));
-    w.bits == 4 ? unpack_tile<4>(codes, tile) : unpack_tile<8>(codes, tile);
+    unpack_tile(bits, tiles + begin / kKPerTile * int64_t(k_tile_bytes(bits)), tile);
     for (int place = 0; place < kKPerTile; ++place) {
       int const column =
           begin + place / kLaneColumns * kLaneColumns + lane_column(place % kLaneColumns);

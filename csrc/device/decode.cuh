@@ -487,11 +487,9 @@ struct Int4Codebook {
 };
 
 #ifdef __CUDACC__
-// The decoder of `kBits`-bit weights for activations of type Element (__half or __nv_bfloat16).
-template <int kBits, class Element>
-using ToFloat = std::conditional_t<std::is_same_v<Element, __half>,
-                                   std::conditional_t<kBits == 4, Int4Half, Int8Half>,
-                                   std::conditional_t<kBits == 4, Int4Bfloat16, Int8Bfloat16>>;
+// Of two decoders the one for activations of type Element, __half or __nv_bfloat16.
+template <class Element, class ToHalf, class ToBfloat16>
+using Chosen = std::conditional_t<std::is_same_v<Element, __half>, ToHalf, ToBfloat16>;
 #endif
 
 }  // namespace cutlass_ops::decode

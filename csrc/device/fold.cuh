@@ -39,7 +39,7 @@ struct GroupAddress {
 };
 
 // A row's scale and offset: values of codes, in pairs, to weights.
-template <class F>
+template <class F, bool kOffsets>
 struct RowScale {
   uint32_t scale, offset;  // of F::Element, twice; or the bits of floats
 
@@ -48,15 +48,15 @@ struct RowScale {
     if constexpr (!F::kNarrow) {
       float const s = __uint_as_float(scale), o = __uint_as_float(offset);
       float const low = unpack_half<Element>(v, 0), high = unpack_half<Element>(v, 1);
-      return !F::kOffsets ? pack_pair<Element>(__fmul_rn(low, s), __fmul_rn(high, s))
-                          : pack_pair<Element>(__fmaf_rn(low, s, o), __fmaf_rn(high, s, o));
+      return !kOffsets ? pack_pair<Element>(__fmul_rn(low, s), __fmul_rn(high, s))
+                       : pack_pair<Element>(__fmaf_rn(low, s, o), __fmaf_rn(high, s, o));
     } else if constexpr (std::is_same_v<Element, __half>) {
       using namespace decode::detail;
-      return as_bits(!F::kOffsets ? __hmul2_rn(as_half2(v), as_half2(scale))
-                                  : __hfma2(as_half2(v), as_half2(scale), as_half2(offset)));
+      return as_bits(!kOffsets ? __hmul2_rn(as_half2(v), as_half2(scale))
+                               : __hfma2(as_half2(v), as_half2(scale), as_half2(offset)));
     } else {
       using namespace decode::detail;
-      return as_bits(!F::kOffsets
+      return as_bits(!kOffsets
                          ? __hmul2_rn(as_bfloat162(v), as_bfloat162(scale))
                          : __hfma2(as_bfloat162(v), as_bfloat162(scale), as_bfloat162(offset)));
     }
@@ -152,12 +152,13 @@ struct StoredGroup {
     }
   }
 
-  // Operand A of the group's k-slices.
-  template <class Params>
+  // Operand A of the group's k-slices. kPlain: the caller knows that the weight has neither zero
+  // points nor offsets.
+  template <bool kPlain = false, class Params>
   __device__ __forceinline__ void decode(uint32_t const* codes, uint32_t table, Params const& p,
                                          uint32_t (&a)[F::kGroupKSlices][4]) const {
-    typename F::Unscaled const unscaled(zeros);
-    RowScale<F> g, g8;
+    typename F::Unscaled const unscaled(kPlain ? 0 : zeros);
+    RowScale<F, F::kOffsets && !kPlain> g, g8;
     scales.values(p.weight.scale_type, g.scale, g8.scale);
     offsets.values(p.weight.offset_type, g.offset, g8.offset);
 #pragma unroll

@@ -79,9 +79,7 @@ struct TileConfig {
   // floats; keeps the transposing writes off each other's banks
   static constexpr int kStoreStride = kRowsPerPanel + 4;
   static constexpr int kLineBytes = kRowsPerPanel * 2;
-  static constexpr int kLineRows = kLargeBlockM                  ? (kBits == 8 ? 64 : 112)
-                                   : kBlockM > 176 && kBits == 8 ? kBlockM / 2
-                                                                 : kBlockM;
+  static constexpr int kLineRows = wgmma_gemm_line_rows(kBits, kBlockM, kElementBytes);
   static constexpr int kXBoxRows = kLargeBlockM ? 16 : kLineRows;
   // bytes
   static constexpr int kStagedFloats = kStoreStride * 4 * kStoreRows,

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "dispatch/problem.h"
+#include "formats/width.h"
 
 namespace cutlass_ops {
 namespace {
@@ -68,9 +69,8 @@ Status check_act_quant(ActQuant act_quant, bool of_image) {
 }
 
 Status check_weight(PackedWeight const& w) {
-  if (w.bits != 4 && w.bits != 8) {
-    return unsupported("bits is " + std::to_string(w.bits) + "; supported are 4 and 8");
-  }
+  FormatInfo const* const format = find_format(w.format);
+  if (!format) return unsupported("there is no format " + std::to_string(int(w.format)));
   if (w.n < 1 || w.k < 1) {
     return invalid("the weight's shape is [" + std::to_string(w.n) + ", " + std::to_string(w.k) +
                    "]; both must be at least 1");
@@ -85,27 +85,20 @@ Status check_weight(PackedWeight const& w) {
   if (w.offsets && !is_float(w.offset_type)) return invalid("offset_type is not a float type");
   if (w.zeros && w.offsets)
     return invalid("the weight has zeros and offsets; at most one is supported");
-  if (w.book && (w.bits != 4 || w.zeros || w.offsets)) {
-    return unsupported("the weight has a code book and " +
-                       std::string(w.bits != 4 ? "8 bits"
-                                   : w.zeros   ? "zeros"
-                                               : "offsets") +
-                       "; a code book gives values to 4-bit codes, without zero points or offsets");
+  if (!format->integers && (w.zeros || w.offsets)) {
+    return unsupported("the weight has " + std::string(format->codes) + " and " +
+                       (w.zeros ? "zeros" : "offsets") + "; only integers have either");
   }
-  if (w.e4m3 && (w.bits != 8 || w.zeros || w.offsets || w.book)) {
-    return unsupported("the weight has e4m3 codes and " +
-                       std::string(w.bits != 8 ? "4 bits"
-                                   : w.zeros   ? "zeros"
-                                   : w.offsets ? "offsets"
-                                               : "a code book") +
-                       "; e4m3 codes are of 8 bits, without zero points, offsets or a code book");
+  if (w.codebook && !format->codebook) {
+    return unsupported("the weight has codebook and " + std::string(format->codes) +
+                       "; codebook is for Format::kCodebook");
   }
   return check_addresses({{"codes", w.codes, kLoadBytes},
                           {"scales", w.scales, kLoadBytes},
                           {"zeros", w.zeros, kLoadBytes, false},
                           {"offsets", w.offsets, kLoadBytes, false},
                           {"perm", w.perm, kLoadBytes, false},
-                          {"book", w.book, kLoadBytes, false},
+                          {"codebook", w.codebook, kLoadBytes, format->codebook},
                           {"sums", w.sums, kLoadBytes, false}});
 }
 
@@ -205,7 +198,7 @@ Status check_gemm(GemmProblem const& problem, Device const& device) {
                        ", which runs kernels of that architecture and of earlier ones");
   }
   if (!has_integer_codes(w) && multiplies_int8(problem)) {
-    return unsupported("the weight has " + std::string(w.book ? "a code book" : "e4m3 codes") +
+    return unsupported("the weight has " + std::string(info(w.format).codes) +
                        " and the activations are int8; that takes fp16 or bf16 activations");
   }
   if (Status status = check_activation(problem.activation, problem.clamp_low, problem.clamp_high);
@@ -449,7 +442,7 @@ Status check_awq_gemm(AwqWeight const& w, void const* x, int64_t x_stride, int m
 Status check_pack(PackProblem const& p) {
   // padding is counted in ints, too
   constexpr int kLargest = std::numeric_limits<int32_t>::max() - kKPerTile;
-  if (p.bits != 4 && p.bits != 8)
+  if (!is_code_width(p.bits))
     return unsupported("bits is " + std::to_string(p.bits) + "; supported are 4 and 8");
   if (p.n < 1 || p.n > kLargest || p.k < 1 || p.k > kLargest) {
     return invalid("the weight is n = " + std::to_string(p.n) + " by k = " + std::to_string(p.k) +

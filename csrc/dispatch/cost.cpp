@@ -1,6 +1,7 @@
 #include "dispatch/cost.h"
 
 #include <algorithm>
+#include <climits>
 
 #include "dispatch/decode_shape.h"
 #include "dispatch/problem.h"
@@ -64,8 +65,9 @@ TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, Kernel
 // It was measured to be faster than splitk_reduce for many sums of long slices: floats x int8
 // 8192 x 28672 at M = 128 take 97.5 us, 99.7 by splitk_reduce.
 bool adds_two_slices(GemmProblem const& problem, int slices) {
+  constexpr ByWidth<int> kLeastK(INT_MAX, 16384);
   PackedWeight const& w = problem.weight;
-  return slices == 2 && !multiplies_int8(problem) && w.bits == 8 && w.k >= 16384 &&
+  return slices == 2 && !multiplies_int8(problem) && w.k >= kLeastK[code_bits(w)] &&
          int64_t(problem.m) * w.n >= 1 << 20;
 }
 
@@ -106,8 +108,8 @@ int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelS
 
 DecodeKind decode_kind(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  if (w.book) return DecodeKind::kCodebook;
-  bool const rounded = has_short_groups(w) || w.offsets || w.e4m3;
+  if (table_bytes(w)) return DecodeKind::kCodebook;
+  bool const rounded = has_short_groups(w) || w.offsets || !has_integer_codes(w);
   if (!multiplies_int8(problem)) return rounded ? DecodeKind::kFloatsRounded : DecodeKind::kFloats;
   bool const int8 = has_int8_products(w);
   if (activations_have_blocks(problem))
@@ -133,7 +135,7 @@ DecodeTerms decode_terms(GemmProblem const& problem, Device const& device, Plan 
 int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                     Candidate const& candidate) {
   DecodeCost const& cost =
-      candidate.decode_costs[problem.weight.bits == 8][int(decode_kind(problem))];
+      candidate.decode_costs[width_index(code_bits(problem.weight))][int(decode_kind(problem))];
   if (cost.start == 0 && cost.chunk == 0 && cost.share == 0) return -1;
   Plan shaped;
   shaped.one_cta_per_sm = candidate.tile.min_ctas_per_sm == 1;

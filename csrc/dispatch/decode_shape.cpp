@@ -17,7 +17,7 @@ DecodeMemory decode_memory(GemmProblem const& p, DecodeShape const& shape) {
   DecodeMemory at;
   PackedWeight const& w = p.weight;
   bool int8 = multiplies_int8(p);
-  int columns = 512 / w.bits,
+  int columns = 512 / code_bits(w),
       rows = w.group_size > 0 && w.group_size < columns ? columns / w.group_size : 1;
   at.zeros = 4096 + rows * kRowsPerPanel * bytes_of(w.scale_type);
   at.offsets = at.zeros + (w.zeros ? rows * kRowsPerPanel : 0);
@@ -28,11 +28,11 @@ DecodeMemory decode_memory(GemmProblem const& p, DecodeShape const& shape) {
   at.x = shape.warps * shape.stages * at.stage;
   at.sums =
       at.x + p.m * std::max(at.x_row, shape.cluster > 1 ? shape.row_panels * kRowsPerPanel * 4 : 0);
-  at.scales = at.sums + (w.book ? 0 : steps * 8 * 4);
+  at.scales = at.sums + (table_bytes(w) ? 0 : steps * 8 * 4);
   at.parts = at.scales + (int8 ? steps * 8 * 4 : 0);
   at.slots = at.parts + (shape.row_panels * 4 + 15) / 16 * 16;
   at.table = at.slots + (shape.row_panels - 1) * p.m * kSlotFloats * 4;
-  at.total = at.table + (w.book ? kCodebookLutBytes : 0);
+  at.total = at.table + table_bytes(w);
   return at;
 }
 
@@ -55,7 +55,8 @@ DecodeShape decode_shape(GemmProblem const& p, Device const& device) {
   constexpr int kStaticBytes = 1024;
   constexpr int kSmallPart = 32;  // tiles of a row panel
   constexpr int kLongSlice = 64;  // whose x takes longer to quantise than a ring to fill
-  bool const book = p.weight.book, int8 = multiplies_int8(p);
+  bool const table = table_bytes(p.weight) > 0, int8 = multiplies_int8(p);
+  int const bits = code_bits(p.weight);
   int row_panels = int(padded_rows(p.weight.n) / kRowsPerPanel),
       tiles = int(padded_k(p.weight.k) / kKPerTile);
   DecodeShape best;
@@ -66,7 +67,7 @@ DecodeShape decode_shape(GemmProblem const& p, Device const& device) {
     shape.clusters = cluster_places(device, cluster);
     shape.row_panels = (row_panels + shape.clusters - 1) / shape.clusters;
     shape.slice = (tiles + cluster - 1) / cluster;
-    shape.stages = decode_stages(book);
+    shape.stages = decode_stages(table);
     auto fits = [&](int warps, int bytes) {
       shape.warps = warps;
       return decode_memory(p, shape).total <= bytes;
@@ -74,19 +75,19 @@ DecodeShape decode_shape(GemmProblem const& p, Device const& device) {
     int const all = device.shared_memory - kStaticBytes,
               half = device.shared_memory / 2 - 2 * kStaticBytes;
     bool small = shape.row_panels * shape.slice <= kSmallPart && fits(8, half);
-    if (shape.row_panels > 0xffff || (!small && !fits(decode_warps(book), all) && !fits(8, all)))
+    if (shape.row_panels > 0xffff || (!small && !fits(decode_warps(table), all) && !fits(8, all)))
       continue;
-    double weights = double(shape.row_panels) * shape.slice * k_tile_bytes(p.weight.bits),
+    double weights = double(shape.row_panels) * shape.slice * k_tile_bytes(bits),
            x = double(p.m) * shape.slice * kKPerTile * 2;
     bool beside = fits(shape.warps, half);
     if (int8 && !beside && shape.slice >= kLongSlice) {
-      shape.stages += decode_more_stages(p.weight.bits);
-      if (!fits(shape.warps, all)) shape.stages = decode_stages(book);
+      shape.stages += decode_more_stages(bits);
+      if (!fits(shape.warps, all)) shape.stages = decode_stages(table);
     }
-    double time = weights / (book ? 15 : 18) + x / 13 + 30.0 * shape.row_panels * p.m;
+    double time = weights / (table ? 15 : 18) + x / 13 + 30.0 * shape.row_panels * p.m;
     if (cluster > 1) {
       time += 900;
-    } else if (!book) {
+    } else if (!table) {
       time += 60.0 * shape.slice;
     }
     if (!beside) time += 3000;
@@ -109,7 +110,7 @@ bool lay_out_stages(PackedWeight const& w, StageSizes const& sizes, int tiles,
                     WgmmaDecodeShape* shape) {
   int const tile_groups = has_short_groups(w) ? kKPerTile / w.group_size : 1,
             rows = tile_groups * shape->most_row_panels * kRowsPerPanel;
-  shape->scales = shape->most_row_panels * k_tile_bytes(w.bits);
+  shape->scales = shape->most_row_panels * k_tile_bytes(code_bits(w));
   shape->offsets = shape->scales + rows * bytes_of(w.scale_type);
   shape->zeros = shape->offsets + (w.offsets ? rows * bytes_of(w.offset_type) : 0);
   shape->token_scales = shape->zeros + (w.zeros ? rows : 0);
@@ -143,16 +144,15 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
   int const all_units = int(padded_rows(w.n) / unit), all_tiles = int(padded_k(w.k) / kKPerTile);
   // Two CTAs per SM, this launch's and the next one's: its weights are in flight before this one
   // ends. Or one that has as many in flight as two would have.
-  int const table_bytes = w.book ? kCodebookLutBytes : 0;
+  int const table = table_bytes(w);
   StageSizes const sizes{
       int8 && !quantizes ? kBlockM * kKPerTile + (token_zeros ? 8 * kKPerTile : 0)
                          : kBlockM * kKPerTile * 2,
       (int8 ? kBlockM * 4 : 0) + (token_zeros ? kBlockM : 0),
-      (one_cta ? device.shared_memory - 1024 : device.shared_memory / 2 - 2048) - table_bytes,
-      table_bytes,
-      one_cta  ? groups
-      : w.book ? 2
-               : 3};
+      (one_cta ? device.shared_memory - 1024 : device.shared_memory / 2 - 2048) - table, table,
+      one_cta ? groups
+      : table ? 2
+              : 3};
   int64_t least = 0;
   for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
     int const places = cluster_places(device, c);
@@ -165,7 +165,7 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
     if (row_panels > groups * most) continue;
     // From what was measured on an H200: a K tile of weights counts 2, x of a tile 1; to quantise
     // it, 3 with 2 for 4 bits.
-    int const tile_time = quantizes ? row_panels * w.bits / 2 + 3 : 2 * row_panels + 1;
+    int const tile_time = quantizes ? row_panels * code_bits(w) / 2 + 3 : 2 * row_panels + 1;
     int64_t const time = int64_t(tile_time) * tiles + (c > 1 ? 2 + 4 * log : 0);
     if (best.cluster && time >= least) continue;
     WgmmaDecodeShape shape;
@@ -182,8 +182,8 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
 
 bool decodes_exactly(GroupedGemm const& p) {
   PackedWeight const& w = p.weight;
-  return w.bits == 4 && has_integer_codes(w) && !has_short_groups(w) && !w.offsets &&
-         w.scale_type == p.x_type;
+  return kGroupedDecodeIsExact[code_bits(w)] && has_integer_codes(w) && !has_short_groups(w) &&
+         !w.offsets && w.scale_type == p.x_type;
 }
 
 WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device, double row_tiles,
@@ -194,10 +194,9 @@ WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device
   WgmmaDecodeShape best;
   PackedWeight const& w = p.weight;
   int const all_row_panels = p.groups.row_panels, all_tiles = int(padded_k(w.k) / kKPerTile);
-  int const table_bytes = w.book ? kCodebookLutBytes : 0;
+  int const table = table_bytes(w);
   StageSizes const sizes{WgmmaDecodeShape::kBlockM * kKPerTile * 2, 0,
-                         device.shared_memory / 2 - 2048 - table_bytes, table_bytes,
-                         w.book ? 2 : 3};
+                         device.shared_memory / 2 - 2048 - table, table, table ? 2 : 3};
   double least = 0;
   for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
     int const tiles = (all_tiles + c - 1) / c;

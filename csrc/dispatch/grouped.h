@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cutlass_ops/experts.h"
+#include "formats/width.h"
 
 namespace cutlass_ops {
 
@@ -82,7 +83,8 @@ struct GroupedGemm {
 };
 
 // Whether wgmma_decode takes experts of few rows, whose products are exact; otherwise
-// wgmma_decode_fold16 does; with 8 bits, too, as wgmma_decode would spill registers.
+// wgmma_decode_fold16 does. With 8 bits wgmma_decode would spill registers.
+constexpr ByWidth<bool> kGroupedDecodeIsExact(true, false);
 bool decodes_exactly(GroupedGemm const& problem);
 
 // How clusters of either kernel share tiles of experts' rows; cluster is 0 if none fits. `tiles`:

@@ -38,16 +38,16 @@ bool shape_mma_gemm_a16(GemmProblem const& problem, Device const& device,
                         Candidate const& candidate, Plan* plan) {
   PackedWeight const& w = problem.weight;
   Tile const& tile = candidate.tile;
-  bool const book = w.book, general = !has_integer_codes(w) || w.offsets || has_short_groups(w),
-             large = tile.block_m == 64;
+  int const bits = code_bits(w), table = table_bytes(w);
+  bool const general = !has_integer_codes(w) || w.offsets || has_short_groups(w);
   auto const bytes = [&](int stages) {
-    return mma_gemm_a16_shared_bytes(w.bits, tile.block_m, general, book, stages);
+    return mma_gemm_a16_shared_bytes(bits, tile.block_m, general, table, stages);
   };
-  plan->stages = large && (book || (general && w.bits == 8)) ? 2 : tile.stages;
+  plan->stages = mma_gemm_a16_stages(bits, tile.block_m, general, table);
   // Two CTAs per SM are worth more than a third stage; that comes where both fit (sm_90), or
   // neither (sm_86, sm_89, sm_120).
-  if (large && !general && w.bits == 8 && device.shared_memory >= 2 * bytes(2) &&
-      device.shared_memory < 2 * bytes(tile.stages)) {
+  if (mma_gemm_a16_may_have_two_stages(bits, tile.block_m, general) &&
+      device.shared_memory >= 2 * bytes(2) && device.shared_memory < 2 * bytes(tile.stages)) {
     plan->stages = 2;
   }
   plan->shared_bytes = bytes(plan->stages);
@@ -60,7 +60,7 @@ bool shape_mma_gemm_a8(GemmProblem const& problem, Device const& device, Candida
                        Plan* plan) {
   PackedWeight const& w = problem.weight;
   Tile const& tile = candidate.tile;
-  bool const general = has_short_groups(w) || w.offsets || (w.zeros && w.bits == 8);
+  bool const general = has_short_groups(w) || w.offsets || !zeros_fit_int8(w);
   bool const zeros = general || w.zeros || activations_have_zeros(problem);
   // No more CTAs on an SM than the grid is made for: those that are started while the kernel before
   // still runs would crowd on the first that it leaves. (W8A8, 9 rows x 8192 x 28672: 58.3 us; 66.6
@@ -68,7 +68,7 @@ bool shape_mma_gemm_a8(GemmProblem const& problem, Device const& device, Candida
   int const crowded = device.shared_memory / ((zeros ? 2 : tile.min_ctas_per_sm) + 1);
   plan->stages = tile.stages;
   plan->shared_bytes = std::max(
-      crowded, mma_gemm_a8_shared_bytes(w.bits, tile.block_m, zeros, general, tile.stages));
+      crowded, mma_gemm_a8_shared_bytes(code_bits(w), tile.block_m, zeros, general, tile.stages));
   plan->threads = 128;
   portable_grid(problem, tile, plan);
   return true;
@@ -77,7 +77,8 @@ bool shape_mma_gemm_a8(GemmProblem const& problem, Device const& device, Candida
 bool shape_book_gemm_a16(GemmProblem const& problem, Device const&, Candidate const& candidate,
                          Plan* plan) {
   plan->stages = candidate.tile.stages;
-  plan->shared_bytes = book_gemm_a16_shared_bytes(candidate.tile.block_m);
+  plan->shared_bytes =
+      book_gemm_a16_shared_bytes(candidate.tile.block_m, table_bytes(problem.weight));
   plan->threads = 256;
   portable_grid(problem, candidate.tile, plan);
   return true;
@@ -90,11 +91,12 @@ bool shape_wgmma_gemm_a8(GemmProblem const& problem, Device const& device,
   bool const blocks = activations_have_blocks(problem),
              zeros = activations_have_zeros(problem) && !candidate.compensates;
   plan->stages = tile.stages;
+  int const bits = code_bits(w);
   plan->shared_bytes = wgmma_gemm_shared_bytes(
-      {w.bits, cta_block_m(tile), 1, !sums_whole_rows(problem) && !sums_whole_taps(problem), blocks,
+      {bits, cta_block_m(tile), 1, !sums_whole_rows(problem) && !sums_whole_taps(problem), blocks,
        zeros, w.zeros && !compensates_weight_zeros(problem), tile.stages, warpgroups(tile)});
   int tiles = int(k_tiles(w));
-  if (candidate.compensates && blocks) tiles += compensation_windows(tiles, w.bits);
+  if (candidate.compensates && blocks) tiles += compensation_windows(tiles, bits);
   persistent_grid(problem, device, candidate, tiles, plan);
   return true;
 }
@@ -104,8 +106,9 @@ bool shape_wgmma_gemm_a16(GemmProblem const& problem, Device const& device,
   PackedWeight const& w = problem.weight;
   Tile const& tile = candidate.tile;
   plan->stages = tile.stages;
-  plan->shared_bytes = wgmma_gemm_shared_bytes({w.bits, cta_block_m(tile), 2, true, false, false,
-                                                w.zeros != nullptr, tile.stages, warpgroups(tile)});
+  plan->shared_bytes =
+      wgmma_gemm_shared_bytes({code_bits(w), cta_block_m(tile), 2, true, false, false,
+                               w.zeros != nullptr, tile.stages, warpgroups(tile)});
   persistent_grid(problem, device, candidate, int(k_tiles(w)), plan);
   return true;
 }
@@ -115,8 +118,9 @@ bool shape_wgmma_fold16(GemmProblem const& problem, Device const& device,
   PackedWeight const& w = problem.weight;
   bool const narrow =
       w.scale_type == problem.x_type && (!w.offsets || w.offset_type == problem.x_type);
-  plan->stages = wgmma_fold16_tile(candidate.tile.block_m, w.bits).stages;
-  plan->shared_bytes = wgmma_fold16_shared_bytes(w.bits, candidate.tile.block_m, w.book, narrow);
+  int const bits = code_bits(w), block_m = candidate.tile.block_m;
+  plan->stages = wgmma_fold16_tile(block_m, bits).stages;
+  plan->shared_bytes = wgmma_fold16_shared_bytes(bits, block_m, table_bytes(w), narrow);
   persistent_grid(problem, device, candidate, int(k_tiles(w)), plan);
   return true;
 }

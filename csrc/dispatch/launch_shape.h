@@ -12,13 +12,15 @@ namespace cutlass_ops {
 
 // ---- shared memory of a CTA, in bytes
 
-constexpr int mma_gemm_a16_shared_bytes(int bits, int block_m, bool general, bool book,
+// `table`: bytes of the look-up table of a format, whose weights then have neither zero points nor
+// offsets.
+constexpr int mma_gemm_a16_shared_bytes(int bits, int block_m, bool general, int table,
                                         int stages) {
   constexpr int kRows = 128;
   int const groups = general ? 4 : 1, sums = block_m * (kRows + 4) * 4;
   int const stage = 2 * k_tile_bytes(bits) + block_m * kKPerTile * 2 + groups * kRows * 4 +
-                    (book ? 0 : groups * kRows) + (general && !book ? groups * kRows * 4 : 0);
-  return (stages * stage > sums ? stages * stage : sums) + (book ? kCodebookLutBytes : 0);
+                    (table ? 0 : groups * kRows) + (general && !table ? groups * kRows * 4 : 0);
+  return (stages * stage > sums ? stages * stage : sums) + table;
 }
 
 // `zeros`: room for zero points; `general`: several groups in a tile of K, and offsets.
@@ -32,9 +34,8 @@ constexpr int mma_gemm_a8_shared_bytes(int bits, int block_m, bool zeros, bool g
   return stages * stage > sums ? stages * stage : sums;
 }
 
-constexpr int book_gemm_a16_shared_bytes(int block_m) {
-  return 2 * kCodebookLutBytes - 1024 +
-         (block_m == 4 ? 8 * 32 * 32 : 16 * 32 * 2 * block_m) * kKPerTile / 32;
+constexpr int book_gemm_a16_shared_bytes(int block_m, int table) {
+  return 2 * table - 1024 + (block_m == 4 ? 8 * 32 * 32 : 16 * 32 * 2 * block_m) * kKPerTile / 32;
 }
 
 // hopper::TileConfig's, of the kernels that have it.
@@ -55,10 +56,7 @@ constexpr int wgmma_gemm_shared_bytes(WgmmaStage const& s) {
   // Results leave through shared memory, as floats or as lines of 16-bit outputs.
   bool const many = m > 176 && s.x_bytes == 2;
   int const floats = (kRowsPerPanel + 4) * 4 * (many ? 16 : m % 32 ? m / 2 : 32);
-  int const lines = kRowsPerPanel * 2 *
-                    (many                     ? (s.bits == 8 ? 64 : 112)
-                     : m > 176 && s.bits == 8 ? m / 2
-                                              : m);
+  int const lines = kRowsPerPanel * 2 * wgmma_gemm_line_rows(s.bits, m, s.x_bytes);
   int const store = s.warpgroups * (floats > lines ? floats : lines);
   int const end_scales = s.x_bytes == 1 && !s.x_scales ? m : 0,
             end_zeros = s.x_zeros ? end_scales * (s.scales ? 16 : 1) : 0;
@@ -69,16 +67,14 @@ constexpr int wgmma_gemm_shared_bytes(WgmmaStage const& s) {
 }
 
 // `narrow`: scales and offsets are of x's type.
-constexpr int wgmma_fold16_shared_bytes(int bits, int block_m, bool codebook, bool narrow) {
+constexpr int wgmma_fold16_shared_bytes(int bits, int block_m, int table, bool narrow) {
   Tile const at = wgmma_fold16_tile(block_m, bits);
   int const warpgroups = at.block_n / 128, n = kRowsPerPanel * warpgroups, value = narrow ? 2 : 4;
-  int const lines = (codebook || block_m < 64 ? 32 : 64) * kRowsPerPanel * 2,
+  int const lines = (table || block_m < 64 ? 32 : 64) * kRowsPerPanel * 2,
             floats = (kRowsPerPanel + 4) * 4 * 16;
-  int const store = warpgroups * (lines > floats ? lines : floats),
-            table = codebook ? kCodebookLutBytes : 0;
+  int const store = warpgroups * (lines > floats ? lines : floats);
   // Four groups of 32 columns, each with its vectors, and the codes.
-  int const chunk =
-      warpgroups * k_tile_bytes(bits) + 4 * (codebook ? n * value : n * (2 * value + 1));
+  int const chunk = warpgroups * k_tile_bytes(bits) + 4 * (table ? n * value : n * (2 * value + 1));
   int const panel = block_m * 128,
             fit = (at.shared_bytes - 256 - store - table - at.stages * chunk - 1023) / panel;
   int const panels = fit < 16 - at.stages ? fit : 16 - at.stages;

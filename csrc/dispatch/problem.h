@@ -21,7 +21,14 @@ constexpr int activation_block(int group_size) {
 
 inline int64_t padded_size(PackedWeight const& w) { return padded_rows(w.n) * padded_k(w.k); }
 inline int64_t k_tiles(PackedWeight const& w) { return ceil_div(w.k, kKPerTile); }
-inline bool has_integer_codes(PackedWeight const& w) { return !w.book && !w.e4m3; }
+inline int code_bits(PackedWeight const& w) { return info(w.format).bits; }
+inline bool has_integer_codes(PackedWeight const& w) { return info(w.format).integers; }
+inline bool has_codebook(PackedWeight const& w) { return info(w.format).codebook; }
+inline int table_bytes(PackedWeight const& w) { return info(w.format).table_bytes; }
+// Whether products with int8 activations are of codes less zero points, if there are any.
+inline bool zeros_fit_int8(PackedWeight const& w) {
+  return !w.zeros || info(w.format).zeros_fit_int8;
+}
 inline bool has_short_groups(PackedWeight const& w) {
   return w.group_size == 32 || w.group_size == 64;
 }
@@ -92,7 +99,7 @@ inline bool sums_whole_taps(GemmProblem const& problem) {
 inline bool compensates_weight_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   return w.zeros && !is_image(problem) && !has_short_groups(w) &&
-         problem.m >= (w.bits == 4 ? 129 : 65) && multiplies_int8(problem) &&
+         problem.m >= (zeros_fit_int8(w) ? 129 : 65) && multiplies_int8(problem) &&
          activations_have_blocks(problem) && !activations_have_zeros(problem) &&
          !problem.batch_invariant && !problem.exact && problem.out_type != DataType::kFloat32;
 }
@@ -100,7 +107,7 @@ inline bool compensates_weight_zeros(GemmProblem const& problem) {
 // Whether wgmma_gemm_a8 takes the weight: a promotion for each 128 columns or more by the scales
 // alone, and codes less zero points that are int8.
 inline bool has_int8_products(PackedWeight const& w) {
-  return !has_short_groups(w) && !w.offsets && !(w.zeros && w.bits == 8);
+  return !has_short_groups(w) && !w.offsets && zeros_fit_int8(w);
 }
 
 // Whether a tensor map cannot describe x: it wants 16-byte boundaries and no gathering.

@@ -7,6 +7,7 @@
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/ops.h"
 #include "dispatch/checks.h"
+#include "formats/width.h"
 
 namespace cutlass_ops {
 
@@ -25,6 +26,12 @@ struct Tile {
 constexpr int cta_block_m(Tile const& tile) { return tile.block_m / tile.ctas_along_m; }
 constexpr int warpgroups(Tile const& tile) {
   return tile.block_n * tile.ctas_along_m / (tile.cluster_size * kRowsPerPanel);
+}
+// Rows of x that leave a CTA's warpgroup of wgmma_gemm_a8 or wgmma_gemm_a16 together, as lines of
+// 16-bit outputs. x_bytes: of an element of x.
+constexpr int wgmma_gemm_line_rows(int bits, int block_m, int x_bytes) {
+  if (block_m <= 176) return block_m;
+  return x_bytes == 2 ? ByWidth<int>(112, 64)[bits] : ByWidth<int>(block_m, block_m / 2)[bits];
 }
 // The same CTAs, both of a cluster along M: half the features, twice the rows of x.
 constexpr Tile along_m(Tile tile) {
@@ -76,9 +83,9 @@ struct Candidate {
   bool compensates = false;   // it compensates zero points of int8 x, or of W, for many blocks,
                               // or a row, at once
   char const* why = nullptr;  // null: the kernel's reason
-  // Costs of a decode kernel, for 4 and 8 bits. All 0: it is never chosen, because it was slower
+  // Costs of a decode kernel, by the width of codes. All 0: it is never chosen, because it was slower
   // wherever it was measured, or was not compiled.
-  DecodeCost decode_costs[2][kDecodeKinds] = {};
+  DecodeCost decode_costs[kWidths][kDecodeKinds] = {};
 };
 
 struct Candidates {
@@ -104,7 +111,7 @@ enum class Field {
   kXZeros,
   kGroups,
   kGroupVectors,
-  kCodebook,
+  kFormat,
   kNoCodebook,
   kScaleType,
   kWeightZeros,

@@ -4,9 +4,9 @@
 
 #include "dispatch/cost.h"
 #include "dispatch/launch_shape.h"
-#include "dispatch/of_format.h"
 #include "dispatch/problem.h"
 #include "dispatch/spec.h"
+#include "formats/formats.h"
 #include "kernels/kernels.h"
 
 namespace cutlass_ops {
@@ -16,12 +16,15 @@ namespace {
 #define LAUNCHER(function) function
 Status launch_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
-  return OF_FORMAT(problem.weight, launch_wgmma_fold16)(problem, plan, splitk_workspace, stream);
+  return visit(problem.weight.format, [&](auto format) {
+    return launch_wgmma_fold16<decltype(format)>(problem, plan, splitk_workspace, stream);
+  });
 }
 Status launch_decode_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                             Stream stream) {
-  return OF_FORMAT(problem.weight, launch_wgmma_decode_fold16)(problem, plan, splitk_workspace,
-                                                               stream);
+  return visit(problem.weight.format, [&](auto format) {
+    return launch_wgmma_decode_fold16<decltype(format)>(problem, plan, splitk_workspace, stream);
+  });
 }
 #else
 #define LAUNCHER(function) nullptr
@@ -88,7 +91,7 @@ Field book_gemm_a16_can(GemmProblem const& problem, Device const& device) {
   if (Field field = first_of(needs_few_rows(problem, 8), needs_ampere(problem, device));
       field != Field::kNone)
     return field;
-  return problem.weight.book ? needs_16_bit_x(problem) : Field::kNoCodebook;
+  return has_codebook(problem.weight) ? needs_16_bit_x(problem) : Field::kNoCodebook;
 }
 
 // Groups that are promoted by their scales alone, for each 128 columns or more.
@@ -101,13 +104,16 @@ Field wgmma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
       needs_tma_rows(problem), needs_hopper(problem, device), needs_int8_x(problem),
       needs_long_groups(w),
       is_image(problem) && activations_have_zeros(problem) ? Field::kXZeros : Field::kNone,
-      w.zeros && w.bits == 8 && !compensates_weight_zeros(problem) ? Field::kWeightZeros
-                                                                   : Field::kNone);
+      zeros_fit_int8(w) || compensates_weight_zeros(problem) ? Field::kNone : Field::kWeightZeros);
+}
+// What exact kernels take where they take code books as well.
+Field needs_integers_or_codebook(PackedWeight const& w) {
+  return has_integer_codes(w) || has_codebook(w) ? Field::kNone : Field::kFormat;
 }
 Field wgmma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   return first_of(needs_tma_rows(problem), needs_hopper(problem, device), needs_16_bit_x(problem),
-                  needs_long_groups(w), has_integer_codes(w) ? Field::kNone : Field::kCodebook);
+                  needs_long_groups(w), has_integer_codes(w) ? Field::kNone : Field::kFormat);
 }
 Field wgmma_fold16_can(GemmProblem const& problem, Device const& device) {
   return first_of(needs_tma_rows(problem), needs_hopper(problem, device),
@@ -120,7 +126,7 @@ Field decode_gemm_can(GemmProblem const& problem, Device const& device) {
     return field;
   int64_t const groups = w.group_size == -1 ? 1 : padded_k(w.k) / w.group_size + 1;
   return first_of(
-      needs_hopper(problem, device, kPortableSharedBytes), w.e4m3 ? Field::kCodebook : Field::kNone,
+      needs_hopper(problem, device, kPortableSharedBytes), needs_integers_or_codebook(w),
       groups * padded_rows(w.n) < int64_t(1) << 29 ? Field::kNone : Field::kGroupVectors);
 }
 Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
@@ -128,14 +134,14 @@ Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
   if (Field field = needs_few_rows(problem, kMostDecodeRows); field != Field::kNone) return field;
   if (Field field = needs_hopper(problem, device); field != Field::kNone) return field;
   bool const own_scales = w.scale_type == problem.x_type;
-  if (w.e4m3) return Field::kCodebook;
-  if (w.book) {
+  if (Field field = needs_integers_or_codebook(w); field != Field::kNone) return field;
+  if (has_codebook(w)) {
     if (w.group_size == 32) return Field::kGroups;
     if (!own_scales && w.scale_type != DataType::kFloat32) return Field::kScaleType;
     return is_irregular(problem) ? Field::kXLayout : Field::kNone;
   }
   if (Field field = needs_long_groups(w); field != Field::kNone) return field;
-  if (multiplies_int8(problem)) return w.zeros && w.bits == 8 ? Field::kWeightZeros : Field::kNone;
+  if (multiplies_int8(problem)) return zeros_fit_int8(w) ? Field::kNone : Field::kWeightZeros;
   return !own_scales ? Field::kScaleType : is_irregular(problem) ? Field::kXLayout : Field::kNone;
 }
 Field wgmma_decode_fold16_can(GemmProblem const& problem, Device const& device) {
@@ -147,7 +153,10 @@ Field wgmma_decode_fold16_can(GemmProblem const& problem, Device const& device) 
 bool has_millions(GemmProblem const& problem, int64_t least) {
   return padded_size(problem.weight) >= least << 20;
 }
-bool is_int8(GemmProblem const& problem) { return problem.weight.bits == 8; }
+// Whether codes have 4 bits, for choices that were measured for each width.
+bool has_nibbles(GemmProblem const& problem) {
+  return ByWidth<bool>(true, false)[code_bits(problem.weight)];
+}
 
 // ---- the decode kernels, by their costs
 
@@ -165,7 +174,7 @@ bool can_quantize_blocks(GemmProblem const& problem) {
 // has K in more slices than a cluster: 8192 x 28672 takes 32.9 to 37 us, by the decode kernels 36
 // to 38 (an H200).
 bool is_long_and_quantized(GemmProblem const& problem) {
-  return quantizes_rows(problem) && !is_int8(problem) && problem.weight.k >= 16384 &&
+  return quantizes_rows(problem) && has_nibbles(problem) && problem.weight.k >= 16384 &&
          has_millions(problem, 128);
 }
 bool is_not_long(GemmProblem const& problem) { return !is_long_and_quantized(problem); }
@@ -174,14 +183,14 @@ bool is_not_long(GemmProblem const& problem) { return !is_long_and_quantized(pro
 bool folds_few_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   bool const own_scales = w.scale_type == problem.x_type;
-  if (w.book)
+  if (has_codebook(w))
     return w.group_size == 32 || is_irregular(problem) ||
            (!own_scales && w.scale_type != DataType::kFloat32);
   // decode_gemm takes a group of 64 at a time, and was faster up to four rows; its costs are those
   // of groups of 32.
-  if (w.group_size == 64 && w.bits == 4 && !w.offsets) return problem.m > 4;
+  if (w.group_size == 64 && has_nibbles(problem) && !w.offsets) return problem.m > 4;
   if (multiplies_int8(problem)) return !has_int8_products(w);
-  return has_short_groups(w) || w.offsets || w.e4m3 || !own_scales;
+  return has_short_groups(w) || w.offsets || !has_integer_codes(w) || !own_scales;
 }
 bool folds_and_quantizes(GemmProblem const& problem) {
   return folds_few_rows(problem) && can_quantize_values(problem);
@@ -190,7 +199,7 @@ bool folds_and_quantizes(GemmProblem const& problem) {
 // (18944 x 3584 on an H200), one that quantises x itself 17.5.
 bool folds_alone(GemmProblem const& problem) {
   bool const erratic =
-      problem.weight.bits == 4 && folds_and_quantizes(problem) && problem.weight.k < 8192;
+      has_nibbles(problem) && folds_and_quantizes(problem) && problem.weight.k < 8192;
   return folds_few_rows(problem) && !erratic;
 }
 
@@ -217,7 +226,7 @@ constexpr Candidate decode_candidate(char const* kernel, Tile const& tile, int m
   for (MeasuredDecodeCost const& c : kMeasuredDecodeCosts)
     if (c.block_m == tile.block_m && c.ctas_per_sm == tile.min_ctas_per_sm &&
         c.quantizes == quantizes && same(c.kernel, kernel))
-      candidate.decode_costs[c.bits == 8][int(c.kind)] = c.cost;
+      candidate.decode_costs[width_index(c.bits)][int(c.kind)] = c.cost;
   return candidate;
 }
 constexpr Candidate kWgmmaDecode[] = {
@@ -255,14 +264,14 @@ bool fills_large_tiles(GemmProblem const& problem) {
 // others. Larger tiles multiply the integers by the scales in another order, where neither side has
 // zero points and x has a scale a block.
 bool small_tiles_have_the_bits(GemmProblem const& problem) {
-  return is_int8(problem) || !problem.batch_invariant || problem.weight.zeros ||
+  return !has_nibbles(problem) || !problem.batch_invariant || problem.weight.zeros ||
          activations_have_zeros(problem) || !activations_have_blocks(problem);
 }
 // Whether 17 to 32 rows of int8 have as many weights as wgmma_gemm_a8 wants: of fewer, whose K it
 // cuts into more slices, mma_gemm_a8 takes less time.
 bool has_many_weights(GemmProblem const& problem) {
   bool const zeros = problem.weight.zeros || activations_have_zeros(problem);
-  return has_millions(problem, is_int8(problem) ? 32 : zeros ? 24 : 16);
+  return has_millions(problem, !has_nibbles(problem) ? 32 : zeros ? 24 : 16);
 }
 constexpr int kCompensatedRows = 129;  // of x, from which on it pays to compensate its zero points
 
@@ -280,14 +289,15 @@ bool compensates_zeros(GemmProblem const& problem) {
          problem.out_type != DataType::kFloat32;
 }
 bool no_x_zeros(GemmProblem const& problem) { return !activations_have_zeros(problem); }
-bool int4_without_x_zeros(GemmProblem const& problem) {
-  return !is_int8(problem) && no_x_zeros(problem) && small_tiles_have_the_bits(problem);
+bool four_warpgroups_without_x_zeros(GemmProblem const& problem) {
+  return kFourWarpgroups[code_bits(problem.weight)] && no_x_zeros(problem) &&
+         small_tiles_have_the_bits(problem);
 }
-bool many_int4_weights(GemmProblem const& problem) {
-  return int4_without_x_zeros(problem) && has_many_weights(problem);
+bool four_warpgroups_of_many_weights(GemmProblem const& problem) {
+  return four_warpgroups_without_x_zeros(problem) && has_many_weights(problem);
 }
-bool int4_with_scales_of_x(GemmProblem const& problem) {
-  return !is_int8(problem) && problem.weight.scale_type == problem.x_type;
+bool four_warpgroups_with_scales_of_x(GemmProblem const& problem) {
+  return kFourWarpgroups[code_bits(problem.weight)] && problem.weight.scale_type == problem.x_type;
 }
 // wgmma_fold16 is the choice where wgmma_gemm_a8 or wgmma_gemm_a16, whose products are exact,
 // cannot implement the problem.
@@ -355,20 +365,19 @@ constexpr Candidate kWgmmaGemmA8[] = {
     wgmma_gemm_a8_of<kBits>(128, 33, kMaxM),
     wgmma_gemm_a8_of<kBits>(96, 33, kMaxM, small_tiles_have_the_bits),
     wgmma_gemm_a8_of<kBits>(64, 33, kMaxM, small_tiles_have_the_bits),
-    wgmma_gemm_a8_of<kBits>(64, 33, kMaxM, int4_without_x_zeros, 4),
+    wgmma_gemm_a8_of<kBits>(64, 33, kMaxM, four_warpgroups_without_x_zeros, 4),
     wgmma_gemm_a8_of<kBits>(32, 17, 32, has_many_weights),
-    wgmma_gemm_a8_of<kBits>(32, 17, 32, many_int4_weights, 4),
+    wgmma_gemm_a8_of<kBits>(32, 17, 32, four_warpgroups_of_many_weights, 4),
     image_along_m(wgmma_gemm_a8_of<kBits>(176, 0, kMaxM)),
     image_along_m(wgmma_gemm_a8_of<kBits>(144, 0, kMaxM)),
     image_along_m(wgmma_gemm_a8_of<kBits>(128, 0, kMaxM)),
     image_along_m(wgmma_gemm_a8_of<kBits>(96, 0, kMaxM)),
 };
-template <int kBits>
-Candidates of_bits(GemmProblem const& problem) {
-  return compensates_zeros(problem) ? all(kCompensated<kBits>) : all(kWgmmaGemmA8<kBits>);
-}
 Candidates wgmma_gemm_a8_candidates(GemmProblem const& problem) {
-  return is_int8(problem) ? of_bits<8>(problem) : of_bits<4>(problem);
+  return with_width(code_bits(problem.weight), [&](auto width) {
+    constexpr int kBits = decltype(width)::kBits;
+    return compensates_zeros(problem) ? all(kCompensated<kBits>) : all(kWgmmaGemmA8<kBits>);
+  });
 }
 
 template <int kBits>
@@ -388,7 +397,7 @@ constexpr Candidate kWgmmaGemmA16[] = {
     wgmma_gemm_a16_of<kBits>(96, 33, kMaxM),
     wgmma_gemm_a16_of<kBits>(128, 33, kMaxM),
     wgmma_gemm_a16_of<kBits>(64, 33, kMaxM),
-    wgmma_gemm_a16_of<kBits>(64, 33, kMaxM, int4_with_scales_of_x, 4),
+    wgmma_gemm_a16_of<kBits>(64, 33, kMaxM, four_warpgroups_with_scales_of_x, 4),
     image_along_m(wgmma_gemm_a16_of<kBits>(208, 0, kMaxM), true),
     image_along_m(wgmma_gemm_a16_of<kBits>(160, 0, kMaxM), true),
     image_along_m(wgmma_gemm_a16_of<kBits>(128, 0, kMaxM), true),
@@ -419,9 +428,10 @@ constexpr Candidate kMmaGemmA8[] = {{mma_gemm_a8_tile(kBits, 16), 0, 16},
                                     {mma_gemm_a8_tile(kBits, 32), 0, kMaxM, {}, is_image},
                                     {mma_gemm_a8_tile(kBits, 64)}};
 
-#define BY_BITS(candidates)                                                    \
-  [](GemmProblem const& problem) {                                             \
-    return problem.weight.bits == 8 ? all(candidates<8>) : all(candidates<4>); \
+#define OF_WIDTH(candidates)                                                               \
+  [](GemmProblem const& problem) {                                                         \
+    return with_width(code_bits(problem.weight),                                           \
+                      [](auto width) { return all(candidates<decltype(width)::kBits>); }); \
   }
 #define OF_ALL(candidates) [](GemmProblem const&) { return all(candidates); }
 
@@ -438,22 +448,22 @@ constexpr KernelSpec kSpecs[] = {
      false, wgmma_gemm_a8_can, wgmma_gemm_a8_candidates, predicted_time, shape_wgmma_gemm_a8,
      LAUNCHER(launch_wgmma_gemm_a8)},
     {"wgmma_gemm_a16", "exact products of 16-bit x, the tile of least predicted time", false, true,
-     true, false, wgmma_gemm_a16_can, BY_BITS(kWgmmaGemmA16), predicted_time, shape_wgmma_gemm_a16,
+     true, false, wgmma_gemm_a16_can, OF_WIDTH(kWgmmaGemmA16), predicted_time, shape_wgmma_gemm_a16,
      LAUNCHER(launch_wgmma_gemm_a16)},
     {"wgmma_fold16", "weights rounded to x's type, the tile of least predicted time", true, true,
-     false, false, wgmma_fold16_can, BY_BITS(kWgmmaFold16), predicted_time, shape_wgmma_fold16,
+     false, false, wgmma_fold16_can, OF_WIDTH(kWgmmaFold16), predicted_time, shape_wgmma_fold16,
      LAUNCHER(launch_fold16)},
     {"book_gemm_a16",
      "few rows of x; weights go straight to registers, and are looked up in shared memory", false,
      false, false, false, book_gemm_a16_can, OF_ALL(kCodebookGemmA16), nullptr, shape_book_gemm_a16,
      LAUNCHER(launch_book_gemm_a16)},
     {"mma_gemm_a16", "the portable kernel of 16-bit x", false, false, false, false,
-     mma_gemm_a16_can, BY_BITS(kMmaGemmA16), nullptr, shape_mma_gemm_a16,
+     mma_gemm_a16_can, OF_WIDTH(kMmaGemmA16), nullptr, shape_mma_gemm_a16,
      LAUNCHER(launch_mma_gemm_a16)},
     {"mma_gemm_a8", "the portable kernel of int8 x", false, false, false, false, mma_gemm_a8_can,
-     BY_BITS(kMmaGemmA8), nullptr, shape_mma_gemm_a8, LAUNCHER(launch_mma_gemm_a8)},
+     OF_WIDTH(kMmaGemmA8), nullptr, shape_mma_gemm_a8, LAUNCHER(launch_mma_gemm_a8)},
 };
-#undef BY_BITS
+#undef OF_WIDTH
 #undef OF_ALL
 #undef LAUNCHER
 
@@ -499,8 +509,8 @@ std::string forbidden_by(KernelSpec const& spec, GemmProblem const& problem, Dev
       return "groups of " + std::to_string(w.group_size);
     case Field::kGroupVectors:
       return "scales of 2^29 groups";
-    case Field::kCodebook:
-      return w.e4m3 ? "e4m3 codes" : "a code book";
+    case Field::kFormat:
+      return info(w.format).codes;
     case Field::kNoCodebook:
       return "a weight without a code book";
     case Field::kScaleType:

@@ -1,15 +1,26 @@
 // 4-bit codes of 16 values (NF4, FP4 and others): value = scale * codebook[code].
 #pragma once
 
+#include "cutlass_ops/format.h"
 #include "device/decode.cuh"
+#ifdef __AVX2__
+#include "cpu/avx2_mantissa.h"
+#endif
 
-namespace cutlass_ops::formats {
+namespace cutlass_ops {
+namespace formats {
 
 struct Codebook {
+  static constexpr Format kFormat = Format::kCodebook;
+  static constexpr char const *kName = "codebook", *kCodes = "a code book";
   static constexpr int kBits = 4;
+  static constexpr bool kIntegers = false, kZerosFitInt8 = false, kCodebook = true;
   static constexpr int kTableBytes = decode::Int4Codebook::kTableBytes;
-  static constexpr bool kIntegers = false;
 
+  // Of a code that is not centred, unscaled.
+  static float host_value(int code, float const* codebook) { return codebook[code]; }
+
+#ifdef __CUDACC__
   template <class>
   using Decoder = decode::Int4Codebook;
 
@@ -38,6 +49,29 @@ struct Codebook {
   static __device__ __forceinline__ float value(int code, int, float const* codebook) {
     return codebook[code & 15];
   }
+#endif
 };
 
-}  // namespace cutlass_ops::formats
+}  // namespace formats
+
+#ifdef __AVX2__
+namespace {
+
+template <>
+struct Avx2Decoder<formats::Codebook> {
+  __m256 low, high;  // by stored codes: values of 8 .. 15, then of 0 .. 7
+  explicit Avx2Decoder(CpuProduct const& p)
+      : low(_mm256_loadu_ps(p.codebook + 8)), high(_mm256_loadu_ps(p.codebook)) {}
+  template <int kElement>
+  __m256 value(__m256i words, __m256) const {
+    if constexpr (kElement > 0) words = _mm256_srli_epi32(words, 8 * kElement);
+    __m256 const a = _mm256_permutevar8x32_ps(low, words),
+                 b = _mm256_permutevar8x32_ps(high, words);
+    return _mm256_blendv_ps(a, b, _mm256_castsi256_ps(_mm256_slli_epi32(words, 28)));
+  }
+};
+
+}  // namespace
+#endif
+
+}  // namespace cutlass_ops

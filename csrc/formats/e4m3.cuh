@@ -11,14 +11,31 @@
 //   out[2], bytes 1, 3: 0x0000'1c00 =  0x1p-8,   times -2^8 = -1
 #pragma once
 
-#include "device/decode.cuh"
+#include <cmath>
 
-namespace cutlass_ops::formats {
+#include "cutlass_ops/format.h"
+#include "device/decode.cuh"
+#ifdef __AVX2__
+#include "cpu/avx2_mantissa.h"
+#endif
+
+namespace cutlass_ops {
+namespace formats {
 
 struct E4m3 {
+  static constexpr Format kFormat = Format::kE4m3;
+  static constexpr char const *kName = "e4m3", *kCodes = "e4m3 codes";
   static constexpr int kBits = 8;
+  static constexpr bool kIntegers = false, kZerosFitInt8 = false, kCodebook = false;
   static constexpr int kTableBytes = 0;  // of a look-up table in shared memory
-  static constexpr bool kIntegers = false;
+
+  // Of a code that is not centred, unscaled.
+  static float host_value(int code, float const*) {
+    int const exponent = code >> 3 & 15, mantissa = code & 7;
+    float const magnitude =
+        exponent ? std::ldexp(float(8 + mantissa), exponent - 10) : std::ldexp(float(mantissa), -9);
+    return code & 0x80 ? -magnitude : magnitude;
+  }
 
   // Words in the order of decode::Int8Half. kMantissa: bits of the mantissa of fp16 or bf16.
   template <int kMantissa>
@@ -78,4 +95,26 @@ struct E4m3 {
 #endif
 };
 
-}  // namespace cutlass_ops::formats
+}  // namespace formats
+
+#ifdef __AVX2__
+namespace {
+
+template <>
+struct Avx2Decoder<formats::E4m3> {
+  explicit Avx2Decoder(CpuProduct const&) {}
+  template <int kElement>
+  __m256 value(__m256i words, __m256) const {
+    if constexpr (kElement < 3) words = _mm256_slli_epi32(words, 24 - 8 * kElement);
+    // Sign, exponent and mantissa are in the bits of fp32; its exponents are those of e4m3 plus
+    // 120. Stored signs are inverted.
+    __m256i const bits =
+        _mm256_and_si256(_mm256_srai_epi32(words, 4), _mm256_set1_epi32(int(0x87f00000)));
+    return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(-0x1p120f));
+  }
+};
+
+}  // namespace
+#endif
+
+}  // namespace cutlass_ops

@@ -12,8 +12,8 @@
 #include "dispatch/checks.h"
 #include "dispatch/decode_shape.h"
 #include "dispatch/grouped.h"
-#include "dispatch/of_format.h"
 #include "dispatch/problem.h"
+#include "formats/formats.h"
 #include "kernels/kernels.h"
 
 namespace cutlass_ops {
@@ -159,17 +159,17 @@ Loop loop_of(PackedWeight const& w, bool int8) {
 }
 
 Tile tile_of(PackedWeight const& w, Loop loop, int height) {
-  return loop == Loop::kInt8    ? wgmma_gemm_a8_tile(w.bits, height)
-         : loop == Loop::kExact ? wgmma_gemm_a16_tile(w.bits, height)
-                                : wgmma_fold16_tile(height, w.bits);
+  return loop == Loop::kInt8    ? wgmma_gemm_a8_tile(code_bits(w), height)
+         : loop == Loop::kExact ? wgmma_gemm_a16_tile(code_bits(w), height)
+                                : wgmma_fold16_tile(height, code_bits(w));
 }
 
 // Measured times of a tile of kGroupedInt8Heights or kGroupedHeights and 256 features, in tenths of
 // a microsecond for K = 4096 on an H200: those of a weight in dispatch/costs_sm90.inc, and between
-// them what was not measured, 96 and 144 rows of wgmma_fold16. By loop and bits.
-constexpr int kTileCosts[3][2][4] = {{{127, 170, 210, 243}, {118, 143, 193, 235}},
-                                     {{149, 176, 230, 329}, {160, 190, 246, 353}},
-                                     {{179, 212, 274, 348}, {180, 220, 293, 383}}};
+// them what was not measured, 96 and 144 rows of wgmma_fold16. By loop and width.
+constexpr int kTileCosts[3][kWidths][4] = {{{127, 170, 210, 243}, {118, 143, 193, 235}},
+                                           {{149, 176, 230, 329}, {160, 190, 246, 353}},
+                                           {{179, 212, 274, 348}, {180, 220, 293, 383}}};
 static_assert(std::size(kGroupedHeights) == 4 && std::size(kGroupedInt8Heights) == 4);
 
 // How many tiles are expected where every expert is as likely as any other: of an expert, the sum
@@ -210,7 +210,7 @@ int tile_height(MoeProblem const& p, Device const& device) {
       double const waves = tiles * ceil_div(padded_rows(experts->n), tile.block_n) /
                            std::max(1, device.multiprocessors / tile.cluster_size);
       // The last wave is half full on average.
-      time += (waves <= 1 ? 1 : waves + 0.5) * kTileCosts[int(loop)][w.bits == 8][i] *
+      time += (waves <= 1 ? 1 : waves + 0.5) * kTileCosts[int(loop)][width_index(code_bits(w))][i] *
               tile.block_n / 256 * k_tiles(w);
     }
     if (best && time >= least) continue;
@@ -319,8 +319,10 @@ namespace {
 Status launch_product(GroupedGemm const& gemm, Plan const& plan, Stream stream) {
   PackedWeight const& w = gemm.weight;
   if (plan.wgmma_decode.cluster > 0) {
-    return decodes_exactly(gemm) ? launch_grouped_decode(gemm, plan, stream)
-                                 : OF_FORMAT(w, launch_grouped_decode_fold16)(gemm, plan, stream);
+    if (decodes_exactly(gemm)) return launch_grouped_decode(gemm, plan, stream);
+    return visit(w.format, [&](auto format) {
+      return launch_grouped_decode_fold16<decltype(format)>(gemm, plan, stream);
+    });
   }
   switch (loop_of(w, gemm.x_codes != ActQuant::kNone)) {
     case Loop::kInt8:
@@ -330,7 +332,9 @@ Status launch_product(GroupedGemm const& gemm, Plan const& plan, Stream stream) 
     case Loop::kRounded:
       break;
   }
-  return OF_FORMAT(w, launch_grouped_fold16)(gemm, plan, stream);
+  return visit(w.format, [&](auto format) {
+    return launch_grouped_fold16<decltype(format)>(gemm, plan, stream);
+  });
 }
 
 // Experts' outputs are fp32 where they are few. Otherwise they are most of what a layer moves, and

@@ -30,8 +30,7 @@ Status cuda_status(char const* call, cudaError_t error) {
 
 std::string shape(GemmProblem const& problem) {
   return " [m=" + std::to_string(problem.m) + ", n=" + std::to_string(problem.weight.n) +
-         ", k=" + std::to_string(problem.weight.k) +
-         ", bits=" + std::to_string(problem.weight.bits) +
+         ", k=" + std::to_string(problem.weight.k) + ", " + info(problem.weight.format).codes +
          ", group_size=" + std::to_string(problem.weight.group_size) + "]";
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "cutlass_ops/layout.h"
+#include "formats/width.h"
 #include "host/memory.h"
 #include "host/threads.h"
 #include "host/vectors.h"
@@ -30,8 +31,44 @@ constexpr uint8_t kSignBit = uint8_t(1 << (kBits - 1));
 // sixteen, which is byte t of the first eight and of the last eight in turn (`zip_halves`), four
 // bytes for each of its four lanes; lane t's sixteen bytes are its four words side by side: a
 // transposition of 4 x 4 words. tests/cpp/test_pack.cpp compares every code with code_position().
-//
-// At 4 bits the words are four columns of sixteen k, rows g and g + 8 in one byte.
+
+// A unit of rows g, from `low` on, and g + 8, from `high` on. At 4 bits the words are four columns of
+// sixteen k, rows g and g + 8 in one byte.
+void write_unit(Nibbles, uint8_t const* low, uint8_t const* high, Bytes flip, uint8_t* lanes) {
+  Bytes words[4];
+  for (int j = 0; j < 4; ++j) {
+    words[j] = zip_halves((load(low + 16 * j) ^ flip) | (load(high + 16 * j) ^ flip) << 4);
+  }
+  transpose_words(words);
+  for (int t = 0; t < 4; ++t) store(lanes + t * kLaneBytes, words[t]);
+}
+void write_unit(WholeBytes, uint8_t const* low, uint8_t const* high, Bytes flip, uint8_t* lanes) {
+  Bytes words[4] = {zip_halves(load(low) ^ flip), zip_halves(load(high) ^ flip),
+                    zip_halves(load(low + 16) ^ flip), zip_halves(load(high + 16) ^ flip)};
+  transpose_words(words);
+  for (int t = 0; t < 4; ++t) store(lanes + t * kLaneBytes, words[t]);
+}
+
+void read_unit(Nibbles, uint8_t const* lanes, Bytes flip, uint8_t* low, uint8_t* high) {
+  Bytes words[4];
+  for (int t = 0; t < 4; ++t) words[t] = load(lanes + t * kLaneBytes);
+  transpose_words(words);
+  for (int j = 0; j < 4; ++j) {
+    Bytes const both = unzip_halves(words[j]);
+    store(low + 16 * j, (both & splat(0x0f)) ^ flip);
+    store(high + 16 * j, (both >> 4) ^ flip);
+  }
+}
+void read_unit(WholeBytes, uint8_t const* lanes, Bytes flip, uint8_t* low, uint8_t* high) {
+  Bytes words[4];
+  for (int t = 0; t < 4; ++t) words[t] = load(lanes + t * kLaneBytes);
+  transpose_words(words);
+  store(low, unzip_halves(words[0]) ^ flip);
+  store(high, unzip_halves(words[1]) ^ flip);
+  store(low + 16, unzip_halves(words[2]) ^ flip);
+  store(high + 16, unzip_halves(words[3]) ^ flip);
+}
+
 template <int kBits>
 void write_chunk(uint8_t const* codes, int64_t stride, uint8_t* chunk) {
   Bytes const flip = splat(kSignBit<kBits>);
@@ -47,25 +84,8 @@ void write_chunk(uint8_t const* codes, int64_t stride, uint8_t* chunk) {
     }
     uint8_t* lanes = chunk + row / kRowsPerBlock * (kRowsPerBlock * kKPerTile * kBits / 8) +
                      row % 8 * 4 * kLaneBytes;
-    if constexpr (kBits == 4) {
-      for (int k = 0; k < kKPerTile; k += 64, lanes += kUnitBytes) {
-        Bytes words[4];
-        for (int j = 0; j < 4; ++j) {
-          words[j] =
-              zip_halves((load(low + k + 16 * j) ^ flip) | (load(high + k + 16 * j) ^ flip) << 4);
-        }
-        transpose_words(words);
-        for (int t = 0; t < 4; ++t) store(lanes + t * kLaneBytes, words[t]);
-      }
-    } else {
-      for (int k = 0; k < kKPerTile; k += 32, lanes += kUnitBytes) {
-        Bytes words[4] = {zip_halves(load(low + k) ^ flip), zip_halves(load(high + k) ^ flip),
-                          zip_halves(load(low + k + 16) ^ flip),
-                          zip_halves(load(high + k + 16) ^ flip)};
-        transpose_words(words);
-        for (int t = 0; t < 4; ++t) store(lanes + t * kLaneBytes, words[t]);
-      }
-    }
+    for (int k = 0; k < kKPerTile; k += unit_k(kBits), lanes += kUnitBytes)
+      write_unit(Width<kBits>(), low + k, high + k, flip, lanes);
   }
 }
 
@@ -77,28 +97,8 @@ void read_chunk(uint8_t const* chunk, uint8_t* codes, int64_t stride) {
     uint8_t* high = low + 8 * stride;
     uint8_t const* lanes = chunk + row / kRowsPerBlock * (kRowsPerBlock * kKPerTile * kBits / 8) +
                            row % 8 * 4 * kLaneBytes;
-    if constexpr (kBits == 4) {
-      for (int k = 0; k < kKPerTile; k += 64, lanes += kUnitBytes) {
-        Bytes words[4];
-        for (int t = 0; t < 4; ++t) words[t] = load(lanes + t * kLaneBytes);
-        transpose_words(words);
-        for (int j = 0; j < 4; ++j) {
-          Bytes const both = unzip_halves(words[j]);
-          store(low + k + 16 * j, (both & splat(0x0f)) ^ flip);
-          store(high + k + 16 * j, (both >> 4) ^ flip);
-        }
-      }
-    } else {
-      for (int k = 0; k < kKPerTile; k += 32, lanes += kUnitBytes) {
-        Bytes words[4];
-        for (int t = 0; t < 4; ++t) words[t] = load(lanes + t * kLaneBytes);
-        transpose_words(words);
-        store(low + k, unzip_halves(words[0]) ^ flip);
-        store(high + k, unzip_halves(words[1]) ^ flip);
-        store(low + k + 16, unzip_halves(words[2]) ^ flip);
-        store(high + k + 16, unzip_halves(words[3]) ^ flip);
-      }
-    }
+    for (int k = 0; k < kKPerTile; k += unit_k(kBits), lanes += kUnitBytes)
+      read_unit(Width<kBits>(), lanes, flip, low + k, high + k);
   }
 }
 
@@ -166,7 +166,7 @@ void check(uint8_t const* codes, uint8_t const* packed, int64_t n, int64_t k, in
                                 "; accepted: " + accepted);
   };
   std::string const range = "1 to " + std::to_string(kLargest);
-  if (bits != 4 && bits != 8) fail("bits", bits, "4, 8");
+  if (!is_code_width(bits)) fail("bits", bits, "4, 8");
   if (n < 1 || n > kLargest) fail("n", n, range);
   if (k < 1 || k > kLargest) fail("k", k, range);
   if (!codes || !packed)
@@ -185,9 +185,10 @@ void pack(uint8_t const* codes, uint8_t* packed, int64_t n, int64_t k, int bits,
   prefer_large_pages(packed, size_t(packed_bytes(n, k, bits)));
   std::atomic<bool> fit{true};
   for_each_index(chunk_count(n, k), kBatch, threads, [=, &fit](int64_t index) {
-    if (!(bits == 4 ? pack_chunk<4>(codes, packed, n, k, index)
-                    : pack_chunk<8>(codes, packed, n, k, index)))
-      fit = false;
+    bool const fits = with_width(bits, [&](auto width) {
+      return pack_chunk<decltype(width)::kBits>(codes, packed, n, k, index);
+    });
+    if (!fits) fit = false;
   });
   if (fit) return;
   int64_t const at =
@@ -201,8 +202,9 @@ void unpack(uint8_t const* packed, uint8_t* codes, int64_t n, int64_t k, int bit
   check(codes, packed, n, k, bits, threads);
   prefer_large_pages(codes, size_t(n) * k);
   for_each_index(chunk_count(n, k), kBatch, threads, [=](int64_t index) {
-    return bits == 4 ? unpack_chunk<4>(packed, codes, n, k, index)
-                     : unpack_chunk<8>(packed, codes, n, k, index);
+    with_width(bits, [&](auto width) {
+      unpack_chunk<decltype(width)::kBits>(packed, codes, n, k, index);
+    });
   });
 }
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "formats/width.h"
 #include "host/memory.h"
 #include "host/threads.h"
 #include "host/vectors.h"
@@ -25,7 +26,7 @@ void check(int64_t n, int64_t k, int bits, int threads) {
                                 "; accepted: " + accepted);
   };
   std::string const range = "1 to " + std::to_string(kLargest);
-  if (bits != 4 && bits != 8) fail("bits", bits, "4, 8");
+  if (!is_code_width(bits)) fail("bits", bits, "4, 8");
   if (n < 1 || n > kLargest) fail("n", n, range);
   if (k < 1 || k > kLargest) fail("k", k, range);
   if (threads < 0) fail("threads", threads, "0 (every core) and up");
@@ -73,16 +74,22 @@ void expand_bytes(uint8_t const* bytes, int64_t count, bool high_first, uint8_t*
 }
 
 // k codes along K, in words side by side.
-template <int kBits>
-void expand_run(uint32_t const* words, uint8_t* codes, int64_t k) {
+void expand_run(Nibbles, uint32_t const* words, uint8_t* codes, int64_t k) {
   auto const* bytes = reinterpret_cast<uint8_t const*>(words);
-  if constexpr (kBits == 8) {
-    std::memcpy(codes, bytes, size_t(k));
-  } else {
-    expand_bytes<true>(bytes, k / 2, false, codes, codes + 1);
-    if (k % 2 != 0) codes[k - 1] = bytes[k / 2] & 0x0f;
-  }
+  expand_bytes<true>(bytes, k / 2, false, codes, codes + 1);
+  if (k % 2 != 0) codes[k - 1] = bytes[k / 2] & 0x0f;
 }
+void expand_run(WholeBytes, uint32_t const* words, uint8_t* codes, int64_t k) {
+  std::memcpy(codes, words, size_t(k));
+}
+
+// Codes of 16 bytes.
+void store_codes(Nibbles, uint8_t* to, Bytes v) {
+  Bytes const low = v & splat(0x0f), high = v >> 4;
+  store(to, zip_low(low, high));
+  store(to + 16, zip_high(low, high));
+}
+void store_codes(WholeBytes, uint8_t* to, Bytes v) { store(to, v); }
 
 // Words that are not adjacent along K are transposed a tile at a time: 512 rows by 64 codes, one
 // cache line of the result each. Measured: longer pieces of the result are slower, as are fewer
@@ -121,13 +128,7 @@ void unpack_tile_along_k(uint32_t const* words, int64_t n_stride, int64_t k_stri
       transpose_words(v);  // four words of each of four rows
       for (int r = 0; r < together; ++r) {
         uint8_t* to = (whole ? codes + (row + r) * k : lines[r]) + j * 32 / kBits;
-        if constexpr (kBits == 8) {
-          store(to, v[r]);
-        } else {
-          Bytes const low = v[r] & splat(0x0f), high = v[r] >> 4;
-          store(to, zip_low(low, high));
-          store(to + 16, zip_high(low, high));
-        }
+        store_codes(Width<kBits>(), to, v[r]);
       }
     }
     for (int r = 0; r < (whole ? 0 : together); ++r)
@@ -203,13 +204,14 @@ void unpack_along_k(uint32_t const* words, int64_t n_stride, int64_t k_stride, u
   if (k_stride == 1) {
     return for_each_index(n, kRowBatch, threads, [=](int64_t row) {
       uint32_t const* run = words + row * n_stride;
-      return bits == 4 ? expand_run<4>(run, codes + row * k, k)
-                       : expand_run<8>(run, codes + row * k, k);
+      with_width(bits, [&](auto width) { expand_run(width, run, codes + row * k, k); });
     });
   }
   for_each_index(ceil_div(n, kTileRows) * ceil_div(k, kTileK), kBatch, threads, [=](int64_t index) {
-    return bits == 4 ? unpack_tile_along_k<4>(words, n_stride, k_stride, codes, n, k, index)
-                     : unpack_tile_along_k<8>(words, n_stride, k_stride, codes, n, k, index);
+    with_width(bits, [&](auto width) {
+      constexpr int kBits = decltype(width)::kBits;
+      unpack_tile_along_k<kBits>(words, n_stride, k_stride, codes, n, k, index);
+    });
   });
 }
 

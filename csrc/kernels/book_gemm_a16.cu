@@ -286,7 +286,8 @@ __global__ void __launch_bounds__(C::kThreads, kMinCtasPerSm)
 #pragma unroll
     for (int i = 0; i < 2 * kRowBlocks; ++i) load(i / kRowBlocks, i % kRowBlocks);
   }
-  decode::Int4Codebook::fill<typename C::Element>(shared, p.weight.book, threadIdx.x, C::kThreads);
+  decode::Int4Codebook::fill<typename C::Element>(shared, p.weight.codebook, threadIdx.x,
+                                                  C::kThreads);
   pdl_wait_and_launch_dependents();
 
   Sums sums = {};
@@ -360,7 +361,7 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
            int(padded_rows(w.n)),
            plan.slices,
            aligned && !w.perm};
-  static_assert(C::kSharedBytes == book_gemm_a16_shared_bytes(C::kBlockM),
+  static_assert(C::kSharedBytes == book_gemm_a16_shared_bytes(C::kBlockM, C::kX),
                 "the plan has other shared memory");
   return launch_plan(book_gemm_a16<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }

@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
     loader.copy_rest(p);
   }
   if constexpr (C::kHasCodebook)
-    decode::Int4Codebook::fill<typename C::Element>(shared + p.memory.table, p.weight.book,
+    decode::Int4Codebook::fill<typename C::Element>(shared + p.memory.table, p.weight.codebook,
                                                     threadIdx.x, C::kThreads);
   // Everything else that does not depend on x. Of each row panel the warps that share it: the
   // first, and how many; and whether the last goes on.
@@ -539,63 +539,61 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
   return launch_plan(decode_gemm<C>, plan, C::kThreads, plan.decode_memory.total, stream, p);
 }
 
-template <class Element, int kBits, int kBlockM, bool kInt8, bool kHasCodebook, int kWarps>
+template <class Element, class Format, int kBlockM, bool kInt8, int kWarps>
 Status launch_warps(GemmProblem const& problem, Plan const& plan, Stream stream) {
-  constexpr Weights kAny = kHasCodebook ? Weights::kHasCodebook : Weights::kAny;
   PackedWeight const& w = problem.weight;
   switch (w.group_size) {
     case 32:
-      return launch_config<Config<Element, kBits, kBlockM, 32, kInt8, kWarps, kAny>>(problem, plan,
-                                                                                     stream);
+      return launch_config<Config<Element, Format, kBlockM, 32, kInt8, kWarps, Weights::kAny>>(
+          problem, plan, stream);
     case 64:
-      return launch_config<Config<Element, kBits, kBlockM, 64, kInt8, kWarps, kAny>>(problem, plan,
-                                                                                     stream);
+      return launch_config<Config<Element, Format, kBlockM, 64, kInt8, kWarps, Weights::kAny>>(
+          problem, plan, stream);
     default:
-      if constexpr (!kHasCodebook) {
-        using Plain = Config<Element, kBits, kBlockM, 0, kInt8, kWarps, Weights::kPlain>;
+      if constexpr (Format::kIntegers) {
+        using Plain = Config<Element, Format, kBlockM, 0, kInt8, kWarps, Weights::kPlain>;
         if (!w.zeros && !w.offsets && w.scale_type == Plain::kElementType)
           return launch_config<Plain>(problem, plan, stream);
       }
-      return launch_config<Config<Element, kBits, kBlockM, 0, kInt8, kWarps, kAny>>(problem, plan,
-                                                                                    stream);
+      return launch_config<Config<Element, Format, kBlockM, 0, kInt8, kWarps, Weights::kAny>>(
+          problem, plan, stream);
   }
 }
 
-template <class Element, int kBits, int kBlockM, bool kInt8, bool kHasCodebook>
+template <class Element, class Format, int kBlockM, bool kInt8>
 Status launch_element(GemmProblem const& problem, Plan const& plan, Stream stream) {
-  constexpr int kMost = decode_warps(kHasCodebook);
+  constexpr int kMost = decode_warps(Format::kTableBytes > 0);
   return plan.decode.warps == kMost
-             ? launch_warps<Element, kBits, kBlockM, kInt8, kHasCodebook, kMost>(problem, plan,
-                                                                                 stream)
-             : launch_warps<Element, kBits, kBlockM, kInt8, kHasCodebook, 8>(problem, plan, stream);
+             ? launch_warps<Element, Format, kBlockM, kInt8, kMost>(problem, plan, stream)
+             : launch_warps<Element, Format, kBlockM, kInt8, 8>(problem, plan, stream);
 }
 
-template <int kBits, int kBlockM, bool kInt8, bool kHasCodebook = false>
+template <class Format, int kBlockM, bool kInt8>
 Status launch_input(GemmProblem const& problem, Plan const& plan, Stream stream) {
   if constexpr (kInt8) {
-    return launch_element<__half, kBits, kBlockM, true, kHasCodebook>(problem, plan, stream);
+    return launch_element<__half, Format, kBlockM, true>(problem, plan, stream);
   } else {
     return problem.x_type == DataType::kFloat16
-               ? launch_element<__half, kBits, kBlockM, false, kHasCodebook>(problem, plan, stream)
-               : launch_element<__nv_bfloat16, kBits, kBlockM, false, kHasCodebook>(problem, plan,
-                                                                                    stream);
+               ? launch_element<__half, Format, kBlockM, false>(problem, plan, stream)
+               : launch_element<__nv_bfloat16, Format, kBlockM, false>(problem, plan, stream);
   }
 }
 
 }  // namespace
 
 Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float*, Stream stream) {
-  PackedWeight const& w = problem.weight;
-  if (w.book) {
-    return plan.block_m == 4 ? launch_input<4, 4, false, true>(problem, plan, stream)
-                             : launch_input<4, 8, false, true>(problem, plan, stream);
-  }
-  if (multiplies_int8(problem)) {
-    return w.bits == 4 ? launch_input<4, 8, true>(problem, plan, stream)
-                       : launch_input<8, 8, true>(problem, plan, stream);
-  }
-  return w.bits == 8 ? launch_input<8, 8, false>(problem, plan, stream)
-                     : launch_input<4, 8, false>(problem, plan, stream);
+  return visit(problem.weight.format, [&](auto format) -> Status {
+    using Format = decltype(format);
+    if constexpr (Format::kCodebook) {
+      return plan.block_m == 4 ? launch_input<Format, 4, false>(problem, plan, stream)
+                               : launch_input<Format, 8, false>(problem, plan, stream);
+    } else if constexpr (Format::kIntegers) {
+      return multiplies_int8(problem) ? launch_input<Format, 8, true>(problem, plan, stream)
+                                      : launch_input<Format, 8, false>(problem, plan, stream);
+    } else {
+      return unsupported(std::string("decode_gemm has no instances of ") + Format::kCodes);
+    }
+  });
 }
 
 }  // namespace cutlass_ops

@@ -13,6 +13,7 @@
 #include "dispatch/checks.h"
 #include "dispatch/decode_shape.h"
 #include "dispatch/problem.h"
+#include "formats/formats.h"
 #include "kernels/kernels.h"
 
 // for other GPUs the kernels have no bodies, which read the members of Config
@@ -25,21 +26,36 @@ constexpr int kRowBlocks = kRowsPerPanel / 16;
 
 enum class Weights {
   kAny,
-  kPlain,       // neither zero points nor offsets, and scales of type Element
-  kHasCodebook  // codes are looked up; neither zero points nor offsets
+  kPlain  // neither zero points nor offsets, and scales of type Element
 };
+
+// Numbers where nothing else takes the sums of x, and for codes that are looked up. With zero points
+// and offsets, which do, those of the biased decoder: the fewest instructions.
+template <class Format, class Element, bool kBiased>
+struct DecoderOf {
+  using Type = typename Format::template Decoder<Element>;
+};
+template <class Format, class Element>
+struct DecoderOf<Format, Element, true> {
+  using Type = typename Format::BiasedDecoder;
+};
+template <class Format>
+constexpr bool bias_fits(bool int8) {
+  if constexpr (Format::kIntegers) return Format::kBiasFitsFloats || int8;
+  return false;
+}
 
 // kBlockM: 8, or 4 of a code book. kShortGroup: 32 or 64 columns, where the weight has such groups,
 // which are the steps then; or 0: a step is a piece. kInt8: activations are integers with scales.
 // kWeights: the test for zero points and offsets at every step takes a sixth of its time
 // (instructions under a predicate that is false are issued, too).
-template <class Element_, int kBits_, int kBlockM_, int kShortGroup_, bool kInt8_, int kWarps_,
+template <class Element_, class Format, int kBlockM_, int kShortGroup_, bool kInt8_, int kWarps_,
           Weights kWeights>
 struct Config {
   using Element = Element_;
   static constexpr Operand kOperand =
       std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
-  static constexpr int kBits = kBits_;
+  static constexpr int kBits = Format::kBits;
   static constexpr int kBlockM = kBlockM_;
   static constexpr bool kPairs = kBlockM == 4;  // look-ups are operands as they are
   static constexpr int kMBlocks = 1;
@@ -47,9 +63,12 @@ struct Config {
   static constexpr int kSumBlocks = kPairs ? kRowBlocks / 2 : kRowBlocks;
   static constexpr bool kShortGroups = kShortGroup_ > 0;
   static constexpr bool kInt8 = kInt8_;
-  static constexpr bool kHasCodebook = kWeights == Weights::kHasCodebook;
+  static constexpr bool kHasCodebook = Format::kTableBytes > 0;
   static constexpr bool kPlain = kWeights == Weights::kPlain;
-  static constexpr bool kCompensates = kWeights == Weights::kAny;  // for zero points and offsets
+  // for zero points and offsets
+  static constexpr bool kCompensates = Format::kIntegers && kWeights == Weights::kAny;
+  // Whether stage_many() takes x where there is much of it.
+  static constexpr bool kStagesMany = !kShortGroups && ByWidth<bool>(true, false)[kBits];
   static constexpr DataType kElementType =
       std::is_same_v<Element, __half> ? DataType::kFloat16 : DataType::kBFloat16;
   static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
@@ -58,19 +77,11 @@ struct Config {
   // Two blocks a SM, of this launch and the next, where 128 registers a thread are enough.
   static constexpr int kMinCtasPerSm = kWarps == 8 && !(kShortGroups && kInt8) ? 2 : 1;
 
-  // Exact numbers where nothing else takes the sums of x. With zero points and offsets, which do,
-  // subnormal numbers: the fewest instructions. Not 8 bits with 16-bit x: sums are then of products
-  // as large as their bias of 128, and lose what small weights, or values of x of one sign, leave
-  // of them (an error of 1e-4 instead of 1e-7 was seen). Integers lose nothing.
-  using Decode = std::conditional_t<
-      kHasCodebook, decode::Int4Codebook,
-      std::conditional_t<
-          !kPlain && std::is_same_v<Element, __half> && (kBits == 4 || kInt8),
-          std::conditional_t<kBits == 4, decode::Int4Subnormal, decode::Int8Subnormal>,
-          decode::ToFloat<kBits, Element>>>;
+  using Decode = typename DecoderOf<Format, Element,
+                                    !kPlain && std::is_same_v<Element, __half> &&
+                                        bias_fits<Format>(kInt8)>::Type;
 
   static_assert(kHasCodebook || !kPairs);
-  static_assert(kCodebookLutBytes == decode::Int4Codebook::kTableBytes);
 
   static constexpr int kPieceColumns = 512 / kBits;
   static constexpr int kTilePieces = kKPerTile / kPieceColumns;

@@ -273,7 +273,7 @@ __device__ __forceinline__ void stage_floats_as_integers(uint8_t* shared, Params
                                                          RangePartition<C>& partition,
                                                          Barriers& barriers) {
   if (p.source == Source::kBlocks) {
-    if constexpr (C::kBits == 4 && kSymmetric && !kFloat32 && !C::kShortGroups) {
+    if constexpr (C::kStagesMany && kSymmetric && !kFloat32) {
       int const count = p.epilogue.m * walk.tiles;
       if (count >= kManyTiles) return stage_many<C>(shared, p, walk.tiles, count);
     }

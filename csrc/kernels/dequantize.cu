@@ -8,10 +8,8 @@
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
-#include "formats/codebook.cuh"
-#include "formats/e4m3.cuh"
-#include "formats/int4.cuh"
-#include "formats/int8.cuh"
+#include "dispatch/problem.h"
+#include "formats/formats.h"
 #include "kernels/kernels.h"
 
 namespace cutlass_ops {
@@ -115,7 +113,7 @@ template <class Format>
 __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant__ Params const p) {
   // of 16 rows
   constexpr int kBits = Format::kBits, kTileUnits = kBits / 2,
-                kUnitColumns = kKPerTile / kTileUnits;
+                kUnitColumns = kKPerTile / kTileUnits, kWords = words_of_16_k(kBits);
   __shared__ float book[16];
   PackedWeight const& w = p.problem.weight;
   int warp = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, g = threadIdx.x % 32 / 4,
@@ -136,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
   }
   if (Format::kTableBytes > 0) {
     // by the centred code's four bits
-    if (threadIdx.x < 16) book[threadIdx.x] = w.book[threadIdx.x ^ 8];
+    if (threadIdx.x < 16) book[threadIdx.x] = w.codebook[threadIdx.x ^ 8];
     __syncthreads();
   }
   pdl_wait_and_launch_dependents();
@@ -148,7 +146,8 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
     uint4 const& q = records[i];
     // Words for eight columns each: of two rows, or, at 4 bits, of both rows and 32
     // columns further.
-    uint32_t const a[2] = {q.x, kBits == 4 ? q.y : q.z}, b[2] = {kBits == 4 ? q.z : q.y, q.w};
+    uint32_t const stored[4] = {q.x, q.y, q.z, q.w};
+    uint32_t const a[2] = {stored[0], stored[kWords]}, b[2] = {stored[3 - kWords], stored[3]};
     uint32_t words[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j)
@@ -162,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
       Factors factors(p, n, column);
 #pragma unroll
       for (int further = 0; further < 8 / kBits; ++further) {
-        int low_shift = kBits == 4 ? further * 16 + half * 4 : half * 16, codes[8];
+        int low_shift = further * 16 + half * kWords * kBits, codes[8];
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
           int shift = low_shift + e % 2 * 8;
@@ -190,7 +189,7 @@ Status launch_dequantize(DequantizeProblem const& problem, Stream stream) {
             first = problem.first_row;
   DequantizeProblem panel = problem;
   PackedWeight& w = panel.weight;  // the rows that are wanted
-  w.codes += int64_t(first / kRowsPerPanel) * k_tiles * k_tile_bytes(w.bits);
+  w.codes += int64_t(first / kRowsPerPanel) * k_tiles * k_tile_bytes(code_bits(w));
   w.scales = static_cast<uint8_t const*>(w.scales) + int64_t(first) * size_of(w.scale_type);
   if (w.zeros) w.zeros += first;
   if (w.offsets)
@@ -201,7 +200,7 @@ Status launch_dequantize(DequantizeProblem const& problem, Stream stream) {
   bool aligned = reinterpret_cast<uintptr_t>(problem.out) % 16 == 0 &&
                  (tap_columns ? problem.tap_channels : w.k) % 8 == 0;
   VectorRows rows(w.group_size);
-  int columns = (k_tiles * w.bits / 2 + kUnits - 1) / kUnits;
+  int columns = (k_tiles * code_bits(w) / 2 + kUnits - 1) / kUnits;
   Params p{panel,
            rows,
            rows.count == 4   ? 5
@@ -215,11 +214,9 @@ Status launch_dequantize(DequantizeProblem const& problem, Stream stream) {
            out_columns};
   dim3 grid(unsigned((int64_t(columns) * (padded_rows(w.n) / kRowsPerBlock) + kThreads / 32 - 1) /
                      (kThreads / 32)));
-  auto const kernel = w.book        ? dequantize_units<formats::Codebook>
-                      : w.e4m3      ? dequantize_units<formats::E4m3>
-                      : w.bits == 4 ? dequantize_units<formats::Int4>
-                                    : dequantize_units<formats::Int8>;
-  return launch(kernel, grid, kThreads, 0, stream, p);
+  return visit(w.format, [&](auto format) {
+    return launch(dequantize_units<decltype(format)>, grid, kThreads, 0, stream, p);
+  });
 }
 
 }  // namespace cutlass_ops

@@ -7,13 +7,6 @@
 
 namespace cutlass_ops {
 
-namespace formats {
-struct Int4;
-struct Int8;
-struct Codebook;
-struct E4m3;
-}  // namespace formats
-
 // ---- the product
 
 // Shared memory that a CTA has on every GPU since sm_80, and on Hopper.
@@ -21,12 +14,23 @@ constexpr int kPortableSharedBytes = 99 * 1024, kHopperSharedBytes = 227 * 1024;
 
 // mma_gemm_a16.cu: fp16 or bf16 activations, tensor cores through mma.sync (sm_80 and later).
 constexpr Tile mma_gemm_a16_tile(int bits, int block_m) {
-  int stages = block_m == 16 && bits == 8 ? 4 : 3;
-  return {128, block_m, stages,
-          block_m == 16 && bits == 4 ? 4
-          : block_m == 32            ? 3
-                                     : 2,
+  constexpr ByWidth<int> kStages16(3, 4), kCtas16(4, 2);  // of 16 rows of x
+  return {128, block_m, block_m == 16 ? kStages16[bits] : 3,
+          block_m == 16   ? kCtas16[bits]
+          : block_m == 32 ? 3
+                          : 2,
           kPortableSharedBytes};
+}
+// Stages of a product, which may leave too little shared memory for the tile's: `general` as in
+// its Config, `table` the bytes of the format's look-up table.
+constexpr int mma_gemm_a16_stages(int bits, int block_m, bool general, int table) {
+  constexpr ByWidth<bool> kShortOfMemory(false, true);
+  bool const few = table > 0 || (general && kShortOfMemory[bits]);
+  return block_m == 64 && few ? 2 : mma_gemm_a16_tile(bits, block_m).stages;
+}
+// Whether there is an instance of two stages besides, which the plan may choose.
+constexpr bool mma_gemm_a16_may_have_two_stages(int bits, int block_m, bool general) {
+  return block_m == 64 && !general && ByWidth<bool>(false, true)[bits];
 }
 Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                            Stream stream);
@@ -40,22 +44,27 @@ Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float*
 
 // mma_gemm_a8.cu: int8 activations, sm_80 and later.
 constexpr Tile mma_gemm_a8_tile(int bits, int block_m) {
-  int stages = (block_m == 16 && bits == 8) || (block_m == 32 && bits == 4) ? 4 : 3;
-  return {128, block_m, stages,
-          block_m == 16 && bits == 4 ? 4
-          : block_m == 32            ? 3
-                                     : 2,
-          kPortableSharedBytes};
+  constexpr ByWidth<int> kStages16(3, 4), kCtas16(4, 2), kStages32(4, 3);  // by rows of x
+  switch (block_m) {
+    case 16:
+      return {128, 16, kStages16[bits], kCtas16[bits], kPortableSharedBytes};
+    case 32:
+      return {128, 32, kStages32[bits], 3, kPortableSharedBytes};
+    default:
+      return {128, block_m, 3, 2, kPortableSharedBytes};
+  }
 }
 Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                           Stream stream);
 
 // wgmma_gemm_a8.cu: int8 activations on Hopper (sm_90a alone), clusters of two CTAs.
 // `warpgroups`: of a CTA, that multiply. Four have half the registers of two, for no more than 64
-// rows of x. 144 rows are for activations without zero points, 256 for int32 sums over all of K,
-// which need no others besides.
+// rows of x, and kFourWarpgroups. 144 rows are for activations without zero points, 256 for int32
+// sums over all of K, which need no others besides.
+constexpr ByWidth<bool> kFourWarpgroups(true, false);
 constexpr Tile wgmma_gemm_a8_tile(int bits, int block_m, int warpgroups = 2) {
-  int stages = block_m >= 128 ? 4 : block_m >= 64 ? 6 : bits == 8 ? 9 : warpgroups == 4 ? 8 : 10;
+  int const few_rows = ByWidth<int>(warpgroups == 4 ? 8 : 10, 9)[bits];
+  int stages = block_m >= 128 ? 4 : block_m >= 64 ? 6 : few_rows;
   return {128 * warpgroups, block_m, stages, 1, kHopperSharedBytes, 2};
 }
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
@@ -64,12 +73,14 @@ Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float*
 Status launch_grouped_gemm_a8(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // wgmma_gemm_a16.cu: fp16 or bf16 activations, groups of 128 or more without offsets, in clusters
-// of two CTAs. Four warpgroups are for 64 rows, int4, and scales of x's type.
+// of two CTAs. Four warpgroups are for 64 rows, kFourWarpgroups, and scales of x's type.
 constexpr Tile wgmma_gemm_a16_tile(int bits, int block_m, int warpgroups = 2) {
-  int stages = block_m == 32                                   ? 6
-               : block_m == 64                                 ? 5
-               : block_m == 96 || (block_m < 160 && bits == 4) ? 4
-                                                               : 3;
+  constexpr ByWidth<int> kStages128(4, 3);  // of 128 and 144 rows of x
+  int stages = block_m == 32   ? 6
+               : block_m == 64 ? 5
+               : block_m == 96 ? 4
+               : block_m < 160 ? kStages128[bits]
+                               : 3;
   return {128 * warpgroups, block_m, stages, 1, kHopperSharedBytes, 2};
 }
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
@@ -79,10 +90,10 @@ Status launch_grouped_gemm_a16(GroupedGemm const& problem, Plan const& plan, Str
 
 // wgmma_fold16.cuh: 16-bit activations x weights of every format, rounded once to their type;
 // clusters of two CTAs. `stages`: those of weights.
-constexpr Tile wgmma_fold16_tile(int block_m, int bits = 4) {
+constexpr Tile wgmma_fold16_tile(int block_m, int bits) {
+  constexpr ByWidth<int> kStages(4, 3);
   int const warpgroups = block_m <= 64 ? 4 : block_m <= 128 ? 3 : 2;
-  return {128 * warpgroups,   block_m, block_m == 256 ? 2 : bits == 8 ? 3 : 4, 1,
-          kHopperSharedBytes, 2};
+  return {128 * warpgroups, block_m, block_m == 256 ? 2 : kStages[bits], 1, kHopperSharedBytes, 2};
 }
 template <class Format>
 Status launch_wgmma_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
@@ -101,7 +112,8 @@ Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float* s
                           Stream stream);
 
 // wgmma_decode.cu: up to 16 rows of x on Hopper (sm_90a alone), clusters that split K; two CTAs per
-// SM or, of 8-bit weights, one with as much memory.
+// SM or, where kDecodesWithOneCta, one with as much memory.
+constexpr ByWidth<bool> kDecodesWithOneCta(false, true);
 constexpr Tile wgmma_decode_tile(int ctas_per_sm) {
   return {kRowsPerPanel, WgmmaDecodeShape::kBlockM, 2, ctas_per_sm, kHopperSharedBytes};
 }

@@ -19,10 +19,7 @@
 #include "device/launch.cuh"
 #include "device/tile.cuh"
 #include "dispatch/launch_shape.h"
-#include "formats/codebook.cuh"
-#include "formats/e4m3.cuh"
-#include "formats/int4.cuh"
-#include "formats/int8.cuh"
+#include "formats/formats.h"
 #include "kernels/kernels.h"
 
 #pragma nv_diag_suppress 177  // not every kernel reads every member of its Config
@@ -48,16 +45,14 @@ struct Config : BlockTile<kBlockM> {
   static constexpr int kStepPieces = kGeneral ? 2 : kPieces;
   // multiply_tile_ahead
   static constexpr bool kAhead = kBlockM == 64 && !kGeneral;
-  // by shared memory
-  static constexpr bool kTwoStages = kBlockM == 64 && (kHasCodebook || (kGeneral && kBits == 8));
-  static constexpr int kStages = kStages_     ? kStages_
-                                 : kTwoStages ? 2
-                                              : mma_gemm_a16_tile(kBits, kBlockM).stages;
+  static constexpr int kStages =
+      kStages_ ? kStages_ : mma_gemm_a16_stages(kBits, kBlockM, kGeneral, Format::kTableBytes);
   // The next tile is wanted soon, or the multiplication takes all registers.
   static constexpr bool kCopiesFirst = kStages == 2 || (kGeneral && kBlockM == 32);
   // For sm_90 ptxas puts three idle loads before each run of copies that follows an ldmatrix: the
   // more at once, the fewer of them. Measured.
-  static constexpr int kCopiesAtOnce = kAhead || (kBits == 8 && kBlockM == 16 && !kGeneral) ? 3 : 1;
+  static constexpr int kCopiesAtOnce =
+      kAhead || (kBlockM == 16 && !kGeneral && ByWidth<bool>(false, true)[kBits]) ? 3 : 1;
   static constexpr int kMinBlocks =
       kGeneral && kBlockM == 16 ? 2 : mma_gemm_a16_tile(kBits, kBlockM).min_ctas_per_sm;
   static constexpr int kRowBytes = kKPerTile * 2;   // of a token
@@ -72,7 +67,8 @@ struct Config : BlockTile<kBlockM> {
       kOffsets + (kGeneral && !kHasCodebook ? kGroups * Tile::kRows * 4 : 0);
   static constexpr int kTable =
       kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
-  static constexpr int kSharedBytes = kTable + Format::kTableBytes;
+  static constexpr int kTableBytes = Format::kTableBytes;
+  static constexpr int kSharedBytes = kTable + kTableBytes;
   static_assert(kStageBytes % 128 == 0, "ldmatrix rows and their swizzle start on 128 bytes");
   static_assert(kSharedBytes <= mma_gemm_a16_tile(kBits, kBlockM).shared_bytes,
                 "its tile promises less shared memory");
@@ -450,7 +446,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   } else {
     auto prepare = [&] {
       if constexpr (C::kHasCodebook)
-        decode::Int4Codebook::fill<typename C::Element>(shared + C::kTable, p.weight.book,
+        decode::Int4Codebook::fill<typename C::Element>(shared + C::kTable, p.weight.codebook,
                                                         threadIdx.x, C::kThreads);
     };
     multiply_tile<C, Copies<C>>(
@@ -471,49 +467,46 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
            static_cast<uint16_t const*>(problem.x), problem.x_stride, vector_loads,
            vector_loads && w.k % kKPerTile == 0 && !is_image(problem)};
   static_assert(C::kSharedBytes == mma_gemm_a16_shared_bytes(C::kBits, C::kBlockM, C::kGeneral,
-                                                             C::kHasCodebook, C::kStages),
+                                                             C::kTableBytes, C::kStages),
                 "the plan has other shared memory");
   return launch_plan(mma_gemm_a16<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
-template <class Element, int kBits, int kBlockM>
+template <class Element, class Format, int kBlockM>
 Status launch_groups(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
   PackedWeight const& w = problem.weight;
-  using Integers = std::conditional_t<kBits == 4, formats::Int4, formats::Int8>;
-  using Others = std::conditional_t<kBits == 4, formats::Codebook, formats::E4m3>;
-  if (w.book || w.e4m3)
-    return launch_config<Config<Element, Others, kBlockM, true>>(problem, plan, splitk_workspace,
-                                                                 stream);
-  if (w.offsets || w.group_size == 32 || w.group_size == 64) {
-    return launch_config<Config<Element, Integers, kBlockM, true>>(problem, plan, splitk_workspace,
-                                                                   stream);
+  if constexpr (Format::kIntegers) {
+    if (!w.offsets && w.group_size != 32 && w.group_size != 64) {
+      if constexpr (mma_gemm_a16_may_have_two_stages(Format::kBits, kBlockM, false)) {
+        if (plan.stages == 2)
+          return launch_config<Config<Element, Format, kBlockM, false, 2>>(
+              problem, plan, splitk_workspace, stream);
+      }
+      return launch_config<Config<Element, Format, kBlockM, false>>(problem, plan, splitk_workspace,
+                                                                    stream);
+    }
   }
-  using Whole = Config<Element, Integers, kBlockM, false>;
-  if constexpr (Whole::kAhead && kBits == 8) {
-    if (plan.stages == 2)
-      return launch_config<Config<Element, Integers, kBlockM, false, 2>>(problem, plan,
-                                                                         splitk_workspace, stream);
-  }
-  return launch_config<Whole>(problem, plan, splitk_workspace, stream);
+  return launch_config<Config<Element, Format, kBlockM, true>>(problem, plan, splitk_workspace,
+                                                               stream);
 }
 
-template <class Element, int kBits>
+template <class Element, class Format>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream) {
   return plan.block_m == 16
-             ? launch_groups<Element, kBits, 16>(problem, plan, splitk_workspace, stream)
+             ? launch_groups<Element, Format, 16>(problem, plan, splitk_workspace, stream)
          : plan.block_m == 32
-             ? launch_groups<Element, kBits, 32>(problem, plan, splitk_workspace, stream)
-             : launch_groups<Element, kBits, 64>(problem, plan, splitk_workspace, stream);
+             ? launch_groups<Element, Format, 32>(problem, plan, splitk_workspace, stream)
+             : launch_groups<Element, Format, 64>(problem, plan, splitk_workspace, stream);
 }
 
 template <class Element>
 Status launch_element(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                       Stream stream) {
-  return problem.weight.bits == 4
-             ? launch_tile<Element, 4>(problem, plan, splitk_workspace, stream)
-             : launch_tile<Element, 8>(problem, plan, splitk_workspace, stream);
+  return visit(problem.weight.format, [&](auto format) {
+    return launch_tile<Element, decltype(format)>(problem, plan, splitk_workspace, stream);
+  });
 }
 
 }  // namespace

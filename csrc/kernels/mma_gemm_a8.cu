@@ -31,6 +31,7 @@
 #include "device/launch.cuh"
 #include "device/tile.cuh"
 #include "dispatch/launch_shape.h"
+#include "formats/formats.h"
 #include "kernels/kernels.h"
 
 namespace cutlass_ops {
@@ -45,10 +46,10 @@ enum class Form { kSymmetric, kZeroPoints, kGeneral64, kGeneral32 };
 constexpr float kMagicNumber = 0x1.8p23f;
 constexpr uint32_t kMagicBits = 0x4b400000u;
 
-template <int kBits_, int kBlockM, Form kForm_>
+template <class Format, int kBlockM, Form kForm_>
 struct Config : BlockTile<kBlockM> {
   using Tile = BlockTile<kBlockM>;
-  static constexpr int kBits = kBits_;
+  static constexpr int kBits = Format::kBits;
   static constexpr int kUnits = kBits / 2;  // of a row block and tile of K (layout.h)
   static constexpr int kRowBytes = kKPerTile;
   static constexpr Form kForm = kForm_;
@@ -58,8 +59,12 @@ struct Config : BlockTile<kBlockM> {
   static constexpr int kStepPieces = kForm == Form::kGeneral32   ? 1
                                      : kForm == Form::kGeneral64 ? 2
                                                                  : kPieces;
-  // The zero points of 8-bit weights may lead beyond the magic number's range.
-  static constexpr bool kMagic = !kGeneral || kBits == 4;
+  // Zero points are taken from codes, or their share from sums: those may lead beyond the magic
+  // number's range.
+  static constexpr bool kZerosFitInt8 = Format::kZerosFitInt8;
+  static constexpr bool kMinusZero = kForm != Form::kSymmetric && kZerosFitInt8;
+  static constexpr bool kMagic = !kGeneral || kZerosFitInt8;
+  using Decode = typename Format::template Int8Decoder<kMinusZero>;
   static constexpr int kStages = mma_gemm_a8_tile(kBits, kBlockM).stages;
   static constexpr int kMinBlocks =
       kForm == Form::kSymmetric ? mma_gemm_a8_tile(kBits, kBlockM).min_ctas_per_sm : 2;
@@ -69,7 +74,6 @@ struct Config : BlockTile<kBlockM> {
   // the multiplication takes all registers
   static constexpr bool kCopiesFirst = kForm == Form::kZeroPoints && kBlockM == 64;
   static constexpr int kSteps = kGeneral ? 4 : 1;  // steps in a tile of K, at most
-  static constexpr bool kMinusZero = kForm != Form::kSymmetric && kBits == 4;
 
   static constexpr int kWeights = 0;
   static constexpr int kActivations = kWeights + Tile::kRowPanels * k_tile_bytes(kBits);
@@ -206,8 +210,7 @@ __device__ __forceinline__ void promote(uint8_t const* stage, Params const& p,
                                         ThreadCoord<C> const& at, int block, int pair,
                                         StepRows<C> const& rows, PairSums<C> const& step,
                                         typename C::Sums& sums) {
-  constexpr float kDecodedScale =
-      C::kBits == 4 && !C::kMinusZero ? 1.0f / decode::Int4Int8::kScale : 1.0f;
+  constexpr float kDecodedScale = 1.0f / C::Decode::kScale;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     int tb = pair * 2 + j, x_row = block * C::kBlockM + tb * 8 + 2 * at.t;
@@ -231,7 +234,7 @@ __device__ __forceinline__ void promote(uint8_t const* stage, Params const& p,
         int row = 2 * rb + e / 2, integer = int(step.main[j][rb][e]);
         float& sum = sums[rb][tb][e];
         if (C::kForm != Form::kSymmetric) integer -= za[e % 2] * int(rows.sums[rb][e / 2 * 2]);
-        if (kXRowSums && C::kBits == 8) integer -= rows.zeros[row] * q[e % 2];
+        if (kXRowSums && !C::kZerosFitInt8) integer -= rows.zeros[row] * q[e % 2];
         float number = C::kMagic ? __int_as_float(integer) - kMagicNumber : float(integer);
         sum = fmaf(number, token_scale[e % 2] * (rows.scales[row] * kDecodedScale), sum);
         if (kXRowSums) sum = fmaf(rows.offsets[row], token_scale[e % 2] * float(q[e % 2]), sum);
@@ -265,14 +268,13 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
           stage + C::kWeights + at.weights + (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes;
       if (i % kRecordPieces == 0) records[rb] = *reinterpret_cast<uint4 const*>(unit);
       uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
-      if constexpr (C::kBits == 8) {
-        decode::Int8Int8::fragment(words, a[i][rb]);
-      } else if constexpr (C::kMinusZero) {
-        auto zero =
-            decode::Int4MinusZeroInt8::zero_constants(rows.zeros[2 * rb], rows.zeros[2 * rb + 1]);
-        decode::Int4MinusZeroInt8::fragment(words + piece % 2 * 2, zero, a[i][rb]);
+      using Decode = typename C::Decode;
+      uint32_t const* from = words + piece % kRecordPieces * Decode::kWords;
+      if constexpr (C::kMinusZero) {
+        auto zero = Decode::zero_constants(rows.zeros[2 * rb], rows.zeros[2 * rb + 1]);
+        Decode::fragment(from, zero, a[i][rb]);
       } else {
-        decode::Int4Int8::fragment(words + piece % 2 * 2, a[i][rb]);
+        Decode::fragment(from, a[i][rb]);
       }
       if (C::kForm != Form::kSymmetric && p.x.zeros) {
         multiply_add<Operand::kInt8>(rows.sums[rb], a[i][rb], kOnes, kOnes, false, 0u);
@@ -318,7 +320,7 @@ template <class C, class Beside>
 __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p,
                                         ThreadCoord<C> const& at, typename C::Sums& sums,
                                         Beside beside) {
-  bool x_sums = C::kGeneral && (p.weight.offsets || (C::kBits == 8 && p.weight.zeros));
+  bool x_sums = C::kGeneral && (p.weight.offsets || (!C::kZerosFitInt8 && p.weight.zeros));
 #pragma unroll
   for (int first = 0; first < C::kPieces; first += C::kStepPieces) {
     if (x_sums) {
@@ -352,38 +354,39 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
   return launch_plan(mma_gemm_a8<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
-template <int kBits, int kBlockM>
+template <class Format, int kBlockM>
 Status launch_form(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream) {
   PackedWeight const& w = problem.weight;
   if (w.group_size == 32)
-    return launch_config<Config<kBits, kBlockM, Form::kGeneral32>>(problem, plan, splitk_workspace,
-                                                                   stream);
-  if (w.offsets || w.group_size == 64 || (w.zeros && kBits == 8)) {
-    return launch_config<Config<kBits, kBlockM, Form::kGeneral64>>(problem, plan, splitk_workspace,
-                                                                   stream);
+    return launch_config<Config<Format, kBlockM, Form::kGeneral32>>(problem, plan, splitk_workspace,
+                                                                    stream);
+  if (w.offsets || w.group_size == 64 || (w.zeros && !Format::kZerosFitInt8)) {
+    return launch_config<Config<Format, kBlockM, Form::kGeneral64>>(problem, plan, splitk_workspace,
+                                                                    stream);
   }
   return w.zeros || problem.quantized.zeros
-             ? launch_config<Config<kBits, kBlockM, Form::kZeroPoints>>(problem, plan,
-                                                                        splitk_workspace, stream)
-             : launch_config<Config<kBits, kBlockM, Form::kSymmetric>>(problem, plan,
-                                                                       splitk_workspace, stream);
+             ? launch_config<Config<Format, kBlockM, Form::kZeroPoints>>(problem, plan,
+                                                                         splitk_workspace, stream)
+             : launch_config<Config<Format, kBlockM, Form::kSymmetric>>(problem, plan,
+                                                                        splitk_workspace, stream);
 }
 
-template <int kBits>
+template <class Format>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream) {
-  return plan.block_m == 16   ? launch_form<kBits, 16>(problem, plan, splitk_workspace, stream)
-         : plan.block_m == 32 ? launch_form<kBits, 32>(problem, plan, splitk_workspace, stream)
-                              : launch_form<kBits, 64>(problem, plan, splitk_workspace, stream);
+  return plan.block_m == 16   ? launch_form<Format, 16>(problem, plan, splitk_workspace, stream)
+         : plan.block_m == 32 ? launch_form<Format, 32>(problem, plan, splitk_workspace, stream)
+                              : launch_form<Format, 64>(problem, plan, splitk_workspace, stream);
 }
 
 }  // namespace
 
 Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                           Stream stream) {
-  return problem.weight.bits == 4 ? launch_tile<4>(problem, plan, splitk_workspace, stream)
-                                  : launch_tile<8>(problem, plan, splitk_workspace, stream);
+  return visit_integers(problem.weight.format, [&](auto format) {
+    return launch_tile<decltype(format)>(problem, plan, splitk_workspace, stream);
+  });
 }
 
 }  // namespace cutlass_ops

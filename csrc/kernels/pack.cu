@@ -7,6 +7,7 @@
 // transposition by shuffles.
 #include "cutlass_ops/layout.h"
 #include "device/launch.cuh"
+#include "formats/width.h"
 #include "kernels/kernels.h"
 
 namespace cutlass_ops {
@@ -95,6 +96,8 @@ template <int kBits>
 struct Coordinates {
   static constexpr int kUnits = kBits / 2;                 // of 16 rows x 128 columns
   static constexpr int kUnitColumns = kKPerTile / kUnits;  // 64 | 32
+  static constexpr int kWords = words_of_16_k(kBits);
+  static constexpr bool kSharesBytes = byte_rows(kBits) == 2;  // rows g and g + 8
   int lane, row, column;  // of the lane in unit 0; at 4 bits it has row + 8, too
   int64_t packed;         // the lane's byte in unit 0
 
@@ -102,9 +105,8 @@ struct Coordinates {
     lane = threadIdx.x % 32;
     int const tiles = int(padded_k(p.k) / kKPerTile), block = int(warp % kBlocks), word = lane % 4;
     int64_t const chunk = warp / kBlocks;
-    row = int(chunk / tiles) * kRowsPerPanel + block * kRowsPerBlock + lane / 4 +
-          (kBits == 8 ? word % 2 * 8 : 0);
-    column = int(chunk % tiles) * kKPerTile + (kBits == 8 ? word / 2 : word) * kColumns;
+    row = int(chunk / tiles) * kRowsPerPanel + block * kRowsPerBlock + lane / 4 + word % kWords * 8;
+    column = int(chunk % tiles) * kKPerTile + word / kWords * kColumns;
     packed = warp * (kUnits * kUnitBytes) + lane * kLaneBytes;
   }
 };
@@ -121,13 +123,13 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int u = 0; u < C::kUnits; ++u) {  // all loads are issued before the first is used
     low[u] = load_codes<kBits>(p, at.row, at.column + u * C::kUnitColumns);
-    if constexpr (kBits == 4)
+    if constexpr (C::kSharesBytes)
       high[u] = load_codes<kBits>(p, at.row + 8, at.column + u * C::kUnitColumns);
   }
 #pragma unroll
   for (int u = 0; u < C::kUnits; ++u) {
     uint4 v = exclusive_or(low[u], kFlip<kBits>);
-    if constexpr (kBits == 4) {
+    if constexpr (C::kSharesBytes) {
       uint4 const h = exclusive_or(high[u], kFlip<kBits>);
       v = make_uint4(v.x | h.x << 4, v.y | h.y << 4, v.z | h.z << 4, v.w | h.w << 4);
     }
@@ -153,7 +155,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int u = 0; u < C::kUnits; ++u) {
     uint4 const v = deinterleave(transpose(units[u], at.lane));
     int const column = at.column + u * C::kUnitColumns;
-    if constexpr (kBits == 4) {
+    if constexpr (C::kSharesBytes) {
       uint32_t const mask = 0x0f0f0f0fu;
       store_codes<kBits>(p, at.row, column,
                          make_uint4(v.x & mask, v.y & mask, v.z & mask, v.w & mask));
@@ -176,11 +178,15 @@ Status launch_warps(void (*kernel)(PackProblem, int64_t), PackProblem const& pro
 }  // namespace
 
 Status launch_pack(PackProblem const& problem, Stream stream) {
-  return launch_warps(problem.bits == 4 ? pack_codes<4> : pack_codes<8>, problem, stream);
+  return with_width(problem.bits, [&](auto width) {
+    return launch_warps(pack_codes<decltype(width)::kBits>, problem, stream);
+  });
 }
 
 Status launch_unpack(PackProblem const& problem, Stream stream) {
-  return launch_warps(problem.bits == 4 ? unpack_codes<4> : unpack_codes<8>, problem, stream);
+  return with_width(problem.bits, [&](auto width) {
+    return launch_warps(unpack_codes<decltype(width)::kBits>, problem, stream);
+  });
 }
 
 }  // namespace cutlass_ops

@@ -11,6 +11,7 @@
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/scalar.cuh"
+#include "formats/formats.h"
 #include "kernels/kernels.h"
 
 namespace cutlass_ops {
@@ -29,9 +30,11 @@ struct Params {
 
 // Minus the sums of a tile's 128 weights of rows g and g + 8, times 16 where the decoder's codes
 // are; the same in the four lanes of a row.
-template <int kBits, bool kZeros>
+template <class Format, bool kZeros>
 __device__ __forceinline__ void sum_tile(Params const& p, int row_panel, int tile,
                                          float (&sums)[2]) {
+  using Decode = typename Format::template Int8Decoder<kZeros>;
+  constexpr int kBits = Format::kBits;
   int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   int64_t const row =
       int64_t(tile / p.group_tiles) * p.n_pad + row_panel * kRowsPerPanel + lane / 4 * 8 + warp * 2;
@@ -44,16 +47,14 @@ __device__ __forceinline__ void sum_tile(Params const& p, int row_panel, int til
     uint4 const v = *reinterpret_cast<uint4 const*>(from + unit * kUnitBytes + lane * kLaneBytes);
     uint32_t const words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int piece = 0; piece < (kBits == 4 ? 2 : 1); ++piece) {
+    for (int piece = 0; piece < 4 / Decode::kWords; ++piece) {
       uint32_t a[4];
-      if constexpr (kBits == 8) {
-        decode::Int8Int8::fragment(words, a);
-      } else if constexpr (kZeros) {
-        auto const zeros =
-            decode::Int4MinusZeroInt8::zero_constants(p.weight.zeros[row], p.weight.zeros[row + 1]);
-        decode::Int4MinusZeroInt8::fragment(words + piece * 2, zeros, a);
+      uint32_t const* of_piece = words + piece * Decode::kWords;
+      if constexpr (kZeros) {
+        auto const zeros = Decode::zero_constants(p.weight.zeros[row], p.weight.zeros[row + 1]);
+        Decode::fragment(of_piece, zeros, a);
       } else {
-        decode::Int4Int8::fragment(words + piece * 2, a);
+        Decode::fragment(of_piece, a);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) totals[i % 2] = __dp4a(int(a[i]), int(0xffffffff), totals[i % 2]);
@@ -79,14 +80,14 @@ struct Terms {
   double total[2] = {};
 };
 
-template <int kBits, bool kZeros>
+template <class Format, bool kZeros>
 __device__ __forceinline__ void add_sums(Params const& p, int row_panel, int sixteen,
                                          Terms& terms) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     int const tile = sixteen * 16 + i;
     float sums[2];
-    sum_tile<kBits, kZeros>(p, row_panel, min(tile, p.tiles - 1), sums);
+    sum_tile<Format, kZeros>(p, row_panel, min(tile, p.tiles - 1), sums);
     if (tile >= p.tiles) continue;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -98,10 +99,10 @@ __device__ __forceinline__ void add_sums(Params const& p, int row_panel, int six
 
 // Minus zero points times scales, in the same order; totals are of no use. All that a thread loads
 // is in flight at once.
-template <int kBits, class Scale>
+template <class Format, class Scale>
 __device__ __forceinline__ void add_zeros(Params const& p, int row_panel, int sixteen,
                                           Terms& terms) {
-  constexpr float kCodes = kBits == 4 ? decode::Int4Int8::kScale : 1;
+  constexpr float kCodes = Format::template Int8Decoder<false>::kScale;
   int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, t = lane % 4;
   char2 zeros[4];
   Scale scales[4][2];
@@ -133,10 +134,10 @@ __device__ __forceinline__ void add_zeros(Params const& p, int row_panel, int si
 // kOf: sums of codes, or zero points of the weight.
 enum class Of { kCodes, kZeros };
 
-template <int kBits, bool kZeros, Of kOf>
+template <class Format, bool kZeros, Of kOf>
 __global__ void __launch_bounds__(kSetThreads* kMostSets)
     weight_colsum_kernel(__grid_constant__ Params const p) {
-  constexpr int kSixteens = compensation_window(kBits) / 16;
+  constexpr int kBits = Format::kBits, kSixteens = compensation_window(kBits) / 16;
   __shared__ float largest[kMostSets][kRowsPerPanel];
   __shared__ double totals[kMostSets][kRowsPerPanel];
   int const row_panel = blockIdx.x, set = threadIdx.x / kSetThreads,
@@ -154,13 +155,13 @@ __global__ void __launch_bounds__(kSetThreads* kMostSets)
   Terms terms;
   for (int sixteen = set; sixteen < p.windows * kSixteens; sixteen += sets) {
     if constexpr (kOf == Of::kCodes) {
-      add_sums<kBits, kZeros>(p, row_panel, sixteen, terms);
+      add_sums<Format, kZeros>(p, row_panel, sixteen, terms);
     } else if (p.weight.scale_type == DataType::kFloat16) {
-      add_zeros<kBits, __half>(p, row_panel, sixteen, terms);
+      add_zeros<Format, __half>(p, row_panel, sixteen, terms);
     } else if (p.weight.scale_type == DataType::kBFloat16) {
-      add_zeros<kBits, __nv_bfloat16>(p, row_panel, sixteen, terms);
+      add_zeros<Format, __nv_bfloat16>(p, row_panel, sixteen, terms);
     } else {
-      add_zeros<kBits, float>(p, row_panel, sixteen, terms);
+      add_zeros<Format, float>(p, row_panel, sixteen, terms);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -192,8 +193,7 @@ __global__ void __launch_bounds__(kSetThreads* kMostSets)
     int const position = row_panel * kRowsPerPanel + first_row + h;
     if (set != 0 || t != 0) continue;
     store_float(p.sum_scales, p.weight.scale_type, position, power_of_two(exponent));
-    p.total_colsum[position] =
-        float(row_total / (kBits == 4 && !kZeros ? decode::Int4Int8::kScale : 1));
+    p.total_colsum[position] = float(row_total / Format::template Int8Decoder<kZeros>::kScale);
   }
   for (int sixteen = set; sixteen < p.windows * kSixteens; sixteen += sets) {
     uint8_t* const to = place(sixteen);
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kSetThreads* kMostSets)
 Status launch_weight_colsum(PackedWeight const& weight, bool of_zeros, bool follows, void* colsums,
                             Stream stream) {
   int const tiles = int(padded_k(weight.k) / kKPerTile), n_pad = int(padded_rows(weight.n));
-  int const windows = compensation_windows(tiles, weight.bits);
+  int const bits = info(weight.format).bits, windows = compensation_windows(tiles, bits);
   PackedWeight at = weight;
   place_colsums(&at, colsums);
   Params const p{weight,
@@ -240,15 +240,15 @@ Status launch_weight_colsum(PackedWeight const& weight, bool of_zeros, bool foll
                  weight.group_size == -1 ? tiles : weight.group_size / kKPerTile,
                  n_pad,
                  follows};
-  auto const kernel = [&] {
-    if (weight.bits == 8)
-      return of_zeros ? weight_colsum_kernel<8, true, Of::kZeros>
-                      : weight_colsum_kernel<8, false, Of::kCodes>;
-    if (of_zeros) return weight_colsum_kernel<4, true, Of::kZeros>;
-    return weight.zeros ? weight_colsum_kernel<4, true, Of::kCodes>
-                        : weight_colsum_kernel<4, false, Of::kCodes>;
-  }();
-  int const sets = std::min(windows * compensation_window(weight.bits) / 16, kMostSets);
+  auto const kernel = visit_integers(weight.format, [&](auto format) {
+    using Format = decltype(format);
+    if (of_zeros) return weight_colsum_kernel<Format, true, Of::kZeros>;
+    if constexpr (Format::kZerosFitInt8) {
+      if (weight.zeros) return weight_colsum_kernel<Format, true, Of::kCodes>;
+    }
+    return weight_colsum_kernel<Format, false, Of::kCodes>;
+  });
+  int const sets = std::min(windows * compensation_window(bits) / 16, kMostSets);
   return launch(kernel, dim3(unsigned(n_pad / kRowsPerPanel)), kSetThreads * sets, 0, stream, p);
 }
 

@@ -491,7 +491,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
     if (!part.take(p, next, dealt, tiles)) return pdl_wait();
   }
   if constexpr (C::kCodebook)
-    C::Table::fill_table(shared + p.shape.table, p.weight.book, threadIdx.x, C::kThreads);
+    C::Table::fill_table(shared + p.shape.table, p.weight.codebook, threadIdx.x, C::kThreads);
   if constexpr (C::kTokenZeros && !C::kQuantizes) {
     if (threadIdx.x < 128)
       for (int i = 0; i < p.shape.stages; ++i)

@@ -12,7 +12,7 @@
 #include "device/tensor_map.cuh"
 #include "device/tile.cuh"
 #include "dispatch/problem.h"
-#include "formats/codebook.cuh"
+#include "formats/formats.h"
 #include "kernels/kernels.h"
 
 // for other GPUs the kernels have no bodies, which read the members of Config
@@ -69,25 +69,31 @@ struct StageConfig {
   static constexpr int kEarlyBytes = (kOneCta ? 128 : kQuantizes ? 48 : kInt8 ? 80 : 32) * 1024;
 };
 
+// How wgmma_decode decodes weights: to int8, or to the 16 bits of x.
+template <class Format, class Element, bool kInt8, bool kZeros>
+struct DecoderOf {
+  using Type = typename Format::template Decoder<Element>;
+};
+template <class Format, class Element, bool kZeros>
+struct DecoderOf<Format, Element, true, kZeros> {
+  using Type = typename Format::template Int8Decoder<kZeros>;
+};
+
 // Of wgmma_decode. Element: of x in memory, fp16, bf16, or int8 with separate scales. Scale:
 // of weight scales.
-template <class Element_, int kBits_, bool kZeros_, bool kCodebook_ = false,
-          class Scale_ = Element_, bool kQuantizes_ = false, bool kTokenZeros_ = false,
-          bool kOneCta_ = false, bool kGrouped_ = false>
-struct Config : StageConfig<Element_, kBits_, kQuantizes_ || std::is_same_v<Element_, int8_t>,
-                            kQuantizes_, kTokenZeros_, kOneCta_, kGrouped_> {
+template <class Element_, class Format, bool kZeros_, class Scale_ = Element_,
+          bool kQuantizes_ = false, bool kTokenZeros_ = false, bool kOneCta_ = false,
+          bool kGrouped_ = false>
+struct Config
+    : StageConfig<Element_, Format::kBits, kQuantizes_ || std::is_same_v<Element_, int8_t>,
+                  kQuantizes_, kTokenZeros_, kOneCta_, kGrouped_> {
   using Scale = Scale_;
-  static constexpr bool kFolds = false, kCodebook = kCodebook_, kZeros = kZeros_, kOffsets = false,
-                        kDeals = kGrouped_;
+  static constexpr bool kFolds = false, kCodebook = Format::kTableBytes > 0, kZeros = kZeros_,
+                        kOffsets = false, kDeals = kGrouped_;
   static constexpr int kScaleBytes = sizeof(Scale);
   static constexpr bool kIntegers = kQuantizes_ || std::is_same_v<Element_, int8_t>;
-  using Int8Decode =
-      std::conditional_t<kBits_ == 8, decode::Int8Int8,
-                         std::conditional_t<kZeros_, decode::Int4MinusZeroInt8, decode::Int4Int8>>;
-  using Decode = std::conditional_t<
-      kIntegers, Int8Decode,
-      std::conditional_t<kCodebook, decode::Int4Codebook, decode::ToFloat<kBits_, Element_>>>;
-  using Table = formats::Codebook::Unscaled<Element_>;
+  using Decode = typename DecoderOf<Format, Element_, kIntegers, kZeros_>::Type;
+  using Table = typename Format::template Unscaled<Element_>;
   static constexpr int kGroupSteps =
       kCodebook || kIntegers ? 1 : 2;  // promoted together: a code book's groups may
                                        // be of 64 columns

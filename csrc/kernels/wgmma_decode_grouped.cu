@@ -1,4 +1,4 @@
-// wgmma_decode's instances for experts: W4A16, groups of 128 or more without offsets,
+// wgmma_decode's instances for experts (kGroupedDecodeIsExact): W4A16, groups of 128 or more without offsets,
 // scales of x's type.
 #include "kernels/wgmma_decode.cuh"
 
@@ -8,7 +8,8 @@ namespace {
 template <class Element>
 Status launch_element(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   auto const launch = [&](auto zeros) {
-    using C = Config<Element, 4, decltype(zeros)::value, false, Element, false, false, false, true>;
+    using C =
+        Config<Element, formats::Int4, decltype(zeros)::value, Element, false, false, false, true>;
     return launch_grouped_config<C>(problem, plan, stream);
   };
   return problem.weight.zeros ? launch(std::true_type()) : launch(std::false_type());

@@ -1,5 +1,5 @@
-// wgmma_fold16's instances for formats/int8.cuh.
-#include "formats/int8.cuh"
+// wgmma_fold16's instances for int8 (formats/integers.cuh).
+#include "formats/integers.cuh"
 #include "kernels/wgmma_fold16.cuh"
 
 namespace cutlass_ops {

@@ -18,52 +18,44 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
   // Where 16 tiles of rows of x are too large for the cache, few features pass through it with
   // them: fewer rows of x then, whose bytes are twice a feature's, or four times. (M = 8192, 8192 x
   // 28672 on an H200: int4 by 4810 us instead of 4920 to 5090, int8 by 5270 instead of 5335.)
+  constexpr ByWidth<int> kBand(4, 8);
   bool const large = int64_t(16) * C::kBlockM * problem.weight.k * 2 > 64 << 20;
   return hopper::launch_persistent<C>(wgmma_gemm_a16<C>, problem, plan, splitk_workspace, map,
-                                      stream,
-                                      !large          ? 16
-                                      : C::kBits == 8 ? 8
-                                                      : 4);
+                                      stream, large ? kBand[C::kBits] : 16);
 }
 
-template <class Element, int kBits, int kBlockM, class Scale = void, int kWarpgroups = 2>
+template <class Element, class Format, int kBlockM, class Scale = void, int kWarpgroups = 2>
 Status launch_zeros(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                     Stream stream) {
   return problem.weight.zeros
-             ? launch_config<Config<Element, kBits, kBlockM, true, Scale, kWarpgroups>>(
+             ? launch_config<Config<Element, Format, kBlockM, true, Scale, kWarpgroups>>(
                    problem, plan, splitk_workspace, stream)
-             : launch_config<Config<Element, kBits, kBlockM, false, Scale, kWarpgroups>>(
+             : launch_config<Config<Element, Format, kBlockM, false, Scale, kWarpgroups>>(
                    problem, plan, splitk_workspace, stream);
 }
 
-template <class Element, int kBlockM>
-Status launch_bits(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
-                   Stream stream) {
-  return problem.weight.bits == 4
-             ? launch_zeros<Element, 4, kBlockM>(problem, plan, splitk_workspace, stream)
-             : launch_zeros<Element, 8, kBlockM>(problem, plan, splitk_workspace, stream);
-}
-
-template <class Element>
+template <class Element, class Format>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream) {
-  if (plan.block_n == 512)
-    return launch_zeros<Element, 4, 64, Element, 4>(problem, plan, splitk_workspace, stream);
+  if constexpr (kFourWarpgroups[Format::kBits]) {
+    if (plan.block_n == 512)
+      return launch_zeros<Element, Format, 64, Element, 4>(problem, plan, splitk_workspace, stream);
+  }
   switch (plan.block_m / plan.ctas_along_m) {
     case 32:
-      return launch_bits<Element, 32>(problem, plan, splitk_workspace, stream);
+      return launch_zeros<Element, Format, 32>(problem, plan, splitk_workspace, stream);
     case 64:
-      return launch_bits<Element, 64>(problem, plan, splitk_workspace, stream);
+      return launch_zeros<Element, Format, 64>(problem, plan, splitk_workspace, stream);
     case 96:
-      return launch_bits<Element, 96>(problem, plan, splitk_workspace, stream);
+      return launch_zeros<Element, Format, 96>(problem, plan, splitk_workspace, stream);
     case 128:
-      return launch_bits<Element, 128>(problem, plan, splitk_workspace, stream);
+      return launch_zeros<Element, Format, 128>(problem, plan, splitk_workspace, stream);
     case 144:
-      return launch_bits<Element, 144>(problem, plan, splitk_workspace, stream);
+      return launch_zeros<Element, Format, 144>(problem, plan, splitk_workspace, stream);
     case 160:
-      return launch_bits<Element, 160>(problem, plan, splitk_workspace, stream);
+      return launch_zeros<Element, Format, 160>(problem, plan, splitk_workspace, stream);
     default:
-      return launch_bits<Element, 208>(problem, plan, splitk_workspace, stream);
+      return launch_zeros<Element, Format, 208>(problem, plan, splitk_workspace, stream);
   }
 }
 
@@ -71,9 +63,12 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
 
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                              Stream stream) {
-  return problem.x_type == DataType::kFloat16
-             ? launch_tile<__half>(problem, plan, splitk_workspace, stream)
-             : launch_tile<__nv_bfloat16>(problem, plan, splitk_workspace, stream);
+  return visit_integers(problem.weight.format, [&](auto format) {
+    using Format = decltype(format);
+    return problem.x_type == DataType::kFloat16
+               ? launch_tile<__half, Format>(problem, plan, splitk_workspace, stream)
+               : launch_tile<__nv_bfloat16, Format>(problem, plan, splitk_workspace, stream);
+  });
 }
 
 }  // namespace cutlass_ops

@@ -20,6 +20,7 @@
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
 #include "dispatch/launch_shape.h"
+#include "formats/formats.h"
 #include "kernels/kernels.h"
 
 // for other GPUs the kernels have no bodies, which read the members of Config
@@ -33,18 +34,18 @@ using hopper::StoredScales;
 // Scale: of weight scales, where registers are so few that their type is a constant (which
 // saves four warpgroups 4 % of their time on an H200); or void. kGrouped: rows of x and
 // weights are experts'.
-template <class Element_, int kBits, int kBlockM, bool kZeros, class Scale = void,
+template <class Element_, class Format, int kBlockM, bool kZeros, class Scale = void,
           int kWarpgroups = 2, bool kGrouped_ = false>
-struct Config
-    : hopper::TileConfig<kBits, kBlockM, 2, true, false, false, kZeros,
-                         wgmma_gemm_a16_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
+struct Config : hopper::TileConfig<Format::kBits, kBlockM, 2, true, false, false, kZeros,
+                                   wgmma_gemm_a16_tile(Format::kBits, kBlockM, kWarpgroups).stages,
+                                   kWarpgroups> {
   using Work = std::conditional_t<kGrouped_, hopper::GroupedWork<kBlockM>, hopper::StreamKWork>;
   using Params = std::conditional_t<kGrouped_, hopper::GroupedParams, hopper::Params>;
   static constexpr bool kGrouped = kGrouped_, kShortTiles = !kGrouped, kImages = !kGrouped;
   static constexpr bool kSplitsRows = kWarpgroups == 2 && !kGrouped;
   static constexpr int kXBoxRows = kGrouped ? kSlotRows : Config::TileConfig::kXBoxRows;
   using Element = Element_;
-  using Decode = decode::ToFloat<kBits, Element>;
+  using Decode = typename Format::template Decoder<Element>;
   // Of rows of x, multiplied one after the other: two where two sets of sums of all would not
   // fit in registers.
   static constexpr int kHalves = kBlockM > 160 ? 2 : 1;
@@ -55,7 +56,7 @@ struct Config
   // int8 128 take 1 % more, 160 3 %.
   static constexpr bool kDecodesBehind =
       kHalves == 2 || kBlockM == 144 ||
-      (kBits == 4 && (kBlockM == 96 || (kBlockM == 128 && kWarpgroups == 2)));
+      ByWidth<bool>(kBlockM == 96 || (kBlockM == 128 && kWarpgroups == 2), false)[Format::kBits];
   static_assert(kHalves == 1 || kWarpgroups == 2);
   // A stage's columns are multiplied in so many steps: one's weights are decoded while the one
   // before is multiplied. In one where that lost: with few rows of x the MMAs are too short for it,
@@ -73,7 +74,7 @@ struct Config
   static constexpr bool kScalesFirst = kWarpgroups == 2;
   static constexpr int kKSlices = kKPerTile / 16 / kSteps;  // of 16 columns, in a step
   static_assert(Config::TileConfig::kSharedBytes <=
-                    wgmma_gemm_a16_tile(kBits, kBlockM, kWarpgroups).shared_bytes,
+                    wgmma_gemm_a16_tile(Format::kBits, kBlockM, kWarpgroups).shared_bytes,
                 "its tile promises less shared memory");
 
   static __device__ void consume(uint8_t* stages, float* staging,
@@ -115,10 +116,10 @@ struct StoredWeights {
   }
 };
 
-template <class Element, int kBits, int kBlockM, bool kZeros, class Scale, int kWarpgroups,
+template <class Element, class Format, int kBlockM, bool kZeros, class Scale, int kWarpgroups,
           bool kGrouped>
 __device__ __forceinline__ void
-Config<Element, kBits, kBlockM, kZeros, Scale, kWarpgroups, kGrouped>::consume(
+Config<Element, Format, kBlockM, kZeros, Scale, kWarpgroups, kGrouped>::consume(
     uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers, CUtensorMap const& out_map,
     Params const& p, hopper::ThreadCoord<Config> const& coord) {
   using C = Config;

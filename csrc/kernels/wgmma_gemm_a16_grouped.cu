@@ -4,40 +4,38 @@
 namespace cutlass_ops {
 namespace {
 
-template <class Element, int kBits, int kBlockM>
+template <class Element, class Format, int kBlockM>
 Status launch_zeros(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   auto const launch = [&](auto zeros) {
-    using C = Config<Element, kBits, kBlockM, decltype(zeros)::value, void, 2, true>;
+    using C = Config<Element, Format, kBlockM, decltype(zeros)::value, void, 2, true>;
     return hopper::launch_grouped<C>(wgmma_gemm_a16<C>, problem, plan, stream);
   };
   return problem.weight.zeros ? launch(std::true_type()) : launch(std::false_type());
 }
 
-template <class Element, int kBlockM>
-Status launch_bits(GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  return problem.weight.bits == 4 ? launch_zeros<Element, 4, kBlockM>(problem, plan, stream)
-                                  : launch_zeros<Element, 8, kBlockM>(problem, plan, stream);
-}
-
-template <class Element>
+template <class Element, class Format>
 Status launch_tile(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   switch (plan.block_m) {
     case 64:
-      return launch_bits<Element, 64>(problem, plan, stream);
+      return launch_zeros<Element, Format, 64>(problem, plan, stream);
     case 96:
-      return launch_bits<Element, 96>(problem, plan, stream);
+      return launch_zeros<Element, Format, 96>(problem, plan, stream);
     case 144:
-      return launch_bits<Element, 144>(problem, plan, stream);
+      return launch_zeros<Element, Format, 144>(problem, plan, stream);
     default:
-      return launch_bits<Element, 208>(problem, plan, stream);
+      return launch_zeros<Element, Format, 208>(problem, plan, stream);
   }
 }
 
 }  // namespace
 
 Status launch_grouped_gemm_a16(GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  return problem.x_type == DataType::kFloat16 ? launch_tile<__half>(problem, plan, stream)
-                                              : launch_tile<__nv_bfloat16>(problem, plan, stream);
+  return visit_integers(problem.weight.format, [&](auto format) {
+    using Format = decltype(format);
+    return problem.x_type == DataType::kFloat16
+               ? launch_tile<__half, Format>(problem, plan, stream)
+               : launch_tile<__nv_bfloat16, Format>(problem, plan, stream);
+  });
 }
 
 }  // namespace cutlass_ops

@@ -19,11 +19,11 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
                      : status;
 }
 
-template <int kBits, int kBlockM, int kWarpgroups, bool kZeros, bool kAsymmetric>
+template <class Format, int kBlockM, int kWarpgroups, bool kZeros, bool kAsymmetric>
 Status launch_promotion(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                         Stream stream) {
   auto const launch = [&](auto promotion) {
-    using C = Config<kBits, kBlockM, decltype(promotion)::value, kZeros, kAsymmetric, kWarpgroups>;
+    using C = Config<Format, kBlockM, decltype(promotion)::value, kZeros, kAsymmetric, kWarpgroups>;
     return launch_config<C>(problem, plan, splitk_workspace, stream);
   };
   if constexpr (!kZeros) {
@@ -44,90 +44,92 @@ Status launch_promotion(GemmProblem const& problem, Plan const& plan, float* spl
   }
 }
 
-template <int kBits, int kBlockM, int kWarpgroups, bool kZeros>
+template <class Format, int kBlockM, int kWarpgroups, bool kZeros>
 Status launch_zeros(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                     Stream stream) {
   if constexpr (kWarpgroups == 2 && kBlockM != 144) {
     if (problem.quantized.zeros) {
-      return launch_promotion<kBits, kBlockM, kWarpgroups, kZeros, true>(problem, plan,
-                                                                         splitk_workspace, stream);
+      return launch_promotion<Format, kBlockM, kWarpgroups, kZeros, true>(problem, plan,
+                                                                          splitk_workspace, stream);
     }
   }
-  return launch_promotion<kBits, kBlockM, kWarpgroups, kZeros, false>(problem, plan,
-                                                                      splitk_workspace, stream);
+  return launch_promotion<Format, kBlockM, kWarpgroups, kZeros, false>(problem, plan,
+                                                                       splitk_workspace, stream);
 }
 
-template <int kBits, int kBlockM>
+template <class Format, int kBlockM>
 Status launch_compensated(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                           Stream stream) {
   auto const launch = [&](auto zeros) {
     constexpr bool kZeros = decltype(zeros)::value;
     if (problem.quantized.block == -1) {
-      return launch_config<Config<kBits, kBlockM, Promotion::kToken, kZeros, false, 2, true>>(
+      return launch_config<Config<Format, kBlockM, Promotion::kToken, kZeros, false, 2, true>>(
           problem, plan, splitk_workspace, stream);
     }
-    return launch_config<Config<kBits, kBlockM, Promotion::kBlock, kZeros, false, 2, true>>(
+    return launch_config<Config<Format, kBlockM, Promotion::kBlock, kZeros, false, 2, true>>(
         problem, plan, splitk_workspace, stream);
   };
   // Codes less zero points, where those of x are compensated; where those of the weight
   // are, codes alone.
-  if constexpr (kBits == 4) {
+  if constexpr (Format::kZerosFitInt8) {
     if (problem.weight.zeros && problem.quantized.zeros) return launch(std::true_type());
   }
   return launch(std::false_type());
 }
 
-template <int kBits, int kBlockM, int kWarpgroups = 2>
+template <class Format, int kBlockM, int kWarpgroups = 2>
 Status launch_plain(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                     Stream stream) {
-  if constexpr (kBits == 4 && kBlockM <= 176) {
+  if constexpr (Format::kZerosFitInt8 && kBlockM <= 176) {
     if (problem.weight.zeros)
-      return launch_zeros<4, kBlockM, kWarpgroups, true>(problem, plan, splitk_workspace, stream);
+      return launch_zeros<Format, kBlockM, kWarpgroups, true>(problem, plan, splitk_workspace,
+                                                              stream);
   }
-  return launch_zeros<kBits, kBlockM, kWarpgroups, false>(problem, plan, splitk_workspace, stream);
+  return launch_zeros<Format, kBlockM, kWarpgroups, false>(problem, plan, splitk_workspace, stream);
 }
 
-template <int kBits>
+template <class Format>
 Status launch_compensated_tile(GemmProblem const& problem, Plan const& plan,
                                float* splitk_workspace, Stream stream) {
   switch (plan.block_m) {
     case 96:
-      return launch_compensated<kBits, 96>(problem, plan, splitk_workspace, stream);
+      return launch_compensated<Format, 96>(problem, plan, splitk_workspace, stream);
     case 128:
-      return launch_compensated<kBits, 128>(problem, plan, splitk_workspace, stream);
+      return launch_compensated<Format, 128>(problem, plan, splitk_workspace, stream);
     case 144:
-      return launch_compensated<kBits, 144>(problem, plan, splitk_workspace, stream);
+      return launch_compensated<Format, 144>(problem, plan, splitk_workspace, stream);
     default:
-      return launch_compensated<kBits, 176>(problem, plan, splitk_workspace, stream);
+      return launch_compensated<Format, 176>(problem, plan, splitk_workspace, stream);
   }
 }
 
-template <int kBits>
+template <class Format>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream) {
   if (plan.compensates)
-    return launch_compensated_tile<kBits>(problem, plan, splitk_workspace, stream);
-  if constexpr (kBits == 4) {
+    return launch_compensated_tile<Format>(problem, plan, splitk_workspace, stream);
+  if constexpr (kFourWarpgroups[Format::kBits]) {
     if (plan.block_n == 512) {
-      return plan.block_m == 32 ? launch_plain<4, 32, 4>(problem, plan, splitk_workspace, stream)
-                                : launch_plain<4, 64, 4>(problem, plan, splitk_workspace, stream);
+      return plan.block_m == 32
+                 ? launch_plain<Format, 32, 4>(problem, plan, splitk_workspace, stream)
+                 : launch_plain<Format, 64, 4>(problem, plan, splitk_workspace, stream);
     }
   }
   switch (plan.block_m / plan.ctas_along_m) {
     case 32:
-      return launch_plain<kBits, 32>(problem, plan, splitk_workspace, stream);
+      return launch_plain<Format, 32>(problem, plan, splitk_workspace, stream);
     case 64:
-      return launch_plain<kBits, 64>(problem, plan, splitk_workspace, stream);
+      return launch_plain<Format, 64>(problem, plan, splitk_workspace, stream);
     case 96:
-      return launch_plain<kBits, 96>(problem, plan, splitk_workspace, stream);
+      return launch_plain<Format, 96>(problem, plan, splitk_workspace, stream);
     case 128:
-      return launch_plain<kBits, 128>(problem, plan, splitk_workspace, stream);
+      return launch_plain<Format, 128>(problem, plan, splitk_workspace, stream);
     case 144:
-      return launch_plain<kBits, 144>(problem, plan, splitk_workspace, stream);
+      return launch_plain<Format, 144>(problem, plan, splitk_workspace, stream);
     case 256:
-      return launch_plain<kBits, 256>(problem, plan, splitk_workspace, stream);
+      return launch_plain<Format, 256>(problem, plan, splitk_workspace, stream);
     default:
-      return launch_plain<kBits, 176>(problem, plan, splitk_workspace, stream);
+      return launch_plain<Format, 176>(problem, plan, splitk_workspace, stream);
   }
 }
 
@@ -135,8 +137,9 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
 
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                             Stream stream) {
-  return problem.weight.bits == 4 ? launch_tile<4>(problem, plan, splitk_workspace, stream)
-                                  : launch_tile<8>(problem, plan, splitk_workspace, stream);
+  return visit_integers(problem.weight.format, [&](auto format) {
+    return launch_tile<decltype(format)>(problem, plan, splitk_workspace, stream);
+  });
 }
 
 }  // namespace cutlass_ops

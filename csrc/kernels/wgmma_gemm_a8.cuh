@@ -22,10 +22,10 @@
 namespace cutlass_ops {
 namespace {
 
-template <int kBits, int kBlockM, Promotion kPromotion, bool kZeros, bool kAsymmetric,
+template <class Format, int kBlockM, Promotion kPromotion, bool kZeros, bool kAsymmetric,
           int kWarpgroups, bool kCompensates, bool kGrouped>
 __device__ __forceinline__ void
-Config<kBits, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensates,
+Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensates,
        kGrouped>::consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
                           CUtensorMap const& out_map, Params const& p,
                           hopper::ThreadCoord<Config> const& coord) {
@@ -253,10 +253,7 @@ Config<kBits, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensate
       }
     } while (C::kCompensatesByWindow && i < count);
     if constexpr (kBlock) {
-      // With these pinned, the main loop of this tile is scheduled as well as can be: 4 %
-      // (measured on an H200).
-      if (C::kStartsFromZeroPoints && C::kBits == 8 && C::kBlockM == 176)
-        asm volatile("" : "+r"(row0), "+r"(m0));
+      if (C::kPinsStore) asm volatile("" : "+r"(row0), "+r"(m0));
       if constexpr (kGrouped) {
         hopper::store_group<C>(sums, staging, out_map, p, coord, work, row0);
       } else {

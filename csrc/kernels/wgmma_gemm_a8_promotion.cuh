@@ -7,6 +7,7 @@
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
 #include "dispatch/launch_shape.h"
+#include "formats/formats.h"
 #include "kernels/kernels.h"
 
 // for other GPUs the kernels have no bodies, which read the members of Config
@@ -22,13 +23,13 @@ enum class Promotion {
   kChannel,  // none: int32 sums run over all of K
 };
 
-template <int kBits, int kBlockM, Promotion kPromotion_, bool kZeros, bool kAsymmetric_,
+template <class Format, int kBlockM, Promotion kPromotion_, bool kZeros, bool kAsymmetric_,
           int kWarpgroups = 2, bool kCompensates = false, bool kGrouped_ = false>
 struct Config
-    : hopper::TileConfig<kBits, kBlockM, 1, (kPromotion_ < Promotion::kTap),
-                         kPromotion_ == Promotion::kBlock || kPromotion_ == Promotion::kTap,
-                         kAsymmetric_, kZeros,
-                         wgmma_gemm_a8_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
+    : hopper::TileConfig<
+          Format::kBits, kBlockM, 1, (kPromotion_ < Promotion::kTap),
+          kPromotion_ == Promotion::kBlock || kPromotion_ == Promotion::kTap, kAsymmetric_, kZeros,
+          wgmma_gemm_a8_tile(Format::kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
   static constexpr bool kGrouped = kGrouped_;  // rows of x and weights are experts'
   static constexpr bool kImages =
       !kAsymmetric_ && !kCompensates && kPromotion_ != Promotion::kToken && !kGrouped;
@@ -42,17 +43,15 @@ struct Config
   static constexpr int kXBoxRows = kGrouped ? kSlotRows : Config::TileConfig::kXBoxRows;
   static_assert(!kGrouped || (!kAsymmetric_ && kPromotion_ != Promotion::kTap),
                 "experts have other kernels for these");
-  static constexpr int kWindowTiles = kCompensatesByWindow ? compensation_window(kBits) : 0;
+  static constexpr int kWindowTiles = kCompensatesByWindow ? compensation_window(Format::kBits) : 0;
   static constexpr Promotion kPromotion = kPromotion_;
   static constexpr bool kAsymmetric = kAsymmetric_;  // activations with zero points
   static constexpr bool kStartsFromZeroPoints =
       kAsymmetric && kPromotion == Promotion::kBlock;  // a stage's sums start from -za * colsum
   // a product compensates them
   static constexpr bool kMultipliesZeroPoints = kAsymmetric && kPromotion == Promotion::kToken;
-  // What the decoder multiplies codes by.
-  static constexpr float kCodeScale =
-      kBits == 4 && !kZeros ? float(decode::Int4Int8::kScale) : 1.0f;
-  static constexpr float kUnit = 1.0f / kCodeScale;
+  using Decode = typename Format::template Int8Decoder<kZeros>;
+  static constexpr float kUnit = 1.0f / float(Decode::kScale);
   // A warp that multiplies nothing makes the weights' scales fp32 numbers, times kUnit:
   // instructions concurrent with the MMAs slow these down, even those that nothing waits for. For
   // the same reason stages are then addressed without the block's rank in its cluster. (Measured on
@@ -65,12 +64,20 @@ struct Config
   // tiles, int8 weights and those with zero points take as long or up to 8 % longer. Where zero
   // points are compensated it is int8 weights that gain, 1038 us instead of 1064, and int4 that
   // lose, 1096 and 1072. (Measured on an H200.)
-  static constexpr bool kMeetAtEnd = kCompensatesByWindow
-                                         ? kBits == 8
-                                         : kBits == 4 && kBlockM == 176 && !kZeros &&
-                                               !kAsymmetric && kPromotion != Promotion::kChannel;
+  static constexpr bool kMeetAtEnd =
+      kCompensatesByWindow ? ByWidth<bool>(false, true)[Format::kBits]
+                           : ByWidth<bool>(true, false)[Format::kBits] && kBlockM == 176 &&
+                                 !kZeros && !kAsymmetric && kPromotion != Promotion::kChannel;
+  // Whether promote() multiplies by the weight's scale first: of two orders each kernel runs faster
+  // in its own (by 2 to 5 %, measured on an H200).
+  static constexpr bool kWeightScaleFirst =
+      kPrepareScales || ByWidth<bool>(false, true)[Format::kBits];
+  // Whether the arguments of store() are pinned: the main loop of these tiles is then scheduled as
+  // well as can be, 4 % (measured on an H200).
+  static constexpr bool kPinsStore =
+      kStartsFromZeroPoints && kBlockM == 176 && ByWidth<bool>(false, true)[Format::kBits];
   static_assert(Config::kSharedBytes <=
-                    wgmma_gemm_a8_tile(kBits, kBlockM, kWarpgroups).shared_bytes,
+                    wgmma_gemm_a8_tile(Format::kBits, kBlockM, kWarpgroups).shared_bytes,
                 "its tile promises less shared memory");
 
   static __device__ void consume(uint8_t* stages, float* staging,
@@ -150,15 +157,14 @@ template <class C>
 __device__ __forceinline__ void decode_weights(RawWeights<C> const& raw, uint32_t (&a)[4][4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if constexpr (C::kBits == 8) {
-      decode::Int8Int8::fragment(raw.words[i], a[i]);
-    } else if constexpr (C::kZeros) {
-      decode::Int4MinusZeroInt8::fragment(
-          raw.words[i / 2] + i % 2 * 2,
-          decode::Int4MinusZeroInt8::zero_constants(int8_t(raw.zeros), int8_t(raw.zeros >> 8)),
-          a[i]);
+    using Decode = typename C::Decode;
+    constexpr int kOfLoad = 4 / Decode::kWords;  // operands in 16 bytes
+    uint32_t const* words = raw.words[i / kOfLoad] + i % kOfLoad * Decode::kWords;
+    if constexpr (C::kZeros) {
+      auto const zeros = Decode::zero_constants(int8_t(raw.zeros), int8_t(raw.zeros >> 8));
+      Decode::fragment(words, zeros, a[i]);
     } else {
-      decode::Int4Int8::fragment(raw.words[i / 2] + i % 2 * 2, a[i]);
+      Decode::fragment(words, a[i]);
     }
   }
 }
@@ -181,8 +187,7 @@ struct TokenFactors {
 };
 
 // Fold the integers of eight rows of x into the fp32 sums. Register 4j + e: row g + 8 (e / 2),
-// token 8j + 2t + e % 2. The same three operations in two orders, of which each kernel runs faster
-// in its own (by 2 to 5 %, measured on an H200).
+// token 8j + 2t + e % 2.
 template <class C>
 __device__ __forceinline__ void promote(int j, float const* x_row,
                                         uint32_t const (&integers)[C::kSums],
@@ -192,7 +197,7 @@ __device__ __forceinline__ void promote(int j, float const* x_row,
     float v = float(int(integers[4 * j + e])), &sum = sums[4 * j + e];
     if (C::kPromotion == Promotion::kToken) {
       sum = fmaf(v, scale[e / 2], sum);
-    } else if (C::kBits == 8 || C::kPrepareScales) {
+    } else if (C::kWeightScaleFirst) {
       sum = fmaf(v * scale[e / 2], x_row[e % 2], sum);
     } else {
       sum = fmaf(v, x_row[e % 2] * scale[e / 2], sum);

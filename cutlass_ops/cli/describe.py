@@ -11,6 +11,7 @@ from ..checkpoints import Checkpoint
 from ..checkpoints.safetensors_files import spec_bytes
 from ..files.packed_file import PackedInfo
 from ..ops.explain import explain
+from ..weights import formats
 from ..weights.packed_weight import PackedWeight
 from ..weights.specs import PACKED_DTYPES, empty_packed
 from .common import dtype_name
@@ -19,15 +20,15 @@ from .common import dtype_name
 def _note(bits: int, group_size: int, parts: dict[str, str]) -> str:
     group = "one group a row" if group_size == -1 else f"groups of {group_size}"
     kind = next((text for part, text in _KINDS.items() if part in parts), "symmetric")
-    if bits == 8 and "book" in parts:
-        kind = "e4m3 floats"
+    if "book" in parts:
+        kind = formats.format_of(bits, has_book=True).text
     words = [f"{bits} bits in {group}", kind, f"scales {parts['scales']}"]
     words += [text for part, text in (("bias", "bias"), ("perm", "act order")) if part in parts]
     return ", ".join(words)
 
 
 #: How values are made of codes, by the tensor that says so.
-_KINDS = {"zeros": "zero points", "offsets": "offsets", "book": "code book"}
+_KINDS = {"zeros": "zero points", "offsets": "offsets"}
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 BITS = (4, 8)
 
@@ -79,6 +80,44 @@ def _e4m3(code: int) -> float:
 #: and 480 and -480 stand in their place.
 E4M3 = tuple(_e4m3(code) for code in range(256))
 E4M3_LARGEST = 448.0
+
+
+@dataclass(frozen=True)
+class Format:
+    """What codes are, as ``csrc/include/cutlass_ops/format.h`` lists it.
+
+    Attributes:
+        name: of the enumerator, in ``_C.Format``.
+        text: what ``cutlass-ops inspect`` calls it where codes are no integers.
+        bits: of a code.
+        has_book: a code stands for a value of a book, and not for an integer.
+        book: the only book that there is, whose values kernels know; None: any.
+        nan: a code that is no number, with either sign, or None.
+    """
+
+    name: str
+    text: str
+    bits: int
+    has_book: bool = False
+    book: tuple[float, ...] | None = None
+    nan: int | None = None
+
+
+FORMATS = (
+    Format("int4", "", 4),
+    Format("int8", "", 8),
+    Format("codebook", "code book", 4, has_book=True),
+    Format("e4m3", "e4m3 floats", 8, has_book=True, book=E4M3, nan=0x7F),
+)
+
+
+def format_of(bits: int, has_book: bool) -> Format:
+    """The format of codes of so many bits, or raise ``ValueError``."""
+    for known in FORMATS:
+        if (known.bits, known.has_book) == (bits, has_book):
+            return known
+    raise ValueError(f"codes of {bits} bits have no code book")
+
 
 #: What :func:`cutlass_ops.quantize` knows by name.
 BOOKS = CODE_BOOKS | {"mxfp4": E2M1, "e4m3": E4M3}

@@ -326,6 +326,7 @@ class PackedWeight:
                     f"{name} starts at an address that is no multiple of 16 bytes; kernels "
                     "load 16 at a time"
                 )
+        kind = formats.format_of(self.bits, self.book is not None)
         pointers = {name: value.data_ptr() for name, value in self.tensors().items()}
         native = _C.PackedWeight(
             pointers["codes"],
@@ -333,10 +334,10 @@ class PackedWeight:
             pointers.get("zeros", 0),
             pointers.get("offsets", 0),
             pointers.get("perm", 0),
-            pointers.get("book", 0),
+            pointers["book"] if kind.has_book and kind.book is None else 0,
             self.n,
             self.k,
-            self.bits,
+            getattr(_C.Format, kind.name),
             # kernels count in 32 bits
             -1 if self.group_size > formats.padded_k(self.k) else self.group_size,
             _NATIVE_TYPES[self.scales.dtype],

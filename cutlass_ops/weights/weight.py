@@ -73,7 +73,8 @@ def check_book(book: Any, bits: int, zeros: Any, offsets: Any, device: torch.dev
             f"both book and {name} are given; values from a code book have neither zero "
             "points nor offsets"
         )
-    check_part("book", book, (1 << bits,), (torch.float32,), device)
+    kind = formats.format_of(bits, has_book=True)
+    check_part("book", book, (1 << kind.bits,), (torch.float32,), device)
 
 
 def check_order(perm: Tensor | None, kernel_size: tuple[int, ...]) -> None:
@@ -85,10 +86,16 @@ def check_order(perm: Tensor | None, kernel_size: tuple[int, ...]) -> None:
         )
 
 
-def is_known_book(book: Tensor) -> bool:
-    """Whether kernels have the values of a code book: any 16, and of 256 ``formats.E4M3`` alone."""
-    return len(book) == 16 or torch.equal(
-        book, torch.tensor(formats.E4M3, dtype=torch.float32, device=book.device)
+def wrong_book(bits: int, book: Tensor | None) -> str | None:
+    """What is wrong with the values of a code book: some formats have one alone."""
+    kind = formats.format_of(bits, book is not None)
+    if book is None or kind.book is None:
+        return None
+    if torch.equal(book, torch.tensor(kind.book, dtype=torch.float32, device=book.device)):
+        return None
+    return (
+        f"has other values than those of {kind.name}, the code book that {kind.bits}-bit codes "
+        "may have"
     )
 
 
@@ -114,13 +121,10 @@ def not_finite(weight: QuantizedWeight) -> str | None:
         if values is not None and not bool((finite := values.isfinite()).all()):
             place = [int(i) for i in (~finite).nonzero()[0]]
             return f"{name}{place} is {float(values[tuple(place)])}"
-    if (
-        weight.book is not None
-        and weight.bits == 8
-        and bool((nan := weight.codes & 0x7F == 0x7F).any())
-    ):
+    kind = formats.format_of(weight.bits, weight.book is not None)
+    if kind.nan is not None and bool((nan := weight.codes & 0x7F == kind.nan).any()):
         place = [int(i) for i in nan.nonzero()[0]]
-        return f"codes{place} is {int(weight.codes[tuple(place)]):#x}, the NaN of e4m3"
+        return f"codes{place} is {int(weight.codes[tuple(place)]):#x}, the NaN of {kind.name}"
     return None
 
 
@@ -228,11 +232,8 @@ class QuantizedWeight:
             if not torch.equal(self.perm.long().sort().values, torch.arange(k, device=device)):
                 raise ValueError(f"perm is not a permutation of 0 .. {k - 1}")
         check_book(self.book, self.bits, self.zeros, self.offsets, device)
-        if self.book is not None and not is_known_book(self.book):
-            raise ValueError(
-                "book has other values than formats.E4M3, which is the code book that "
-                "8-bit codes may have"
-            )
+        if problem := wrong_book(self.bits, self.book):
+            raise ValueError(f"book {problem}")
 
     @classmethod
     def from_flat(

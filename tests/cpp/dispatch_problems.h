@@ -18,18 +18,22 @@ alignas(256) inline uint8_t some_bytes[32];  // what non-null pointers point to;
 inline uint8_t& some_byte = some_bytes[0];
 alignas(16) inline float some_book[16];
 
+inline void look_up(PackedWeight& w) { w.format = Format::kCodebook, w.codebook = some_book; }
+
 // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": A100, RTX 3090,
 // RTX 4090, H100, B200, RTX 5090.
 inline Device const kDevices[] = {{80, 108, 166912}, {86, 82, 101376},   {89, 128, 101376},
                                   {90, 132, 232448}, {100, 148, 232448}, {120, 170, 101376}};
 inline Device const kHopper = kDevices[3];
 
+inline Format integers(int bits) { return bits == 4 ? Format::kInt4 : Format::kInt8; }
+
 inline GemmProblem problem(int m, int n, int k, int bits = 4, int group_size = 128) {
   GemmProblem p;
   p.m = m;
   p.weight.n = n;
   p.weight.k = k;
-  p.weight.bits = bits;
+  p.weight.format = integers(bits);
   p.weight.group_size = group_size;
   p.weight.codes = &some_byte, p.weight.scales = &some_byte;
   p.x = &some_byte, p.x_stride = k;
@@ -92,10 +96,10 @@ inline std::vector<Named> inputs(GemmProblem const& p) {
       all.back().name += ", sums of codes", all.back().problem.weight.sums = &some_byte;
     }
   }
-  if (p.weight.bits == 4) {
+  if (p.weight.format == Format::kInt4) {
     GemmProblem book = p;
     book.x_type = DataType::kFloat16;
-    book.weight.book = some_book;
+    look_up(book.weight);
     all.push_back({"code book", book, false});
   } else {
     GemmProblem zeros = quantized_on_the_way(p, ActQuant::kBlock, true);

@@ -132,7 +132,7 @@ inline bool same(float a, float b) { return a == b || (std::isnan(a) && std::isn
 
 enum class Zero { kMiddle, kInteger, kReal };
 
-struct Format {
+struct WeightKind {
   Zero zero;
   int group_size;
   DataType scale_type;
@@ -146,14 +146,14 @@ struct Format {
 };
 
 // Of both families of each kernel: those of whole tiles without offsets, and the rest.
-inline Format const kFormats[] = {
+inline WeightKind const kWeightKinds[] = {
     {Zero::kMiddle, 128, DataType::kFloat16}, {Zero::kInteger, 256, DataType::kBFloat16},
     {Zero::kMiddle, -1, DataType::kFloat32},  {Zero::kReal, 128, DataType::kFloat16},
     {Zero::kInteger, 32, DataType::kFloat16}, {Zero::kReal, 64, DataType::kFloat32}};
 
 struct Weight {
   int n, k, bits;
-  Format format;
+  WeightKind kind;
   bool exact;
 
   int groups, group;  // on the host: [n][groups], each of `group` columns
@@ -163,22 +163,22 @@ struct Weight {
   std::vector<int32_t> perm;
 
   // Scales of both signs: 1/4, 1/2 and 1 if `exact`, any if not.
-  Weight(int n_, int k_, int bits_, Format format_, bool exact_, bool permuted = false)
-      : n(n_), k(k_), bits(bits_), format(format_), exact(exact_) {
+  Weight(int n_, int k_, int bits_, WeightKind kind_, bool exact_, bool permuted = false)
+      : n(n_), k(k_), bits(bits_), kind(kind_), exact(exact_) {
     std::mt19937 random(uint32_t(n * 31 + k * 7 + bits + exact));
-    group = format.group_size == -1 ? k : format.group_size;
+    group = kind.group_size == -1 ? k : kind.group_size;
     groups = (k + group - 1) / group;
     codes.resize(size_t(n) * k);
     for (uint8_t& code : codes) code = uint8_t(random() & ((1u << bits) - 1));
     for (int i = 0; i < n * groups; ++i) {
       float const magnitude = exact ? std::ldexp(1.0f, -int(random() % 3))
                                     : 0.001f + 0.02f * float(random() % 4096) / 4096;
-      scales.push_back(rounded(random() % 2 ? magnitude : -magnitude, format.scale_type));
+      scales.push_back(rounded(random() % 2 ? magnitude : -magnitude, kind.scale_type));
       float const offset =
           exact ? float(int(random() % 13) - 6) / 4 : (float(random() % 4096) / 4096 - 0.5f) * 0.2f;
-      offsets.push_back(format.zero == Zero::kReal ? rounded(offset, format.scale_type) : 0.0f);
-      zeros.push_back(format.zero == Zero::kInteger ? int(random() & ((1u << bits) - 1))
-                                                    : 1 << (bits - 1));
+      offsets.push_back(kind.zero == Zero::kReal ? rounded(offset, kind.scale_type) : 0.0f);
+      zeros.push_back(kind.zero == Zero::kInteger ? int(random() & ((1u << bits) - 1))
+                                                  : 1 << (bits - 1));
     }
     if (permuted) {
       for (int j = 0; j < k; ++j) perm.push_back(j);
@@ -196,7 +196,7 @@ struct Weight {
   // As a dequantiser rounds it: product and sum each to fp32.
   float rounded_value(int row, int column) const {
     float volatile product = scales[index(row, column)] * float(integer(row, column));
-    return format.zero == Zero::kReal ? product + offsets[index(row, column)] : product;
+    return kind.zero == Zero::kReal ? product + offsets[index(row, column)] : product;
   }
 };
 
@@ -205,7 +205,7 @@ template <class T>
 inline std::vector<T> group_vectors(Weight const& w, std::vector<T> const& rows) {
   int const padded_groups = w.group < kKPerTile ? int(padded_k(w.k)) / w.group : w.groups;
   int const n_pad = int(padded_rows(w.n));
-  std::vector<T> packed(size_t(w.format.group_size == -1 ? 1 : padded_groups) * n_pad);
+  std::vector<T> packed(size_t(w.kind.group_size == -1 ? 1 : padded_groups) * n_pad);
   for (int row = 0; row < w.n; ++row)
     for (int g = 0; g < w.groups; ++g)
       packed[size_t(g) * n_pad + row / kRowsPerPanel * kRowsPerPanel + group_row(row)] =
@@ -229,19 +229,19 @@ class DeviceWeight {
  public:
   explicit DeviceWeight(Weight const& w)
       : codes_(packed_codes(w)),
-        scales_(stored(group_vectors(w, w.scales), w.format.scale_type)),
+        scales_(stored(group_vectors(w, w.scales), w.kind.scale_type)),
         zeros_(packed_zeros(w)),
-        offsets_(stored(group_vectors(w, w.offsets), w.format.scale_type)),
+        offsets_(stored(group_vectors(w, w.offsets), w.kind.scale_type)),
         perm_(w.perm) {
     view.codes = codes_.data<uint8_t>();
     view.scales = scales_.data<void>();
-    if (w.format.zero == Zero::kInteger) view.zeros = zeros_.data<int8_t>();
-    if (w.format.zero == Zero::kReal) view.offsets = offsets_.data<void>();
+    if (w.kind.zero == Zero::kInteger) view.zeros = zeros_.data<int8_t>();
+    if (w.kind.zero == Zero::kReal) view.offsets = offsets_.data<void>();
     if (!w.perm.empty()) view.perm = perm_.data<int32_t>();
-    view.n = w.n, view.k = w.k, view.bits = w.bits;
-    view.group_size = w.format.group_size;
-    view.scale_type = w.format.scale_type;
-    view.offset_type = w.format.zero == Zero::kReal ? w.format.scale_type : DataType::kNone;
+    view.n = w.n, view.k = w.k, view.format = w.bits == 4 ? Format::kInt4 : Format::kInt8;
+    view.group_size = w.kind.group_size;
+    view.scale_type = w.kind.scale_type;
+    view.offset_type = w.kind.zero == Zero::kReal ? w.kind.scale_type : DataType::kNone;
   }
   PackedWeight view;
 
@@ -379,7 +379,7 @@ inline std::vector<double> product(Weight const& w, std::vector<float> const& x,
   std::vector<double> a(tiles_per_cluster.begin(), tiles_per_cluster.end());
   if (input.act_quant != ActQuant::kNone) {
     Quantized const q = quantized(tiles_per_cluster, m, w.k,
-                                  block_of(input.act_quant, w.format.group_size), input.symmetric);
+                                  block_of(input.act_quant, w.kind.group_size), input.symmetric);
     for (int row = 0; row < m; ++row)
       for (int j = 0; j < w.k; ++j) a[size_t(row) * w.k + j] = q.value(row, j);
   }

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "device/decode.cuh"
+#include "formats/integers.cuh"
 
 namespace cutlass_ops::decode {
 namespace {
@@ -26,10 +26,10 @@ __device__ int number(uint32_t reg, int high, __nv_bfloat16) {
 
 // Counts wrong elements. A thread has a word and its complement; each half of it goes through
 // every 16-bit pattern.
-template <int kBits, class Element>
+template <class Format, class Element>
 __global__ void check_float(int* wrong) {
-  using Decoder = ToFloat<kBits, Element>;
-  constexpr int kCodes = 1 << kBits;
+  using Decoder = typename Format::template Decoder<Element>;
+  constexpr int kBits = Format::kBits, kCodes = 1 << kBits;
   uint32_t const low = blockIdx.x * blockDim.x + threadIdx.x;
   uint32_t const word = (low * 40503u & 0xffff) << 16 | low, words[2] = {word, ~word};
   for (int z = -1; z < kCodes; ++z) {  // -1: the decoder without zero points
@@ -86,10 +86,10 @@ int wrong_elements(void (*kernel)(int*)) {
 TEST(DecodeOnDevice, EveryCodeWithEveryZeroPoint) {
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no CUDA device";
-  EXPECT_EQ(wrong_elements(check_float<4, __half>), 0) << "4 bits to fp16";
-  EXPECT_EQ(wrong_elements(check_float<4, __nv_bfloat16>), 0) << "4 bits to bf16";
-  EXPECT_EQ(wrong_elements(check_float<8, __half>), 0) << "8 bits to fp16";
-  EXPECT_EQ(wrong_elements(check_float<8, __nv_bfloat16>), 0) << "8 bits to bf16";
+  EXPECT_EQ(wrong_elements(check_float<formats::Int4, __half>), 0) << "4 bits to fp16";
+  EXPECT_EQ(wrong_elements(check_float<formats::Int4, __nv_bfloat16>), 0) << "4 bits to bf16";
+  EXPECT_EQ(wrong_elements(check_float<formats::Int8, __half>), 0) << "8 bits to fp16";
+  EXPECT_EQ(wrong_elements(check_float<formats::Int8, __nv_bfloat16>), 0) << "8 bits to bf16";
   EXPECT_EQ(wrong_elements(check_int8), 0) << "4 bits to int8";
 }
 

@@ -55,7 +55,7 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
               EXPECT_EQ(p.grid_x % p.cluster_size, 0);
               // Persistent CTAs, and those that share K while decoding, all run at a time.
               if (device.architecture == 90 && std::string(p.kernel).substr(0, 4) != "mma_" &&
-                  !input.problem.weight.book) {
+                  input.problem.weight.format != Format::kCodebook) {
                 EXPECT_LE(p.grid_x, device.multiprocessors);
               }
               // Something quantises what is multiplied as int8, or the kernel does.
@@ -150,7 +150,7 @@ TEST(Dispatch, ChoosesNoKernelThatCannotImplementAProblem) {
   GemmProblem p = plain;
   p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
   EXPECT_EQ(kernel(p), "wgmma_gemm_a8");
-  p.weight.bits = 8;
+  p.weight.format = Format::kInt8;
   EXPECT_EQ(kernel(p), "wgmma_gemm_a8");
   p.m = 64;
   EXPECT_EQ(kernel(p), "wgmma_fold16");
@@ -438,7 +438,7 @@ TEST(Experts, TakeTheExactKernelWhereItsGroupsAndCodesAllowIt) {
   };
   EXPECT_EQ(kernels([](PackedWeight&) {}), "wgmma_gemm_a16");
   EXPECT_EQ(kernels([](PackedWeight& w) {
-              w.bits = 8, w.zeros = reinterpret_cast<int8_t const*>(&some_byte);
+              w.format = Format::kInt8, w.zeros = reinterpret_cast<int8_t const*>(&some_byte);
             }),
             "wgmma_gemm_a16");
   EXPECT_EQ(kernels([](PackedWeight& w) { w.scale_type = DataType::kFloat32; }), "wgmma_gemm_a16");
@@ -446,8 +446,8 @@ TEST(Experts, TakeTheExactKernelWhereItsGroupsAndCodesAllowIt) {
   EXPECT_EQ(
       kernels([](PackedWeight& w) { w.offsets = &some_byte, w.offset_type = DataType::kFloat16; }),
       "wgmma_fold16");
-  EXPECT_EQ(kernels([](PackedWeight& w) { w.book = reinterpret_cast<float const*>(&some_byte); }),
-            "wgmma_fold16");
+  EXPECT_EQ(kernels(look_up), "wgmma_fold16");
+  EXPECT_EQ(kernels([](PackedWeight& w) { w.format = Format::kE4m3; }), "wgmma_fold16");
 }
 
 TEST(Experts, MultiplyCodesWhereBothProductsCan) {
@@ -466,7 +466,7 @@ TEST(Experts, MultiplyCodesWhereBothProductsCan) {
     MoePlan const many = plan(1 << 14, [](MoeProblem&) {});
     EXPECT_TRUE(many.int8);
     EXPECT_EQ(many.block_m, 176);
-    EXPECT_TRUE(plan(1024, [](MoeProblem& p) { p.gate_up.stack.bits = 8; }).int8);
+    EXPECT_TRUE(plan(1024, [](MoeProblem& p) { p.gate_up.stack.format = Format::kInt8; }).int8);
     EXPECT_TRUE(plan(1024, [](MoeProblem& p) {
                   p.down.stack.zeros = reinterpret_cast<int8_t*>(&some_byte);
                 }).int8);
@@ -475,7 +475,7 @@ TEST(Experts, MultiplyCodesWhereBothProductsCan) {
     EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.act_symmetric = false; }).int8);
     EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.down.stack.group_size = 64; }).int8);
     EXPECT_FALSE(plan(1024, [](MoeProblem& p) {
-                   p.down.stack.bits = 8,
+                   p.down.stack.format = Format::kInt8,
                    p.down.stack.zeros = reinterpret_cast<int8_t*>(&some_byte);
                  }).int8);
   }

@@ -51,8 +51,9 @@ TEST(Dispatch, RefusesArgumentsThatWouldBeMisread) {
   EXPECT_EQ(check_quantize(q).code, Status::kUnsupported);
   EXPECT_EQ(check_dequantize({problem(1, 192, 576).weight, codes, DataType::kInt8}).code,
             Status::kUnsupported);
-  EXPECT_EQ(check_dequantize({problem(1, 192, 576, 3).weight, codes, DataType::kFloat16}).code,
-            Status::kUnsupported);
+  PackedWeight unknown = problem(1, 192, 576).weight;
+  unknown.format = Format(99);
+  EXPECT_EQ(check_dequantize({unknown, codes, DataType::kFloat16}).code, Status::kUnsupported);
 }
 
 TEST(Dispatch, TakesEveryOptionOfTheEpilogueAndEveryType) {
@@ -76,8 +77,23 @@ TEST(Dispatch, SaysWhichFieldIsUnsupportedAndWhatIsSupported) {
   };
   int8_t const* zeros = reinterpret_cast<int8_t const*>(&some_byte);
   std::vector<Case> const cases = {
-      {[](auto& p) { p.weight.bits = 3; }, Status::kUnsupported, {"bits", "3", "4 and 8"}},
-      {[](auto& p) { p.weight.bits = 16; }, Status::kUnsupported, {"bits", "16", "4 and 8"}},
+      {[](auto& p) { p.weight.format = Format(99); }, Status::kUnsupported, {"no format 99"}},
+      {[](auto& p) { p.weight.format = Format(-1); }, Status::kUnsupported, {"no format -1"}},
+      {[](auto& p) { look_up(p.weight), p.weight.codebook = nullptr; },
+       Status::kInvalid,
+       {"codebook is a null pointer"}},
+      {[](auto& p) { p.weight.codebook = some_book; },
+       Status::kUnsupported,
+       {"codebook and 4-bit integers", "Format::kCodebook"}},
+      {[=](auto& p) { look_up(p.weight), p.weight.zeros = zeros; },
+       Status::kUnsupported,
+       {"a code book and zeros", "integers"}},
+      {[](auto& p) {
+         p.weight.format = Format::kE4m3, p.weight.offsets = &some_byte,
+         p.weight.offset_type = DataType::kFloat16;
+       },
+       Status::kUnsupported,
+       {"e4m3 codes and offsets", "integers"}},
       {[](auto& p) { p.weight.n = 0; }, Status::kInvalid, {"shape", "[0, 576]", "at least 1"}},
       {[](auto& p) { p.weight.k = -5; }, Status::kInvalid, {"shape", "[192, -5]", "at least 1"}},
       {[](auto& p) { p.m = -1; }, Status::kInvalid, {"m is -1", std::to_string(kMaxM)}},
@@ -132,7 +148,7 @@ TEST(Dispatch, SaysWhichFieldIsUnsupportedAndWhatIsSupported) {
        Status::kUnsupported,
        {"x is float32", "act_quant=\"none\"", "float16 or bfloat16", "\"token\" or \"block\""}},
       {[](auto& p) {
-         p.weight.book = some_book;
+         look_up(p.weight);
          p.act_quant = ActQuant::kBlock;
        },
        Status::kUnsupported,
@@ -189,9 +205,9 @@ TEST(Dispatch, SaysWhichFieldIsUnsupportedAndWhatIsSupported) {
       {[](auto& p) { p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte + 4); },
        Status::kInvalid,
        {"perm starts at", "16 bytes"}},
-      {[](auto& p) { p.weight.book = some_book + 1; },
+      {[](auto& p) { look_up(p.weight), p.weight.codebook = some_book + 1; },
        Status::kInvalid,
-       {"book starts at", "16 bytes"}},
+       {"codebook starts at", "16 bytes"}},
       {[](auto& p) { p.weight.sums = &some_byte + 1; },
        Status::kInvalid,
        {"sums starts at", "16 bytes"}},
@@ -255,13 +271,13 @@ TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
   auto const offsets = [](GemmProblem& p) {
     p.weight.offsets = &some_byte, p.weight.offset_type = DataType::kFloat16;
   };
-  auto const book = [](GemmProblem& p) { p.weight.book = some_book; };
-  auto const e4m3 = [](GemmProblem& p) { p.weight.bits = 8, p.weight.e4m3 = true; };
+  auto const book = [](GemmProblem& p) { look_up(p.weight); };
+  auto const e4m3 = [](GemmProblem& p) { p.weight.format = Format::kE4m3; };
   auto const perm = [](GemmProblem& p) {
     p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte);
   };
   auto const zeros8 = [](GemmProblem& p) {
-    p.weight.bits = 8, p.act_quant = ActQuant::kBlock,
+    p.weight.format = Format::kInt8, p.act_quant = ActQuant::kBlock,
     p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
   };
   for (char const* kernel :

@@ -53,7 +53,7 @@ TEST(Dispatch, RoundsOperandsOnlyWhereItMay) {
           }
         }
   GemmProblem p = problem(100, 8192, 4096);
-  p.weight.book = some_book;
+  look_up(p.weight);
   rounds(p, "mma_gemm_a16");
   p = already_quantized(problem(100, 8192, 4096, 8), -1);
   p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
@@ -164,13 +164,13 @@ TEST(Dispatch, CompensatesZeroPointsOfWeights) {
       EXPECT_STREQ(other.kernel, change.kernel);
       EXPECT_FALSE(other.compensates || other.layout.sums);
       // Of 4 bits by the same kernel, which compensates zero points of x alone.
-      changed.weight.bits = 4;
+      changed.weight.format = Format::kInt4;
       Plan const int4 = planned(changed);
       EXPECT_STREQ(int4.kernel, "wgmma_gemm_a8");
       EXPECT_EQ(int4.compensates, !changed.act_symmetric);
       EXPECT_FALSE(int4.layout.sums);
     }
-    base.weight.bits = 4;
+    base.weight.format = Format::kInt4;
     EXPECT_TRUE(planned(base).layout.sums);
   }
 }
@@ -189,7 +189,7 @@ TEST(Checks, SumsOfCodesAreForWeightsWhoseProductsTakeThem) {
               << bits << " bits, groups of " << group_size << ", " << zeros << offsets;
         }
   PackedWeight book = problem(1, 200, 576).weight;
-  book.book = some_book;
+  look_up(book);
   EXPECT_EQ(check_sums(book, &some_byte).code, Status::kUnsupported);
 }
 

@@ -26,8 +26,8 @@ GemmProblem convolution(int batch, int size, int channels, int n, int bits, ActQ
     p.image.stride[axis] = p.image.dilation[axis] = 1, p.image.padding[axis] = deep ? 0 : 1;
   }
   p.m = batch * size * size;
-  p.weight.n = n, p.weight.k = 9 * int(padded_k(channels)), p.weight.bits = bits,
-  p.weight.group_size = group_size;
+  p.weight.n = n, p.weight.k = 9 * int(padded_k(channels)),
+  p.weight.format = bits == 4 ? Format::kInt4 : Format::kInt8, p.weight.group_size = group_size;
   p.weight.codes = some_bytes, p.weight.scales = some_bytes;
   p.x = some_bytes, p.x_stride = channels, p.act_quant = act_quant;
   p.out = some_bytes;

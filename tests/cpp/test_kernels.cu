@@ -56,7 +56,7 @@ TEST_P(Epilogue, AddsBiasActivatesAndAddsTheResidual) {
   // n = 200: whole 16-byte stores. n = 33: none. Few columns of K: one part; many: several.
   for (auto const& [n, k, m] : {std::tuple(200, 100, 20), std::tuple(33, 100, 5),
                                 std::tuple(200, 700, 5), std::tuple(33, 700, 70)}) {
-    Weight const w(n, k, 4, kFormats[0], false);
+    Weight const w(n, k, 4, kWeightKinds[0], false);
     DeviceWeight const packed(w);
     Input const input = kInputs[0];
     std::vector<float> const x = random_floats(m, k, input.type);
@@ -258,11 +258,11 @@ class Dequantize : public Kernels, public testing::WithParamInterface<std::tuple
 
 TEST_P(Dequantize, GivesEveryValueRoundedOnce) {
   auto const [bits, type] = GetParam();
-  for (Format const& format : kFormats)
+  for (WeightKind const& kind : kWeightKinds)
     for (auto const& [n, k] : {std::pair(kN, kK), std::pair(33, 7)})
       for (bool permuted : {false, true}) {
-        SCOPED_TRACE(format.text() + ", " + std::to_string(n) + " x " + std::to_string(k));
-        Weight const w(n, k, bits, format, false, permuted);
+        SCOPED_TRACE(kind.text() + ", " + std::to_string(n) + " x " + std::to_string(k));
+        Weight const w(n, k, bits, kind, false, permuted);
         DeviceWeight const packed(w);
         DeviceBytes const out(size_t(n) * k * size_of(type));
         finish(dequantize({packed.view, out.data<void>(), type}, nullptr));
@@ -314,7 +314,7 @@ TEST_F(Kernels, PackAsTheHostDoesAndUnpack) {
 // ---- errors
 
 TEST_F(Kernels, UnsupportedProblemsAreRefusedBeforeAnythingIsLaunched) {
-  Weight const w(kN, kK, 4, kFormats[0], true);
+  Weight const w(kN, kK, 4, kWeightKinds[0], true);
   DeviceWeight const packed(w);
   DeviceBytes const x(stored(random_floats(5, kK, DataType::kFloat32), DataType::kFloat32)),
       out(5 * kN * 4);

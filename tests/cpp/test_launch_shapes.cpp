@@ -127,7 +127,7 @@ TEST(Dispatch, DecodesUpTo16Rows) {
   EXPECT_EQ(kernel(quantized_on_the_way(problem(16, 8192, 28672), ActQuant::kToken, true)),
             "mma_gemm_a8");
   GemmProblem book = problem(8, 4096, 4096, 4, 64);
-  book.weight.book = some_book;
+  look_up(book.weight);
   EXPECT_TRUE(decodes(book));
   book.m = 16;
   EXPECT_EQ(kernel(book), "wgmma_decode");
@@ -176,7 +176,7 @@ TEST(Dispatch, CutsSmallBatchesIntoStagesThatFit) {
         Case{8192, 28672, 4, 2, 3, true}}) {
     GemmProblem p = problem(16, c.n, c.k, c.bits);
     if (c.book)
-      p.weight.book = some_book, p.weight.group_size = 64, p.weight.scale_type = DataType::kFloat32;
+      look_up(p.weight), p.weight.group_size = 64, p.weight.scale_type = DataType::kFloat32;
     if (c.quantizes) p.act_quant = ActQuant::kBlock;
     WgmmaDecodeShape const shape = wgmma_decode_shape(p, kHopper, c.quantizes, false, false);
     EXPECT_EQ(shape.cluster, c.cluster) << c.n << " x " << c.k;

@@ -1,4 +1,4 @@
-// Products on the GPU against fp64 sums of the dequantised operands: every format, kind of
+// Products on the GPU against fp64 sums of the dequantised operands: every kind, kind of
 // activations and kernel.
 
 #include <cuda_runtime.h>
@@ -33,11 +33,11 @@ class Products : public Kernels, public testing::WithParamInterface<std::tuple<i
 
   // Every format with an M for every BLOCK_M.
   void multiply_all(bool exact) {
-    for (Format const& format : kFormats) {
-      Weight const w(kN, kK, bits, format, exact);
+    for (WeightKind const& kind : kWeightKinds) {
+      Weight const w(kN, kK, bits, kind, exact);
       DeviceWeight const packed(w);
       for (int m : {5, 16, 20, 33, 70}) {
-        SCOPED_TRACE(format.text() + ", m " + std::to_string(m));
+        SCOPED_TRACE(kind.text() + ", m " + std::to_string(m));
         std::vector<float> const x = exact ? exact_floats(m, kK, input.act_quant, input.symmetric)
                                            : random_floats(m, kK, input.type);
         multiply(w, packed, x, m, exact);
@@ -65,14 +65,14 @@ TEST_P(Products, AreExactWithPowerOfTwoScales) { multiply_all(true); }
 TEST_P(Products, AreWithinToleranceWithAnyScales) { multiply_all(false); }
 
 TEST_P(Products, OfAnActOrder) {
-  Weight const w(kN, kK, bits, kFormats[4], false, true);
+  Weight const w(kN, kK, bits, kWeightKinds[4], false, true);
   for (int m : {5, 70}) multiply(w, DeviceWeight(w), random_floats(m, kK, input.type), m, false);
 }
 
 TEST_P(Products, OfTinyAndOddShapes) {
   for (auto const& [n, k] :
        {std::pair(1, 1), std::pair(33, 7), std::pair(65, 129), std::pair(130, 100)}) {
-    Weight const w(n, k, bits, kFormats[4], false);
+    Weight const w(n, k, bits, kWeightKinds[4], false);
     SCOPED_TRACE(std::to_string(n) + " x " + std::to_string(k));
     for (int m : {1, 33}) multiply(w, DeviceWeight(w), random_floats(m, k, input.type), m, false);
   }
@@ -80,7 +80,7 @@ TEST_P(Products, OfTinyAndOddShapes) {
 
 // Few rows of x and 17 K tiles give few enough CTAs on any GPU to split K.
 TEST_P(Products, SplitK) {
-  Weight const w(kN, 2100, bits, kFormats[0], true);
+  Weight const w(kN, 2100, bits, kWeightKinds[0], true);
   DeviceWeight const packed(w);
   Device device;
   finish(current_device(&device));
@@ -100,19 +100,20 @@ TEST_P(Products, SplitK) {
 TEST_P(Products, OfTheShapesThatHopperTakes) {
   struct Case {
     int n, k, m;
-    Format format;
+    WeightKind kind;
   };
   Device device;
   finish(current_device(&device));
   std::set<std::pair<std::string, int>> tiles;
-  for (Case const& c : {Case{520, 712, 40, kFormats[0]}, Case{520, 712, 40, kFormats[1]},
-                        Case{520, 712, 40, kFormats[2]}, Case{520, 712, 24, kFormats[0]},
-                        Case{520, 712, 24, kFormats[1]}, Case{17000, 136, 40, kFormats[0]},
-                        Case{4160, 136, 300, kFormats[1]}, Case{8320, 136, 300, kFormats[0]},
-                        Case{8320, 136, 170, kFormats[0]}}) {
+  for (Case const& c :
+       {Case{520, 712, 40, kWeightKinds[0]}, Case{520, 712, 40, kWeightKinds[1]},
+        Case{520, 712, 40, kWeightKinds[2]}, Case{520, 712, 24, kWeightKinds[0]},
+        Case{520, 712, 24, kWeightKinds[1]}, Case{17000, 136, 40, kWeightKinds[0]},
+        Case{4160, 136, 300, kWeightKinds[1]}, Case{8320, 136, 300, kWeightKinds[0]},
+        Case{8320, 136, 170, kWeightKinds[0]}}) {
     SCOPED_TRACE(std::to_string(c.m) + " x " + std::to_string(c.n) + " x " + std::to_string(c.k) +
-                 ", " + c.format.text());
-    Weight const w(c.n, c.k, bits, c.format, true);
+                 ", " + c.kind.text());
+    Weight const w(c.n, c.k, bits, c.kind, true);
     DeviceWeight const packed(w);
     std::vector<float> const x = exact_floats(c.m, c.k, input.act_quant, input.symmetric);
     DeviceBytes const from(stored(x, input.type));
@@ -133,7 +134,7 @@ TEST_P(Products, OfTheShapesThatHopperTakes) {
 TEST_P(Products, OfTheShapesThatDecodeTakes) {
   struct Case {
     int n, k, m, cluster;
-    Format format;
+    WeightKind kind;
   };
   Device device;
   finish(current_device(&device));
@@ -144,13 +145,14 @@ TEST_P(Products, OfTheShapesThatDecodeTakes) {
   for (Candidate const& candidate : decode_gemm.candidates({})) {
     int const most = candidate.tile.block_m;
     if (most == 4) continue;  // a code book's
-    for (Case const& c : {Case{200, 264, 3, 1, kFormats[0]}, Case{8500, 256, 2, 1, kFormats[1]},
-                          Case{4160, 1000, 4, 2, kFormats[3]}, Case{1024, 3096, 2, 4, kFormats[4]},
-                          Case{136, 2100, 1, 8, kFormats[5]}, Case{136, 2104, 4, 8, kFormats[2]}}) {
+    for (Case const& c :
+         {Case{200, 264, 3, 1, kWeightKinds[0]}, Case{8500, 256, 2, 1, kWeightKinds[1]},
+          Case{4160, 1000, 4, 2, kWeightKinds[3]}, Case{1024, 3096, 2, 4, kWeightKinds[4]},
+          Case{136, 2100, 1, 8, kWeightKinds[5]}, Case{136, 2104, 4, 8, kWeightKinds[2]}}) {
       int const m = c.m;
       SCOPED_TRACE(std::to_string(m) + " x " + std::to_string(c.n) + " x " + std::to_string(c.k) +
-                   ", " + c.format.text());
-      Weight const w(c.n, c.k, bits, c.format, true);
+                   ", " + c.kind.text());
+      Weight const w(c.n, c.k, bits, c.kind, true);
       DeviceWeight const packed(w);
       std::vector<float> const x = exact_floats(m, c.k, input.act_quant, input.symmetric);
       DeviceBytes const from(stored(x, input.type)), out(size_t(m) * w.n * 4);
@@ -171,7 +173,7 @@ TEST_P(Products, OfTheShapesThatDecodeTakes) {
 
 TEST_P(Products, OfRowsThatAreApart) {
   int const m = 9, stride = kK + 5;
-  Weight const w(kN, kK, bits, kFormats[0], false);
+  Weight const w(kN, kK, bits, kWeightKinds[0], false);
   DeviceWeight const packed(w);
   std::vector<float> const x = random_floats(m, kK, input.type);
   // The first row starts at an odd place, and NaN lies between the rows.
@@ -190,7 +192,7 @@ TEST_P(Products, OfRowsThatAreApart) {
 
 TEST_P(Products, AreTheSameBitsOnAnotherStreamAndOfActivationsQuantizedBefore) {
   int const m = 33;
-  Weight const w(kN, kK, bits, kFormats[4], false);
+  Weight const w(kN, kK, bits, kWeightKinds[4], false);
   DeviceWeight const packed(w);
   std::vector<float> const x = random_floats(m, kK, input.type);
   DeviceBytes const from(stored(x, input.type)), first(size_t(m) * kN * 4),
@@ -225,7 +227,7 @@ TEST_P(Products, AreTheSameBitsOnAnotherStreamAndOfActivationsQuantizedBefore) {
 // Zero points of x with 16-bit results need column sums of the weight: stored ones, or sums
 // made by the product.
 TEST_P(Products, AreTheSameBitsWithColumnSumsOfTheWeight) {
-  Weight const w(4160, 2200, bits, kFormats[0], false);
+  Weight const w(4160, 2200, bits, kWeightKinds[0], false);
   DeviceWeight const packed(w);
   int const m = 200;  // for which Hopper has corrected tiles, here of two windows of int4
   DeviceBytes const from(stored(random_floats(m, w.k, input.type), input.type));
@@ -260,7 +262,7 @@ TEST_P(Products, AreTheSameBitsWithColumnSumsOfTheWeight) {
 }
 
 TEST_P(Products, OfNoRowsTouchNothing) {
-  Weight const w(kN, kK, bits, kFormats[0], true);
+  Weight const w(kN, kK, bits, kWeightKinds[0], true);
   DeviceWeight const packed(w);
   DeviceBytes const out(64);
   GemmProblem p = problem(packed.view, out, 0, input);
@@ -271,7 +273,7 @@ TEST_P(Products, OfNoRowsTouchNothing) {
 
 TEST_P(Products, WantTheirWorkspace) {
   int const m = 20, k = 2100;
-  Weight const w(kN, k, bits, kFormats[0], true);
+  Weight const w(kN, k, bits, kWeightKinds[0], true);
   DeviceWeight const packed(w);
   DeviceBytes const x(stored(random_floats(m, k, input.type), input.type)), out(m * kN * 4);
   GemmProblem p = problem(packed.view, x, m, input);

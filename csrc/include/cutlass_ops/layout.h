@@ -84,6 +84,12 @@ CUTLASS_OPS_HD constexpr int64_t packed_bytes(int64_t n, int64_t k, int bits) {
   return padded_rows(n) * padded_k(k) / 8 * bits;
 }
 
+// How codes of 4 or 8 bits lie in a unit: rows of W in a byte, k of the unit, and words of a lane
+// that hold 16 k.
+CUTLASS_OPS_HD constexpr int byte_rows(int bits) { return 8 / bits; }
+CUTLASS_OPS_HD constexpr int unit_k(int bits) { return 8 * kUnitBytes / bits / kRowsPerBlock; }
+CUTLASS_OPS_HD constexpr int words_of_16_k(int bits) { return bits / 4; }
+
 // Where a code lives: bits [shift, shift + bits) of the byte at offset `byte`.
 struct CodePosition {
   int64_t byte;
@@ -97,7 +103,7 @@ CUTLASS_OPS_HD constexpr CodePosition code_position(int n, int k, int k_pad, int
   int const kk = k % 16;                      // inside the 16 k of one word
   int const t = kk % 8 / 2;                   // lane inside its group
   int const element = kk / 8 + 2 * (kk % 2);  // 2t, 2t+8, 2t+1, 2t+9 are elements 0, 1, 2, 3
-  int const k_per_unit = 8 * kUnitBytes / bits / kRowsPerBlock;  // 64 | 32
+  int const k_per_unit = unit_k(bits);
   int const unit = k % kKPerTile / k_per_unit;
   int const column = k % k_per_unit / 16;  // which 16 k of the unit
 
@@ -107,8 +113,8 @@ CUTLASS_OPS_HD constexpr CodePosition code_position(int n, int k, int k_pad, int
   int64_t const unit_start =
       chunk * k_tile_bytes(bits) + (block * units_per_block + unit) * kUnitBytes;
   int const lane_start = (4 * g + t) * kLaneBytes;
-  if (bits == 4) return {unit_start + lane_start + 4 * column + element, 4 * half};
-  return {unit_start + lane_start + 4 * (2 * column + half) + element, 0};
+  int const words = words_of_16_k(bits), word = words * column + half % words;
+  return {unit_start + lane_start + 4 * word + element, half / words * bits};
 }
 
 // Position of a row inside its row panel in the group vectors (scales, zeros, offsets): an 8 x 8

@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cutlass_ops/format.h"
+
 namespace cutlass_ops {
 
 enum class DataType : int8_t { kNone = 0, kFloat32, kFloat16, kBFloat16, kInt8 };
@@ -27,22 +29,21 @@ using Stream = void*;
 // A weight in the packed order (layout.h), on the device that the operator runs on. All pointers
 // are aligned to 16 bytes.
 struct PackedWeight {
-  uint8_t const* codes = nullptr;  // centred codes, packed_bytes(n, k, bits)
+  uint8_t const* codes = nullptr;  // centred codes, packed_bytes(n, k, info(format).bits)
   void const* scales = nullptr;    // [groups][n_pad] of scale_type
-  int8_t const* zeros = nullptr;   // [groups][n_pad], zero point - 2^(bits - 1), or null
-  void const* offsets = nullptr;   // [groups][n_pad] of offset_type, or null; never
-                                   // together with zeros
+  int8_t const* zeros = nullptr;   // [groups][n_pad], zero point - 2^(bits - 1), or null; of
+                                   // integers alone
+  void const* offsets = nullptr;   // [groups][n_pad] of offset_type, or null; of integers alone,
+                                   // and never together with zeros
   int32_t const* perm = nullptr;   // [k]: packed column j multiplies input feature perm[j]; or null
-  float const* book = nullptr;     // [16]: the value of code q (not centred) is scale * book[q]; or
-                                   // null. Only with 4 bits
+  float const* codebook = nullptr;  // [16]: values by code (not centred) where the format is
+                                    // kCodebook; null otherwise
   int n = 0;
   int k = 0;
-  int bits = 4;
+  Format format = Format::kInt4;
   int group_size = 128;  // 32, 64, a multiple of 128, or -1
   DataType scale_type = DataType::kFloat16;
   DataType offset_type = DataType::kNone;
-  bool e4m3 = false;  // codes are floats, value = scale * float: 8 bits alone, without zeros,
-                      // offsets or a code book
 
   // Zero-point terms, for products with int8 activations where either side has zero points
   // (zero_compensation.h): each row's sums of 128 weights, or its zero points of 8 bits, the

@@ -50,8 +50,9 @@ constexpr int64_t zero_columns(int64_t k) { return zero_rows(k) * kZeroRow; }
 // The column sums of a weight are one allocation, aligned to 16 bytes: PackedWeight::sums, then
 // sum_scales, then total_colsum.
 inline int64_t sums_bytes(PackedWeight const& w) {
-  return padded_rows(w.n) / kRowsPerPanel *
-         compensation_windows(padded_k(w.k) / kKPerTile, w.bits) * k_tile_bytes(w.bits);
+  int const bits = info(w.format).bits;
+  return padded_rows(w.n) / kRowsPerPanel * compensation_windows(padded_k(w.k) / kKPerTile, bits) *
+         k_tile_bytes(bits);
 }
 inline int64_t sum_scales_bytes(PackedWeight const& w) {
   return padded_rows(w.n) * (w.scale_type == DataType::kFloat32 ? 4 : 2);

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...checkpoints.safetensors_files import opened
 from ...weights.packed_experts import PackedExperts
 from ...weights.packed_weight import PackedWeight
-from ...weights.weight import PARTS, CheckpointError, is_known_book
+from ...weights.weight import PARTS, CheckpointError, wrong_book
 from .info import PackedInfo, packed_info
 
 
@@ -83,12 +83,9 @@ def packed_problem(weight: PackedWeight | PackedExperts) -> tuple[str, str] | No
         features = torch.arange(weight.k, dtype=torch.int32, device=weight.device)
         if not bool((weight.perm.sort().values == features).all()):
             return "perm", f"is not a permutation of 0 .. {weight.k - 1}"
-    book = weight.tensors().get("book")
-    if book is not None and not is_known_book(book):
-        return (
-            "book",
-            "has other values than those of e4m3, the code book that 8-bit codes may have",
-        )
+    packed = weight.weight if isinstance(weight, PackedExperts) else weight
+    if problem := wrong_book(packed.bits, packed.book):
+        return "book", problem
     zeros = weight.tensors().get("zeros")
     if (
         weight.bits == 4

@@ -9,7 +9,9 @@
 #include "cutlass_ops/pack.h"
 
 int main() {
-  constexpr int n = 192, k = 576, bits = 4;
+  constexpr int n = 192, k = 576;
+  constexpr auto format = cutlass_ops::Format::kInt4;
+  int const bits = cutlass_ops::info(format).bits;
   std::vector<uint8_t> codes(n * k);
   for (size_t i = 0; i < codes.size(); ++i) codes[i] = i * 7 % 16;
   std::vector<uint8_t> packed(cutlass_ops::packed_bytes(n, k, bits)), unpacked(codes.size());
@@ -26,7 +28,7 @@ int main() {
   problem.weight.codes = packed.data(), problem.weight.scales = scales.data();
   problem.weight.n = n;
   problem.weight.k = k;
-  problem.weight.bits = bits;
+  problem.weight.format = format;
   cutlass_ops::Device const h200{90, 132, 227 * 1024};
   cutlass_ops::Plan plan;
   cutlass_ops::Status const status = cutlass_ops::plan(problem, h200, &plan);

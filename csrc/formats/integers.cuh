@@ -1,0 +1,109 @@
+// Integers of 4 and 8 bits: value = scale * (code - zero point), or scale * code + offset.
+#pragma once
+
+#include "cutlass_ops/format.h"
+#include "device/decode.cuh"
+#include "formats/width.h"
+#ifdef __AVX2__
+#include "cpu/avx2_mantissa.h"
+#endif
+
+namespace cutlass_ops {
+namespace formats {
+
+// What both have. Format: the one that derives from it.
+template <class Format, int kBits_>
+struct Integers {
+  static constexpr int kBits = kBits_;
+  static constexpr bool kIntegers = true, kCodebook = false;
+  static constexpr int kTableBytes = 0;  // of a look-up table in shared memory
+
+#ifdef __CUDACC__
+  // Codes minus zero points of a thread's rows g and g + 8, exact in Element (__half
+  // or __nv_bfloat16).
+  template <class Element>
+  struct Unscaled {
+    using Decoder = typename Format::template Decoder<Element>;
+    static constexpr int kWords = Decoder::kWords;  // 32-bit words of codes in 16 columns
+    decode::RowConstants zeros;
+
+    // `packed`: the centred zero points of rows g and g + 8, one a byte.
+    __device__ __forceinline__ explicit Unscaled(uint32_t packed)
+        : zeros(Decoder::zero_constants(int(int8_t(packed)), int(int8_t(packed >> 8)))) {}
+    __device__ __forceinline__ void fragment(uint32_t const* words, uint32_t,
+                                             uint32_t (&out)[4]) const {
+      Decoder::fragment(words, zeros, out);
+    }
+  };
+
+  // Of a centred code, unscaled.
+  static __device__ __forceinline__ float value(int code, int zero, float const*) {
+    return float(code - zero);
+  }
+#endif
+};
+
+// Decoders (device/decode.cuh):
+//   Decoder         to 16-bit floats, less zero points, exact
+//   BiasedDecoder   to subnormal fp16 with a bias, which the caller takes from sums
+//   Int8Decoder     to int8, less zero points if kZeros and kZerosFitInt8
+// kBiasFitsFloats: the sums of products with 16-bit x hold the bias. Those of 8 bits would be of
+// products as large as 128 times x, and lose what small weights, or values of x of one sign, leave
+// of them (an error of 1e-4 instead of 1e-7 was seen). Products of integers lose nothing.
+struct Int4 : Integers<Int4, 4> {
+  static constexpr Format kFormat = Format::kInt4;
+  static constexpr char const *kName = "int4", *kCodes = "4-bit integers";
+  static constexpr bool kZerosFitInt8 = true, kBiasFitsFloats = true;
+#ifdef __CUDACC__
+  template <class Element>
+  using Decoder = decode::Chosen<Element, decode::Int4Half, decode::Int4Bfloat16>;
+#endif
+  using BiasedDecoder = decode::Int4Subnormal;
+  template <bool kZeros>
+  using Int8Decoder = std::conditional_t<kZeros, decode::Int4MinusZeroInt8, decode::Int4Int8>;
+};
+
+struct Int8 : Integers<Int8, 8> {
+  static constexpr Format kFormat = Format::kInt8;
+  static constexpr char const *kName = "int8", *kCodes = "8-bit integers";
+  static constexpr bool kZerosFitInt8 = false, kBiasFitsFloats = false;
+#ifdef __CUDACC__
+  template <class Element>
+  using Decoder = decode::Chosen<Element, decode::Int8Half, decode::Int8Bfloat16>;
+#endif
+  using BiasedDecoder = decode::Int8Subnormal;
+  template <bool kZeros>
+  using Int8Decoder = decode::Int8Int8;
+};
+
+}  // namespace formats
+
+#ifdef __AVX2__
+namespace {
+
+template <>
+struct Avx2Decoder<formats::Int4> {
+  explicit Avx2Decoder(CpuProduct const&) {}
+  template <int kElement>
+  __m256 value(__m256i words, __m256 zero) const {
+    if constexpr (kElement == 3) words = _mm256_srli_epi32(words, 8);
+    constexpr int kFirstBit = kElement == 3 ? 16 : 8 * kElement;
+    return less<kFirstBit>(in_mantissa<kFirstBit, 4>(words), zero);
+  }
+};
+
+template <>
+struct Avx2Decoder<formats::Int8> {
+  explicit Avx2Decoder(CpuProduct const&) {}
+  template <int kElement>
+  __m256 value(__m256i words, __m256 zero) const {
+    if constexpr (kElement > 1) words = _mm256_srli_epi32(words, 16);
+    constexpr int kFirstBit = 8 * (kElement % 2);
+    return less<kFirstBit>(in_mantissa<kFirstBit, 8>(words), zero);
+  }
+};
+
+}  // namespace
+#endif
+
+}  // namespace cutlass_ops

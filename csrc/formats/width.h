@@ -1,0 +1,42 @@
+// The widths of stored codes (layout.h): 4 bits, with rows g and g + 8 in a byte, and 8.
+#pragma once
+
+#include "cutlass_ops/layout.h"
+
+namespace cutlass_ops {
+
+template <int kBits_>
+struct Width {
+  static constexpr int kBits = kBits_;
+};
+using Nibbles = Width<4>;
+using WholeBytes = Width<8>;
+
+constexpr bool is_code_width(int bits) {
+  return bits == Nibbles::kBits || bits == WholeBytes::kBits;
+}
+
+// Calls `function` with the width of so many bits.
+template <class Function>
+auto with_width(int bits, Function const& function) {
+  return bits == Nibbles::kBits ? function(Nibbles()) : function(WholeBytes());
+}
+
+// What was measured or chosen for each width, by its bits: a width that is left out does
+// not compile.
+template <class T>
+class ByWidth {
+ public:
+  constexpr ByWidth(T nibbles, T whole_bytes) : nibbles_(nibbles), whole_bytes_(whole_bytes) {}
+  constexpr T operator[](int bits) const {
+    return bits == Nibbles::kBits ? nibbles_ : whole_bytes_;
+  }
+
+ private:
+  T nibbles_, whole_bytes_;
+};
+// The place of a width in tables by width.
+constexpr int kWidths = 2;
+constexpr int width_index(int bits) { return ByWidth<int>(0, 1)[bits]; }
+
+}  // namespace cutlass_ops
