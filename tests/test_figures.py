@@ -7,9 +7,12 @@ import re
 import shutil
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from imports import import_or_skip
+
+Row = dict[str, Any]
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -102,6 +105,109 @@ def test_other_results_give_other_pages(
     assert "| W8A16 | 98.8 | 34.7 (humming) | 0.35 |" in figures.on_page_markdown(README, page=None)
     assert "humming in W8A16, 28672 x 4096, M = 1 (64.9 %)" in figures.behind()
     assert "| int4 A8 | 2 | 384 | 33.9 |" in figures.cpu()
+
+
+def engine_run(kernel: str, decode_ms: dict[str, float], prompts: int, **more: object) -> Row:
+    """A row as tools/bench_engine.py writes it."""
+    ours = kernel.startswith("ours")
+    return {
+        "model": "Llama-3.1-8B",
+        "checkpoint": "AWQ int4",
+        "kernel": kernel,
+        "kernels": "cutlass_ops" if ours else "vLLM",
+        "act_quant": kernel.partition("-")[2] or "none",
+        "tensor_parallel": 1,
+        "layers": 0,
+        "commit": "0123456789",
+        "linear_kernel": "CutlassOpsLinearKernel" if ours else "MacheteLinearKernel",
+        "weights_s": 1.5,
+        "start_s": 60.25,
+        "decode_ms": decode_ms,
+        "prefill_tokens_per_s": prompts,
+        **more,
+    }
+
+
+def write_engines(folder: Path, *rows: Row, card: str = "H200") -> None:
+    heading = {"device": f"NVIDIA {card} 80GB", "vllm": "0.26.0", "torch": "2.x"}
+    (folder / f"{card.lower()}-vllm.json").write_text(json.dumps(heading | {"rows": rows}))
+
+
+def test_engines_are_shown_as_far_as_they_ran(
+    figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the fastest of vLLM's kernels for the same model and checkpoint, in a file a card."""
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    experts = {"model": "Qwen3-30B-A3B", "experts_kernel": "MARLIN"}
+    write_engines(
+        tmp_path,
+        engine_run("ours", {"1": 2.0, "16": 3.0, "64": 8.0}, 50_000),
+        engine_run("stock", {"1": 4.0, "16": 3.3}, 40_000),
+        engine_run("marlin", {"1": 3.0, "16": 6.0}, 20_000, linear_kernel="MarlinLinearKernel"),
+        engine_run("ours-block", {"1": 6.0}, 80_000),
+        engine_run("stock", {"1": 4.5}, 45_000, **experts),
+        engine_run("ours", {"1": 1.0}, 90_000, tensor_parallel=2),
+    )
+    write_engines(
+        tmp_path,
+        engine_run("stock", {"1": 4.0}, 10_000, layers=2),
+        engine_run("ours", {"1": 1.0}, 10_000, layers=2),
+        card="H100",
+    )
+    table = figures.engines().splitlines()
+    begin = "`results/h200-vllm.json`: NVIDIA H200 80GB, vllm 0.26.0, torch 2.x, commit `0123456`."
+    assert table[table.index(begin) + 2 :] == [
+        "| model | checkpoint | kernels | batch 1, ms a token | batch 16 | batch 64 "
+        "| prompts, tokens a second | weights, s | start, s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| Llama-3.1-8B | AWQ int4 | cutlass_ops, act_quant none "
+        "| 2.00 | 3.00 | 8.00 | 50,000 | 1.50 | 60.2 |",
+        "| Llama-3.1-8B | AWQ int4 | MacheteLinearKernel (vLLM's choice) "
+        "| 4.00 | 3.30 |  | 40,000 | 1.50 | 60.2 |",
+        "| Llama-3.1-8B | AWQ int4 | MarlinLinearKernel | 3.00 | 6.00 |  | 20,000 | 1.50 | 60.2 |",
+        "| Llama-3.1-8B | AWQ int4 | cutlass_ops, act_quant block "
+        "| 6.00 |  |  | 80,000 | 1.50 | 60.2 |",
+        "| Qwen3-30B-A3B | AWQ int4 | MacheteLinearKernel, experts MARLIN (vLLM's choice) "
+        "| 4.50 |  |  | 45,000 | 1.50 | 60.2 |",
+        "| Llama-3.1-8B, 2 GPUs | AWQ int4 | cutlass_ops, act_quant none "
+        "| 1.00 |  |  | 90,000 | 1.50 | 60.2 |",
+    ]
+    assert figures.engine_speed().splitlines() == [
+        "- Llama-3.1-8B, 2 layers on NVIDIA H100 80GB: 4.00 to 4.00 times, batches of 1 to 1",
+        "- Llama-3.1-8B on NVIDIA H200 80GB: 1.10 to 1.50 times, batches of 1 to 16",
+    ]
+    figures.draw_engines(tmp_path / "map.svg")
+    assert re.findall(r">([^<>]+)</text>", (tmp_path / "map.svg").read_text()) == [
+        *("1 text", "16", "64", "prompts"),
+        *("H100: Llama-3.1-8B, 2 layers, AWQ, x as it is", "0.25", "1.00"),
+        *("H200: Llama-3.1-8B, AWQ, x as it is", "0.67", "0.91", "0.80"),
+        *("H200: Llama-3.1-8B, AWQ, x int8 blocks", "2.00", "0.50"),
+    ]
+    (tmp_path / "h100-vllm.json").unlink()
+    write_engines(tmp_path, engine_run("ours", {"1": 2.0}, 50_000))
+    figures.draw_engines(tmp_path / "map.svg")
+    assert re.findall(r">([^<>]+)</text>", (tmp_path / "map.svg").read_text()) == ["prompts"]
+    assert figures.engine_speed() == ""
+
+
+@pytest.mark.parametrize(
+    ("commits", "said"), [(("aa", "bb"), "aa, bb"), (("aa", None), "aa, none"), ((None,), "none")]
+)
+def test_engines_of_several_commits_are_refused(
+    figures: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    commits: tuple[str | None, ...],
+    said: str,
+) -> None:
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    rows = [engine_run("stock", {"1": 4.0}, 40_000) for _ in commits]
+    for row, commit in zip(rows, commits, strict=True):
+        del row["commit"]
+        row.update({"commit": commit} if commit else {})
+    write_engines(tmp_path, *rows)
+    with pytest.raises(ValueError, match=f"rows of results/h200-vllm.json are of commits {said}$"):
+        figures.engines()
 
 
 def test_an_unknown_table_is_refused(figures: ModuleType) -> None:

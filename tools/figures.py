@@ -104,7 +104,7 @@ def about(name: str) -> str:
     ]
     facts += [result["peers"]] if "peers" in result else []
     commits = dict.fromkeys(
-        [result["commit"], *(row["commit"] for row in result.get("rows", []) if "commit" in row)]
+        part["commit"] for part in (result, *result.get("rows", [])) if "commit" in part
     )
     names = [f"`{commit[:7]}`" for commit in commits]
     return (
@@ -379,22 +379,105 @@ def mixed_convolutions() -> str:
     return f"{about('convolutions_h200.json')}\n\n{table}"
 
 
+def engine_files() -> dict[str, dict[str, Any]]:
+    """What tools/bench_engine.py wrote, by the names of the files.
+
+    Raises:
+        ValueError: the rows of a file are not of one commit.
+    """
+    files = {path.name: read(path.name) for path in sorted(RESULTS.glob("*-vllm.json"))}
+    for name, result in files.items():
+        commits = sorted({row.get("commit", "none") for row in result["rows"]})
+        if len(commits) != 1 or commits == ["none"]:
+            raise ValueError(f"the rows of results/{name} are of commits {', '.join(commits)}")
+    return files
+
+
+def engine_model(row: Row) -> str:
+    """The model of a run, and what of it is not as usual."""
+    layers = f", {row['layers']} layers" if row["layers"] else ""
+    gpus = f", {row['tensor_parallel']} GPUs" if row["tensor_parallel"] > 1 else ""
+    return f"{row['model']}{layers}{gpus}"
+
+
+def engine_kernels(row: Row) -> str:
+    """The kernels of a run, and whether vLLM chose them."""
+    if row["kernels"] == "cutlass_ops":
+        return f"cutlass_ops, act_quant {row['act_quant']}"
+    experts = f", experts {row['experts_kernel']}" if "experts_kernel" in row else ""
+    return row["linear_kernel"] + experts + (" (vLLM's choice)" if row["kernel"] == "stock" else "")
+
+
+def engine_batches(rows: Iterable[Row]) -> list[str]:
+    """The batches that any of the rows has."""
+    return sorted({batch for row in rows for batch in row["decode_ms"]}, key=int)
+
+
 def engines() -> str:
-    """Llama-3.1-8B in vLLM."""
-    result = read("h200-vllm.json")
-    lines = [
-        [
-            row["checkpoint"],
-            f"cutlass_ops, act_quant {row['act_quant']}"
-            if row["kernels"] == "cutlass_ops"
-            else row["linear_kernel"],
-            *(f"{row['decode_ms'][batch]:.2f}" for batch in ("1", "16")),
-            f"{row['prefill_tokens_per_s']:,}",
+    """Models in vLLM: a table for each file."""
+    parts = []
+    for name, result in engine_files().items():
+        batches = engine_batches(result["rows"])
+        lines = [
+            [
+                engine_model(row),
+                row["checkpoint"],
+                engine_kernels(row),
+                *(digits(row["decode_ms"][b]) if b in row["decode_ms"] else "" for b in batches),
+                f"{row['prefill_tokens_per_s']:,}",
+                digits(row["weights_s"]) if "weights_s" in row else "",
+                digits(row["start_s"]),
+            ]
+            for row in result["rows"]
         ]
-        for row in result["rows"]
-    ]
-    heads = ["checkpoint", "kernels", "batch 1, ms a token", "batch 16", "prompts, tokens a second"]
-    return f"{about('h200-vllm.json')}\n\n{markdown(heads, lines)}"
+        first, *others = (f"batch {batch}" for batch in batches)
+        heads = ["model", "checkpoint", "kernels", f"{first}, ms a token", *others]
+        heads += ["prompts, tokens a second", "weights, s", "start, s"]
+        parts.append(f"{about(name)}\n\n{markdown(heads, lines)}")
+    return "\n\n".join(parts)
+
+
+def engine_ratios() -> list[tuple[str, Row, dict[str, float]]]:
+    """Device, row and ratios of every row of cutlass_ops whose model and checkpoint ran on vLLM's
+    kernels, too: the time of a token by batch and of "prompts", over the least of those kernels.
+    """
+
+    def times(row: Row) -> dict[str, float]:
+        return {**row["decode_ms"], "prompts": 1 / row["prefill_tokens_per_s"]}
+
+    found = []
+    for result in engine_files().values():
+        for row in result["rows"]:
+            peers = [
+                times(peer)
+                for peer in result["rows"]
+                if peer["kernels"] == "vLLM"
+                and (engine_model(peer), peer["checkpoint"])
+                == (engine_model(row), row["checkpoint"])
+            ]
+            if row["kernels"] == "cutlass_ops" and peers:
+                ratios = {
+                    name: time / min(peer[name] for peer in peers if name in peer)
+                    for name, time in times(row).items()
+                    if any(name in peer for peer in peers)
+                }
+                found.append((result["device"], row, ratios))
+    return found
+
+
+def engine_speed() -> str:
+    """Tokens a second of models in vLLM, over those of the fastest of its kernels."""
+    found: dict[str, tuple[list[float], list[int]]] = {}
+    for device, row, ratios in engine_ratios():
+        if row["act_quant"] == "none":
+            speeds, batches = found.setdefault(f"{engine_model(row)} on {device}", ([], []))
+            speeds += [1 / ratio for name, ratio in ratios.items() if name != "prompts"]
+            batches += [int(name) for name in ratios if name != "prompts"]
+    return "\n".join(
+        f"- {name}: {min(speeds):.2f} to {max(speeds):.2f} times, batches of {min(batches)} to "
+        f"{max(batches)}"
+        for name, (speeds, batches) in found.items()
+    )
 
 
 def vllm_cpu() -> str:
@@ -542,6 +625,7 @@ TABLES: dict[str, Callable[[], str]] = {
         static_layers,
         mixed_convolutions,
         engines,
+        engine_speed,
         vllm_cpu,
         cpu,
         accuracy,
@@ -643,18 +727,18 @@ def draw_convolutions(path: Path) -> None:
 
 
 def draw_engines(path: Path) -> None:
-    """Checkpoints in vLLM over its own kernel: a token of one text and of 16, and prompts."""
-    theirs: dict[str, dict[str, Any]] = {}
-    rows: list[heatmap.Row] = []
-    for row in read("h200-vllm.json")["rows"]:
-        if row["kernels"] != "cutlass_ops":
-            theirs[row["checkpoint"]] = row
-            continue
-        peer = theirs[row["checkpoint"]]
-        ratios = [row["decode_ms"][batch] / peer["decode_ms"][batch] for batch in ("1", "16")]
-        ratios.append(peer["prefill_tokens_per_s"] / row["prefill_tokens_per_s"])
-        rows.append((f"{row['checkpoint'].split(',')[0]}, {ACTIVATIONS[row['act_quant']]}", ratios))
-    heatmap.draw(["1 text", "16", "prompts"], rows, path)
+    """Models in vLLM over the fastest of its kernels: a token by batch, and prompts."""
+    found = engine_ratios()
+    batches = engine_batches(row for _, row, _ in found)
+    rows = [
+        (
+            f"{device.removeprefix('NVIDIA ').split()[0]}: {engine_model(row)}, "
+            f"{row['checkpoint'].split()[0]}, {ACTIVATIONS[row['act_quant']]}",
+            [ratios.get(name) for name in (*batches, "prompts")],
+        )
+        for device, row, ratios in found
+    ]
+    heatmap.draw(["1 text" if b == "1" else b for b in batches] + ["prompts"], rows, path)
 
 
 PICTURES: dict[str, Callable[[Path], None]] = {

@@ -32,7 +32,7 @@ def draw(columns: Sequence[str], rows: Sequence[Row], path: Path) -> None:
         rows: a label and the ratio of each column; None leaves a cell empty.
         path: the SVG file.
     """
-    label = round(max(len(name) for name, _ in rows) * FONT * 0.54) + 12
+    label = round(max((len(name) for name, _ in rows), default=0) * FONT * 0.54) + 12
     width, height = label + CELL * len(columns), HEIGHT * (len(rows) + 1)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 '
