@@ -405,7 +405,8 @@ def engine_kernels(row: Row) -> str:
     if row["kernels"] == "cutlass_ops":
         return f"cutlass_ops, act_quant {row['act_quant']}"
     experts = f", experts {row['experts_kernel']}" if "experts_kernel" in row else ""
-    return row["linear_kernel"] + experts + (" (vLLM's choice)" if row["kernel"] == "stock" else "")
+    choice = " (vLLM's choice)" if row["kernel"] == "stock" else ""
+    return f"{row['linear_kernel']}{experts}{choice}"
 
 
 def engine_batches(rows: Iterable[Row]) -> list[str]:
