@@ -35,6 +35,10 @@ MULTICAST = (
     "cutlass_ops::bulk_copy_multicast(const void *, unsigned long *, unsigned short, void *, "
     "int)+0x4 in hopper.cuh:47"
 )
+X_ROWS = (
+    "void cutlass_ops::hopper::prepare_x_rows<cutlass_ops::<unnamed>::Config<(int)8>>(int)+0x8 in "
+    "hopper_producers.cuh:267"
+)
 PIXELS = (
     "void cutlass_ops::hopper::prepare_pixels<cutlass_ops::<unnamed>::Config<(int)8>>(int)+0x8 in "
     "hopper_producers.cuh:268"
@@ -73,7 +77,8 @@ RACE = "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)\n"
         ("3 passed in 2s\n" + RACE, 86, "FOUND SOMETHING"),
         ("3 passed in 2s\n" + races((COPY, "Read", SCALES), (COPY, "Read", SCALES)), 86, "clean"),
         (
-            "3 passed in 2s\n" + races((MULTICAST, "Read", CODES), (PIXELS, "Read", SCALES)),
+            "3 passed in 2s\n"
+            + races((MULTICAST, "Read", CODES), (PIXELS, "Read", SCALES), (X_ROWS, "Read", SCALES)),
             86,
             "clean",
         ),

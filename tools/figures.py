@@ -66,6 +66,12 @@ EXPERT_MODES = {
 }
 
 
+#: Of README.
+README_EXPERTS = ("Qwen3-30B-A3B", "Kimi K2, an eighth, groups of 32")
+README_MS = (1, 32, 4096)
+README_CONVOLUTIONS = ("sdxl 640", "vae 256 at 512")
+
+
 def read(name: str) -> dict[str, Any]:
     """Return a results file."""
     result: dict[str, Any] = json.loads((RESULTS / name).read_text())
@@ -234,6 +240,35 @@ def one_row() -> str:
             ]
         )
     return markdown(["format", "us", "best peer", "times as fast"], lines)
+
+
+def whole_layers() -> str:
+    """README's numbers of experts and convolutions."""
+    layers = expert_layers()
+    lines = [
+        [
+            f"experts of {name}, W4A16, M = {m}",
+            digits(by_m[m][0]),
+            f"{digits(by_m[m][1])} (best peer)",
+            f"{by_m[m][1] / by_m[m][0]:.2f}",
+        ]
+        for name in README_EXPERTS
+        for by_m in [layers[f"{name}, W4A16"]]
+        for m in README_MS
+    ]
+    rows = {row["layer"]: row for row in read("convolutions_h200.json")["mixed"]}
+    lines += [
+        [
+            f"convolution `{layer}`, {mode}",
+            digits(row["us"][mode]),
+            f"{digits(row['torch_fp16_us'])} (torch fp16)",
+            f"{row['torch_fp16_us'] / row['us'][mode]:.2f}",
+        ]
+        for layer in README_CONVOLUTIONS
+        for row in [rows[layer]]
+        for mode in ("W4A16", "W8A8 token")
+    ]
+    return markdown(["layer", "us", "beside", "times as fast"], lines)
 
 
 # --- models
@@ -619,6 +654,7 @@ TABLES: dict[str, Callable[[], str]] = {
         copies,
         host,
         one_row,
+        whole_layers,
         generation,
         training,
         experts,

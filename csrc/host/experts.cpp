@@ -192,7 +192,7 @@ double expected_tiles(RouteProblem const& r, int height) {
 // BLOCK_M of both products: smaller tiles waste fewer rows of an expert; larger ones decode its
 // weights less often.
 int tile_height(MoeProblem const& p, Device const& device) {
-  constexpr int kMostDecodeRows = 24;  // of an expert on average, in tiles of 16
+  constexpr int kMostDecodeRows = 20;  // of an expert on average, in tiles of 16
   RouteProblem const& r = p.route;
   int64_t const touched = std::min<int64_t>(r.experts, r.positions());
   if (r.positions() <= kMostDecodeRows * touched) return WgmmaDecodeShape::kBlockM;

@@ -49,6 +49,9 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr int kWarpgroups =
       wgmma_fold16_tile(kBlockM, kBits).block_n / (kCluster * kRowsPerPanel);
   static constexpr int kRows = kRowsPerPanel * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
+  // The warpgroups issue MMAs in turn, so that the others decode meanwhile. Four are apart by
+  // themselves, and short sums would wait for one another's ends.
+  static constexpr bool kTakesTurns = kWarpgroups < 4;
   // Of a thread of the warpgroup that loads, and of the others.
   static constexpr int kLoadingRegisters = kWarpgroups == 4 ? 32 : 40;
   static constexpr int kRegisters = kWarpgroups == 4 ? 112 : kWarpgroups == 3 ? 152 : 232;
@@ -245,11 +248,11 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
   hopper::Ring<C::kPanels> panels;
   hopper::Ring<C::kChunks> chunks;
   int last_panel = 0;
-  // The warpgroups issue MMAs in turn, so that the others decode meanwhile.
   constexpr int kTurnBarrier = C::kWarpgroups + 2;  // and one for each warpgroup
   int const turn = kTurnBarrier + coord.warpgroup,
             next_turn = kTurnBarrier + (coord.warpgroup + 1) % C::kWarpgroups;
-  if (coord.warpgroup == C::kWarpgroups - 1) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);
+  if (C::kTakesTurns && coord.warpgroup == C::kWarpgroups - 1)
+    cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p, C::kBand);
     int const row0 = (work.pair * C::kCluster + coord.rank) * C::kRows;
@@ -269,8 +272,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
         vectors[i].load({group + coord.scales, group + offsets, group + coord.zeros}, p);
       }
     };
-    // A branch around all of a step's decoding, not selects in it: 64 rows take 7 to 10 % less time
-    // without zero points and offsets, and 4 to 7 % less with them.
+    // A branch around all of a step's decoding, not selects in it: the compiler then schedules either
+    // as one block.
     bool const plain =
         C::kAffineTerm == AffineTerm::kNone || (!p.weight.zeros && !p.weight.offsets);
     auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
@@ -306,7 +309,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
         TransactionBarrier::wait(&barriers.full_panels[panels.stage], panels.phase);
         fence(a[step]);
         fence_registers(sums);
-        cutlass::arch::NamedBarrier::sync(256, turn);
+        if (C::kTakesTurns) cutlass::arch::NamedBarrier::sync(256, turn);
         cute::warpgroup_arrive();
 #pragma unroll
         for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice)
@@ -314,7 +317,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
               a[step][k_slice / C::kGroupKSlices][k_slice % C::kGroupKSlices], x_rows + k_slice * 2,
               sums, true);
         cute::warpgroup_commit_batch();
-        cutlass::arch::NamedBarrier::arrive(256, next_turn);
+        if (C::kTakesTurns) cutlass::arch::NamedBarrier::arrive(256, next_turn);
         fence_registers(sums);
         cute::warpgroup_wait<1>();  // the step before is done
         fence(a[1 - step]);
