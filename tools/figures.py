@@ -70,6 +70,7 @@ EXPERT_MODES = {
 README_EXPERTS = ("Qwen3-30B-A3B", "Kimi K2, an eighth, groups of 32")
 README_MS = (1, 32, 4096)
 README_CONVOLUTIONS = ("sdxl 640", "vae 256 at 512")
+README_MODEL = "Llama-3.1-8B"
 
 
 def read(name: str) -> dict[str, Any]:
@@ -243,13 +244,13 @@ def one_row() -> str:
 
 
 def whole_layers() -> str:
-    """README's numbers of experts and convolutions."""
+    """README's numbers of experts, convolutions and an engine."""
     layers = expert_layers()
     lines = [
         [
-            f"experts of {name}, W4A16, M = {m}",
+            f"{name}, W4A16, M = {m}",
             digits(by_m[m][0]),
-            f"{digits(by_m[m][1])} (best peer)",
+            digits(by_m[m][1]),
             f"{by_m[m][1] / by_m[m][0]:.2f}",
         ]
         for name in README_EXPERTS
@@ -259,15 +260,28 @@ def whole_layers() -> str:
     rows = {row["layer"]: row for row in read("convolutions_h200.json")["mixed"]}
     lines += [
         [
-            f"convolution `{layer}`, {mode}",
+            f"{layer}, {mode}",
             digits(row["us"][mode]),
-            f"{digits(row['torch_fp16_us'])} (torch fp16)",
+            digits(row["torch_fp16_us"]),
             f"{row['torch_fp16_us'] / row['us'][mode]:.2f}",
         ]
         for layer in README_CONVOLUTIONS
         for row in [rows[layer]]
         for mode in ("W4A16", "W8A8 token")
     ]
+    tokens = {
+        row["kernel"]: row["decode_ms"]["1"] * 1e3
+        for row in read("h200-vllm.json")["rows"]
+        if row["model"] == README_MODEL
+    }
+    lines.append(
+        [
+            f"{README_MODEL} in vLLM, a token",
+            digits(tokens["ours"]),
+            digits(tokens["stock"]),
+            f"{tokens['stock'] / tokens['ours']:.2f}",
+        ]
+    )
     return markdown(["layer", "us", "beside", "times as fast"], lines)
 
 
