@@ -70,7 +70,7 @@ EXPERT_MODES = {
 README_EXPERTS = ("Qwen3-30B-A3B", "Kimi K2, an eighth, groups of 32")
 README_MS = (1, 32, 4096)
 README_CONVOLUTIONS = ("sdxl 640", "vae 256 at 512")
-README_MODEL = "Llama-3.1-8B"
+README_MODEL = ("Llama-3.1-8B", "compressed-tensors int4, groups of 128")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -272,11 +272,11 @@ def whole_layers() -> str:
     tokens = {
         row["kernel"]: row["decode_ms"]["1"] * 1e3
         for row in read("h200-vllm.json")["rows"]
-        if row["model"] == README_MODEL
+        if (engine_model(row), row["checkpoint"]) == README_MODEL
     }
     lines.append(
         [
-            f"{README_MODEL} in vLLM, a token",
+            f"{README_MODEL[0]} in vLLM, a token",
             digits(tokens["ours"]),
             digits(tokens["stock"]),
             f"{tokens['stock'] / tokens['ours']:.2f}",
