@@ -146,7 +146,7 @@ __device__ __forceinline__ void store_sums(float const* tiles_per_cluster, int m
 // Which rows of a [groups][stride] vector a tile of K needs: several where groups are shorter than
 // the tile. Made on the host: the kernels divide by multiplying.
 struct VectorRows {
-  static constexpr uint32_t kMostRows = 4;  // in a tile: reciprocals are larger
+  static constexpr uint32_t kMostRows = 8;  // in a tile: reciprocals are larger
   int group;                                // columns a row covers; -1 for all of K
   int count;                                // rows in a tile
   int step;                                 // rows from a tile to the next

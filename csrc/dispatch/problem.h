@@ -30,7 +30,7 @@ inline bool zeros_fit_int8(PackedWeight const& w) {
   return !w.zeros || info(w.format).zeros_fit_int8;
 }
 inline bool has_short_groups(PackedWeight const& w) {
-  return w.group_size == 32 || w.group_size == 64;
+  return w.group_size == 16 || w.group_size == 32 || w.group_size == 64;
 }
 
 // Whether x is an image, whose pixels are rows as they lie in memory; and how many rows and

@@ -81,14 +81,21 @@ Field first_of(Field field, More... more) {
   }
 }
 
+// Two k-slices of 16 columns have the same scales.
+Field needs_groups_of_32(PackedWeight const& w) {
+  return w.group_size == 16 ? Field::kGroups : Field::kNone;
+}
 Field mma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
-  return first_of(needs_ampere(problem, device), needs_16_bit_x(problem));
+  return first_of(needs_ampere(problem, device), needs_16_bit_x(problem),
+                  needs_groups_of_32(problem.weight));
 }
 Field mma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
-  return first_of(needs_ampere(problem, device), needs_int8_x(problem));
+  return first_of(needs_ampere(problem, device), needs_int8_x(problem),
+                  needs_groups_of_32(problem.weight));
 }
 Field book_gemm_a16_can(GemmProblem const& problem, Device const& device) {
-  if (Field field = first_of(needs_few_rows(problem, 8), needs_ampere(problem, device));
+  if (Field field = first_of(needs_few_rows(problem, 8), needs_ampere(problem, device),
+                             needs_groups_of_32(problem.weight));
       field != Field::kNone)
     return field;
   return has_codebook(problem.weight) ? needs_16_bit_x(problem) : Field::kNoCodebook;
@@ -117,6 +124,7 @@ Field wgmma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
 }
 Field wgmma_fold16_can(GemmProblem const& problem, Device const& device) {
   return first_of(needs_tma_rows(problem), needs_hopper(problem, device),
+                  needs_groups_of_32(problem.weight),
                   may_round(problem) ? Field::kNone : Field::kResult);
 }
 
@@ -127,6 +135,7 @@ Field decode_gemm_can(GemmProblem const& problem, Device const& device) {
   int64_t const groups = w.group_size == -1 ? 1 : padded_k(w.k) / w.group_size + 1;
   return first_of(
       needs_hopper(problem, device, kPortableSharedBytes), needs_integers_or_codebook(w),
+      needs_groups_of_32(w),
       groups * padded_rows(w.n) < int64_t(1) << 29 ? Field::kNone : Field::kGroupVectors);
 }
 Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
@@ -136,7 +145,7 @@ Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
   bool const own_scales = w.scale_type == problem.x_type;
   if (Field field = needs_integers_or_codebook(w); field != Field::kNone) return field;
   if (has_codebook(w)) {
-    if (w.group_size == 32) return Field::kGroups;
+    if (w.group_size == 16 || w.group_size == 32) return Field::kGroups;
     if (!own_scales && w.scale_type != DataType::kFloat32) return Field::kScaleType;
     return is_irregular(problem) ? Field::kXLayout : Field::kNone;
   }
@@ -146,6 +155,7 @@ Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
 }
 Field wgmma_decode_fold16_can(GemmProblem const& problem, Device const& device) {
   return first_of(needs_few_rows(problem, kMostDecodeRows), needs_hopper(problem, device),
+                  needs_groups_of_32(problem.weight),
                   may_round(problem) ? Field::kNone : Field::kResult);
 }
 
@@ -184,7 +194,7 @@ bool folds_few_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   bool const own_scales = w.scale_type == problem.x_type;
   if (has_codebook(w))
-    return w.group_size == 32 || is_irregular(problem) ||
+    return w.group_size == 16 || w.group_size == 32 || is_irregular(problem) ||
            (!own_scales && w.scale_type != DataType::kFloat32);
   // decode_gemm takes a group of 64 at a time, and was faster up to four rows; its costs are those
   // of groups of 32.

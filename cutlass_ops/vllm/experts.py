@@ -136,6 +136,8 @@ def _reason(method: Any, layer: Any) -> str | None:
     for wrong, reason in checks:
         if wrong:
             return reason
+    if group_size == formats.SHORT_GROUPS[0]:
+        return f"group_size is {group_size}, for which GPUs have no kernels"
     if group_size != -1:
         try:
             formats.check_group_size(group_size)
