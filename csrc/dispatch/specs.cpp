@@ -86,12 +86,13 @@ Field needs_groups_of_32(PackedWeight const& w) {
   return w.group_size == 16 ? Field::kGroups : Field::kNone;
 }
 Field mma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
-  return first_of(needs_ampere(problem, device), needs_16_bit_x(problem),
-                  needs_groups_of_32(problem.weight));
+  return first_of(needs_ampere(problem, device), needs_16_bit_x(problem));
 }
+// A stage has no room for the scales of blocks of 16 columns of pixels.
 Field mma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
+  bool const blocks = is_image(problem) && problem.act_quant == ActQuant::kBlock;
   return first_of(needs_ampere(problem, device), needs_int8_x(problem),
-                  needs_groups_of_32(problem.weight));
+                  blocks ? needs_groups_of_32(problem.weight) : Field::kNone);
 }
 Field book_gemm_a16_can(GemmProblem const& problem, Device const& device) {
   if (Field field = first_of(needs_few_rows(problem, 8), needs_ampere(problem, device),
@@ -124,7 +125,7 @@ Field wgmma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
 }
 Field wgmma_fold16_can(GemmProblem const& problem, Device const& device) {
   return first_of(needs_tma_rows(problem), needs_hopper(problem, device),
-                  needs_groups_of_32(problem.weight),
+                  fits_fold16(problem.weight) ? Field::kNone : Field::kGroups,
                   may_round(problem) ? Field::kNone : Field::kResult);
 }
 
@@ -155,7 +156,6 @@ Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
 }
 Field wgmma_decode_fold16_can(GemmProblem const& problem, Device const& device) {
   return first_of(needs_few_rows(problem, kMostDecodeRows), needs_hopper(problem, device),
-                  needs_groups_of_32(problem.weight),
                   may_round(problem) ? Field::kNone : Field::kResult);
 }
 
@@ -428,15 +428,22 @@ constexpr Candidate kWgmmaFold16[] = {wgmma_fold16_of<kBits>(32),  wgmma_fold16_
 
 constexpr Candidate kCodebookGemmA16[] = {{book_gemm_a16_tile(4), 0, 4},
                                           {book_gemm_a16_tile(8), 0, 8}};
+// What 64 rows leave no registers for.
+bool has_groups_of_16(GemmProblem const& problem) { return problem.weight.group_size == 16; }
+bool is_image_or_has_groups_of_16(GemmProblem const& problem) {
+  return is_image(problem) || has_groups_of_16(problem);
+}
 template <int kBits>
 constexpr Candidate kMmaGemmA16[] = {{mma_gemm_a16_tile(kBits, 16), 0, 16},
                                      {mma_gemm_a16_tile(kBits, 32), 0, 32},
+                                     {mma_gemm_a16_tile(kBits, 32), 0, kMaxM, {}, has_groups_of_16},
                                      {mma_gemm_a16_tile(kBits, 64)}};
 template <int kBits>
-constexpr Candidate kMmaGemmA8[] = {{mma_gemm_a8_tile(kBits, 16), 0, 16},
-                                    {mma_gemm_a8_tile(kBits, 32), 0, 32},
-                                    {mma_gemm_a8_tile(kBits, 32), 0, kMaxM, {}, is_image},
-                                    {mma_gemm_a8_tile(kBits, 64)}};
+constexpr Candidate kMmaGemmA8[] = {
+    {mma_gemm_a8_tile(kBits, 16), 0, 16},
+    {mma_gemm_a8_tile(kBits, 32), 0, 32},
+    {mma_gemm_a8_tile(kBits, 32), 0, kMaxM, {}, is_image_or_has_groups_of_16},
+    {mma_gemm_a8_tile(kBits, 64)}};
 
 #define OF_WIDTH(candidates)                                                               \
   [](GemmProblem const& problem) {                                                         \

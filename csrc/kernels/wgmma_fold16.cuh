@@ -79,6 +79,8 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr int kGroupBytes =
       kCodebook ? kRows * kValueBytes : kRows * (2 * kValueBytes + 1);
   static constexpr int kChunkBytes = kCodeBytes + kSteps * Fold::kGroups * kGroupBytes;
+  // Where groups have 16 columns, a tile has twice as many, of scales alone (fits_fold16).
+  static constexpr int kGroupOf16Bytes = kGroupBytes / 2;
   static constexpr int kChunks = wgmma_fold16_tile(kBlockM, kBits).stages;
   static constexpr int kBarrierBytes = 256, kMostBytes = 227 * 1024;
   static constexpr int kPanelBytes = kBlockM * 128;
@@ -128,6 +130,7 @@ __device__ __forceinline__ void produce_weights(uint8_t* shared, Barriers<C>& ba
         max(0, min(C::kWarpgroups, (hopper::rows_of_weight<C>(p) - row0) / kRowsPerPanel));
     if constexpr (C::kGrouped) row0 += work.expert * p.groups.row_panels * kRowsPerPanel;
     int const rows = row_panels * kRowsPerPanel;
+    int const next_group = p.tile_groups == 8 ? C::kGroupOf16Bytes : C::kGroupBytes;
     int const group_bytes =
         rows * (p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0));
 #pragma unroll 1
@@ -145,7 +148,7 @@ __device__ __forceinline__ void produce_weights(uint8_t* shared, Barriers<C>& ba
         int64_t from = int64_t(k / p.group_tiles * p.tile_groups) * p.n_pad + row0;
         uint8_t* group_chunk = chunk;
         for (int group = 0; rows > 0 && group < p.tile_groups;
-             ++group, from += p.n_pad, group_chunk += C::kGroupBytes) {
+             ++group, from += p.n_pad, group_chunk += next_group) {
           Copy::copy(static_cast<uint8_t const*>(w.scales) + from * p.scale_bytes, full,
                      group_chunk + C::kScales, rows * p.scale_bytes);
           if (offsets) {
@@ -238,10 +241,11 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
   // as the scales of hopper::ThreadCoord
   uint32_t const offsets = C::kOffsets + (coord.zeros - C::kZeroPoints) * p.offset_bytes;
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
+  bool const groups_of_16 = !C::kNarrow && p.tile_groups == 8;
   // From the groups of a step's first 32 columns to those of its second, and from a step's to
   // the next step's.
   uint32_t const next_group = p.tile_groups == 4 ? C::kGroupBytes : 0;
-  int const next_step = p.tile_groups == 4   ? 2 * C::kGroupBytes
+  int const next_step = p.tile_groups >= 4   ? 2 * C::kGroupBytes
                         : p.tile_groups == 2 ? C::kGroupBytes
                                              : 0;
   auto* staging = reinterpret_cast<float*>(shared + C::kStaging);
@@ -261,11 +265,20 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
     float sums[C::kSums] = {};
     uint32_t a[2][C::kGroups][C::kGroupKSlices][4];
     StoredCodes<typename C::Fold> codes;
-    StoredGroup<typename C::Fold> vectors[C::kGroups];
+    StoredGroup<typename C::Fold> vectors[C::kNarrow ? C::kGroups : C::kKSlices];
     auto load = [&](int step) {
       if (step == 0) TransactionBarrier::wait(&barriers.full_chunks[chunks.stage], chunks.phase);
       uint32_t const chunk = first + C::kFirstChunk + chunks.stage * C::kChunkBytes;
       codes.load(chunk + coord.units + step * C::kLoads * kUnitBytes);
+      if constexpr (!C::kNarrow) {
+        if (groups_of_16) {
+#pragma unroll
+          for (int i = 0; i < C::kKSlices; ++i)
+            vectors[i].scales.load(chunk + step * next_step + i * C::kGroupOf16Bytes + coord.scales,
+                                   p.scale_bytes);
+          return;
+        }
+      }
 #pragma unroll
       for (int i = 0; i < C::kGroups; ++i) {
         uint32_t const group = chunk + step * next_step + i * next_group;
@@ -283,6 +296,17 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
           vectors[i].template decode<is_plain()>(codes.words + i * C::kGroupWords, table, p,
                                                  operands[i]);
       };
+      if constexpr (!C::kNarrow) {
+        if (groups_of_16) {
+#pragma unroll
+          for (int i = 0; i < C::kGroups; ++i) {
+            uint32_t const* const words = codes.words + i * C::kGroupWords;
+            vectors[2 * i].template decode<true, 0, 1>(words, table, p, operands[i]);
+            vectors[2 * i + 1].template decode<true, 1, 1>(words, table, p, operands[i]);
+          }
+          return;
+        }
+      }
       if (plain) {
         decode_as(std::true_type());
       } else {
@@ -413,19 +437,16 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
 template <class Element, class Format, int kBlockM>
 Status launch_format(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
-  PackedWeight const& w = problem.weight;
-  bool const narrow =
-      w.scale_type == problem.x_type && (!w.offsets || w.offset_type == problem.x_type);
-  return narrow ? launch_config<Config<Element, Format, true, kBlockM>>(problem, plan,
-                                                                        splitk_workspace, stream)
-                : launch_config<Config<Element, Format, false, kBlockM>>(problem, plan,
-                                                                         splitk_workspace, stream);
+  return has_narrow_scales(problem.weight, problem.x_type)
+             ? launch_config<Config<Element, Format, true, kBlockM>>(problem, plan,
+                                                                     splitk_workspace, stream)
+             : launch_config<Config<Element, Format, false, kBlockM>>(problem, plan,
+                                                                      splitk_workspace, stream);
 }
 
 template <class Element, class Format, int kBlockM>
 Status launch_groups(GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  PackedWeight const& w = problem.weight;
-  if (w.scale_type == problem.x_type && (!w.offsets || w.offset_type == problem.x_type)) {
+  if (has_narrow_scales(problem.weight, problem.x_type)) {
     using C = Config<Element, Format, true, kBlockM, true>;
     return hopper::launch_grouped<C>(wgmma_fold16<C>, problem, plan, stream);
   }

@@ -96,8 +96,6 @@ def reason_of_format(
     """
     if act_type not in (torch.float16, torch.bfloat16):
         return f"activations are {act_type}; supported are float16 and bfloat16"
-    if group_size == formats.SHORT_GROUPS[0]:
-        return f"group_size is {group_size}, for which GPUs have no kernels"
     if group_size not in (-1, k):
         try:
             formats.check_group_size(group_size)

@@ -294,13 +294,22 @@ TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
     forbids(kernel, "int8 x", int8);
     forbids(kernel, "fp32 x", fp32);
   }
-  for (int group_size : {32, 64}) {
+  for (int group_size : {16, 32, 64}) {
     auto const groups = [=](GemmProblem& p) { p.weight.group_size = group_size; };
     forbids("wgmma_gemm_a16", "groups of " + std::to_string(group_size), groups);
     forbids("wgmma_decode", "groups of " + std::to_string(group_size), groups);
-    forbids("decode_gemm", "", groups);
+    forbids("decode_gemm", group_size == 16 ? "groups of 16" : "", groups);
+    forbids("wgmma_decode_fold16", "", groups);
     forbids("wgmma_fold16", "", groups);
   }
+  forbids("wgmma_fold16", "groups of 16", [&](GemmProblem& p) {
+    offsets(p);
+    p.weight.group_size = 16;
+  });
+  forbids("book_gemm_a16", "groups of 16", [&](GemmProblem& p) {
+    book(p);
+    p.weight.group_size = 16;
+  });
   forbids("wgmma_gemm_a16", "offsets", offsets);
   forbids("wgmma_decode", "offsets", offsets);
   forbids("wgmma_gemm_a16", "a code book", book);
