@@ -116,7 +116,7 @@ bool shape_wgmma_gemm_a16(GemmProblem const& problem, Device const& device,
 bool shape_wgmma_fold16(GemmProblem const& problem, Device const& device,
                         Candidate const& candidate, Plan* plan) {
   PackedWeight const& w = problem.weight;
-  bool const narrow = has_narrow_scales(w, problem.x_type);
+  bool const narrow = folds_narrow_scales(w, problem.x_type);
   int const bits = code_bits(w), block_m = candidate.tile.block_m;
   plan->stages = wgmma_fold16_tile(block_m, bits).stages;
   plan->shared_bytes = wgmma_fold16_shared_bytes(bits, block_m, table_bytes(w), narrow);

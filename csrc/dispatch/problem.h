@@ -33,10 +33,13 @@ inline bool has_short_groups(PackedWeight const& w) {
   return w.group_size == 16 || w.group_size == 32 || w.group_size == 64;
 }
 
-// Whether kernels that round weights apply scales and offsets in x's type, which both have. Groups
-// of 16 are left to their instances for scales of any type.
+// Whether kernels that round weights apply scales and offsets in x's type, which both have.
 inline bool has_narrow_scales(PackedWeight const& w, DataType x_type) {
-  return w.group_size != 16 && w.scale_type == x_type && (!w.offsets || w.offset_type == x_type);
+  return w.scale_type == x_type && (!w.offsets || w.offset_type == x_type);
+}
+// The same of wgmma_fold16, whose instances for scales of any type alone take groups of 16.
+inline bool folds_narrow_scales(PackedWeight const& w, DataType x_type) {
+  return w.group_size != 16 && has_narrow_scales(w, x_type);
 }
 
 // Whether a K tile of wgmma_fold16 has room for what belongs to groups. Of 16 columns, these are

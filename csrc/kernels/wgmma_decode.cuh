@@ -399,7 +399,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     uint64_t* const empty = full + Barriers::kStages + stage;
     uint32_t const table = x_at + p.shape.table + lane * 4;
     if constexpr (C::kFolds) {
-      if (!C::Fold::kNarrow && p.weight_rows.count == 8) {
+      if (p.weight_rows.count == 8) {
         multiply_values<C, kRowPanels, true>(x, here, table, p, releases, empty, sums);
       } else {
         multiply_values<C, kRowPanels, false>(x, here, table, p, releases, empty, sums);

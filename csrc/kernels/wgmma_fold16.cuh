@@ -437,7 +437,7 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
 template <class Element, class Format, int kBlockM>
 Status launch_format(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
-  return has_narrow_scales(problem.weight, problem.x_type)
+  return folds_narrow_scales(problem.weight, problem.x_type)
              ? launch_config<Config<Element, Format, true, kBlockM>>(problem, plan,
                                                                      splitk_workspace, stream)
              : launch_config<Config<Element, Format, false, kBlockM>>(problem, plan,
@@ -446,7 +446,7 @@ Status launch_format(GemmProblem const& problem, Plan const& plan, float* splitk
 
 template <class Element, class Format, int kBlockM>
 Status launch_groups(GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  if (has_narrow_scales(problem.weight, problem.x_type)) {
+  if (folds_narrow_scales(problem.weight, problem.x_type)) {
     using C = Config<Element, Format, true, kBlockM, true>;
     return hopper::launch_grouped<C>(wgmma_fold16<C>, problem, plan, stream);
   }
