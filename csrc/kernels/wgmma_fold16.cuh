@@ -80,12 +80,14 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
       kCodebook ? kRows * kValueBytes : kRows * (2 * kValueBytes + 1);
   static constexpr int kChunkBytes = kCodeBytes + kSteps * Fold::kGroups * kGroupBytes;
   static constexpr int kChunks = wgmma_fold16_tile(kBlockM, kBits).stages;
-  static constexpr int kBarrierBytes = 256, kMostBytes = 227 * 1024;
+  // Behind the barriers, a tile of experts for each chunk that may begin one.
+  static constexpr int kTiles = kGrouped ? kChunks : 0;
+  static constexpr int kBarrierBytes = 256 + kTiles * 16, kMostBytes = 227 * 1024;
   static constexpr int kPanelBytes = kBlockM * 128;
   static constexpr int kPanelsThatFit = (kMostBytes - kBarrierBytes - kStoreBytes -
                                          Format::kTableBytes - kChunks * kChunkBytes - 1023) /
                                         kPanelBytes;
-  static constexpr int kMostPanels = kBarrierBytes / 16 - kChunks;
+  static constexpr int kMostPanels = 256 / 16 - kChunks;
   static constexpr int kPanels = kPanelsThatFit < kMostPanels ? kPanelsThatFit : kMostPanels;
   static constexpr int kFirstChunk = kPanels * kPanelBytes;
   static constexpr int kTable = kFirstChunk + kChunks * kChunkBytes;
@@ -102,7 +104,7 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
 };
 
 template <class C>
-struct Barriers {
+struct Barriers : hopper::StoredTiles<C::kTiles> {
   uint64_t full_panels[C::kPanels], empty_panels[C::kPanels], full_chunks[C::kChunks],
       empty_chunks[C::kChunks];
 };
@@ -136,6 +138,9 @@ __device__ __forceinline__ void produce_weights(uint8_t* shared, Barriers<C>& ba
       uint64_t* full = &barriers.full_chunks[ring.stage];
       ClusterBarrier::wait(&barriers.empty_chunks[ring.stage], ring.phase ^ 1);
       if (leader) {
+        if constexpr (C::kGrouped) {
+          if (k == work.first_k(p)) barriers.tiles[ring.stage] = work.stored();
+        }
         TransactionBarrier::arrive_and_expect_tx(full,
                                                  row_panels * kChunk + p.tile_groups * group_bytes);
         for (int row_panel = 0; row_panel < row_panels; ++row_panel) {
@@ -224,7 +229,8 @@ __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, typename C::
   cutlass::arch::NamedBarrier::sync(kMultiplying, C::kWarpgroups + 1);
 }
 
-template <class C>
+// kPlain: weights have neither zero points nor offsets.
+template <class C, bool kPlain>
 __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
                                         CUtensorMap const& out_map, typename C::Params const& p,
                                         hopper::ThreadCoord<C> const& coord) {
@@ -253,8 +259,16 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
             next_turn = kTurnBarrier + (coord.warpgroup + 1) % C::kWarpgroups;
   if (C::kTakesTurns && coord.warpgroup == C::kWarpgroups - 1)
     cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);
+  auto const next_tile = [&](int index) {
+    if constexpr (C::kGrouped) {
+      TransactionBarrier::wait(&barriers.full_chunks[chunks.stage], chunks.phase);
+      return typename C::Work(barriers.tiles[chunks.stage]);
+    } else {
+      return typename C::Work(index, p, C::kBand);
+    }
+  };
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
-    typename C::Work const work(index, p, C::kBand);
+    typename C::Work const work = next_tile(index);
     int const row0 = (work.pair * C::kCluster + coord.rank) * C::kRows;
     int const m0 = hopper::first_x_row<C>(work, coord.rank, p);
     int const count = work.end_k(p) - work.first_k(p);
@@ -269,25 +283,14 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
 #pragma unroll
       for (int i = 0; i < C::kGroups; ++i) {
         uint32_t const group = chunk + step * next_step + i * next_group;
-        vectors[i].load({group + coord.scales, group + offsets, group + coord.zeros}, p);
+        vectors[i].template load<kPlain>(
+            {group + coord.scales, group + offsets, group + coord.zeros}, p);
       }
     };
-    // A branch around all of a step's decoding, not selects in it: the compiler then schedules either
-    // as one block.
-    bool const plain =
-        C::kAffineTerm == AffineTerm::kNone || (!p.weight.zeros && !p.weight.offsets);
     auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
-      auto const decode_as = [&](auto is_plain) {
 #pragma unroll
-        for (int i = 0; i < C::kGroups; ++i)
-          vectors[i].template decode<is_plain()>(codes.words + i * C::kGroupWords, table, p,
-                                                 operands[i]);
-      };
-      if (plain) {
-        decode_as(std::true_type());
-      } else {
-        decode_as(std::false_type());
-      }
+      for (int i = 0; i < C::kGroups; ++i)
+        vectors[i].template decode<kPlain>(codes.words + i * C::kGroupWords, table, p, operands[i]);
     };
     auto fence = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
 #pragma unroll
@@ -388,7 +391,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     cutlass::arch::warpgroup_reg_alloc<C::kRegisters>();
     clear_missing_rows<C>(shared, p);
     pdl_wait_and_launch_dependents();
-    consume<C>(shared, barriers, out_map, p, hopper::ThreadCoord<C>(p, rank, warpgroup - 1));
+    hopper::ThreadCoord<C> const coord(p, rank, warpgroup - 1);
+    // Two loops: what is looked for in each step takes instructions, which this kernel is bound by.
+    if (C::kAffineTerm == AffineTerm::kNone || (!p.weight.zeros && !p.weight.offsets)) {
+      consume<C, true>(shared, barriers, out_map, p, coord);
+    } else {
+      consume<C, false>(shared, barriers, out_map, p, coord);
+    }
     cute::tma_store_wait<0>();
   }
   // A CTA's barriers must outlive its neighbour's arrivals and copies.
@@ -458,6 +467,8 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
 template <class Element, class Format>
 Status launch_group_tile(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   switch (plan.block_m) {
+    case 32:
+      return launch_groups<Element, Format, 32>(problem, plan, stream);
     case 64:
       return launch_groups<Element, Format, 64>(problem, plan, stream);
     case 96:
