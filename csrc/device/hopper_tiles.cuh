@@ -278,9 +278,15 @@ struct GroupedWork {
   using Part = hopper::Part;
   int expert, pair, first_x_row, end_x_row;
   __device__ __forceinline__ GroupedWork(int index, GroupedParams const& p,
-                                         int const band_tiles = 16) {
+                                         int const band_tiles = 16)
+      : GroupedWork(index, p, band_tiles, read(index, p)) {}
+  // `stored`: of the tile's rows, read ahead.
+  static __device__ __forceinline__ int4 read(int index, GroupedParams const& p) {
     // No __ldg(), which the compiler may move before pdl_wait().
-    int4 const stored = reinterpret_cast<int4 const*>(p.groups.tiles)[index / p.row_pairs];
+    return reinterpret_cast<int4 const*>(p.groups.tiles)[index / p.row_pairs];
+  }
+  __device__ __forceinline__ GroupedWork(int index, GroupedParams const& p, int const band_tiles,
+                                         int4 const& stored) {
     int const rows = uniform(stored.z);
     expert = uniform(stored.x), first_x_row = uniform(stored.y), end_x_row = first_x_row + rows;
     index -= uniform(stored.w) * p.row_pairs;
@@ -334,6 +340,38 @@ __device__ __forceinline__ bool by_index(typename C::Params const& p) {
     return false;
   }
 }
+
+// The tiles of a cluster, for a warp that loads. Those of experts are read a tile ahead: for short
+// sums the latency would be most of a tile's time.
+template <class C>
+class ClusterTiles {
+  int index_, total_;
+  int4 next_;  // of experts
+
+  __device__ __forceinline__ void read(typename C::Params const& p) {
+    if constexpr (C::kGrouped)
+      if (index_ < total_) next_ = C::Work::read(index_, p);
+  }
+
+ public:
+  __device__ __forceinline__ explicit ClusterTiles(typename C::Params const& p)
+      : index_(blockIdx.x / C::kCluster), total_(C::Work::count(p)) {
+    read(p);
+  }
+  __device__ __forceinline__ bool more() const { return index_ < total_; }
+  __device__ __forceinline__ typename C::Work next(typename C::Params const& p,
+                                                   int band_tiles = 16) {
+    int const index = index_;
+    index_ += gridDim.x / C::kCluster;
+    if constexpr (C::kGrouped) {
+      int4 const stored = next_;
+      read(p);
+      return typename C::Work(index, p, band_tiles, stored);
+    } else {
+      return typename C::Work(index, p, band_tiles);
+    }
+  }
+};
 
 // In shared memory, the tiles of experts that begin with one of kStages stages.
 template <int kStages>

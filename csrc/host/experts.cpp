@@ -142,7 +142,7 @@ Status check_moe(MoeProblem const& p, Device const& device) {
 }
 
 // The kernel for experts of many rows: wgmma_gemm_a8, of int8 codes of x; wgmma_gemm_a16, whose
-// products are exact too; or wgmma_fold16, which takes all formats.
+// products are exact too; or wgmma_fold16, which takes all formats and, alone, tiles of 32 rows.
 enum class Loop { kInt8, kExact, kRounded };
 
 // Whether both products are of int8 codes. (One alone would have other heights of tiles.)
@@ -155,7 +155,7 @@ bool multiplies_codes(MoeProblem const& p) {
 }
 Loop loop_of(PackedWeight const& w, bool int8, int height) {
   if (int8) return Loop::kInt8;
-  return height > 32 && !has_short_groups(w) && !w.offsets && has_integer_codes(w) ? Loop::kExact : Loop::kRounded;
+  return height >= kLeastExactHeight && multiplies_exactly(w) ? Loop::kExact : Loop::kRounded;
 }
 
 Tile tile_of(PackedWeight const& w, Loop loop, int height) {
@@ -166,9 +166,11 @@ Tile tile_of(PackedWeight const& w, Loop loop, int height) {
 
 // Measured times of a tile of kGroupedInt8Heights or kGroupedHeights and 256 features, in tenths of
 // a microsecond for K = 4096 on an H200: those of a weight in dispatch/costs_sm90.inc, and between
-// them what was not measured, 96 and 144 rows of wgmma_fold16. By loop and width.
+// them what was not measured, 96 and 144 rows of wgmma_fold16. By loop and width. Of 32 rows of a
+// weight that kExact takes, what makes the choice between wgmma_fold16's and 64 rows right for
+// layers of groups of 128 (int4: DeepSeek-V3's eighth, 346 us to 448; int8 not measured).
 constexpr int kTileCosts[3][kWidths][5] = {{{127, 170, 210, 243}, {118, 143, 193, 235}},
-                                           {{146, 149, 176, 230, 329}, {158, 160, 190, 246, 353}},
+                                           {{115, 149, 176, 230, 329}, {124, 160, 190, 246, 353}},
                                            {{146, 179, 212, 274, 348}, {158, 180, 220, 293, 383}}};
 static_assert(std::size(kGroupedHeights) == 5 && std::size(kGroupedInt8Heights) == 4);
 
@@ -192,12 +194,11 @@ double expected_tiles(RouteProblem const& r, int height) {
 // BLOCK_M of both products: smaller tiles waste fewer rows of an expert; larger ones decode its
 // weights less often.
 int tile_height(MoeProblem const& p, Device const& device) {
-  constexpr int kMostDecodeRows = 20;  // of an expert on average, in tiles of 16
   RouteProblem const& r = p.route;
-  if (char const* e = getenv("CO_HEIGHT")) return atoi(e);
-  int64_t const touched = std::min<int64_t>(r.experts, r.positions());
-  if (r.positions() <= kMostDecodeRows * touched) return WgmmaDecodeShape::kBlockM;
   bool const int8 = multiplies_codes(p);
+  int const most_decode_rows = int8 ? 20 : 12;  // of an expert on average, in tiles of 16
+  int64_t const touched = std::min<int64_t>(r.experts, r.positions());
+  if (r.positions() <= most_decode_rows * touched) return WgmmaDecodeShape::kBlockM;
   int const* const heights = int8 ? kGroupedInt8Heights : kGroupedHeights;
   size_t const count = int8 ? std::size(kGroupedInt8Heights) : std::size(kGroupedHeights);
   int best = 0;
@@ -207,13 +208,14 @@ int tile_height(MoeProblem const& p, Device const& device) {
     double time = 0;
     for (PackedExperts const* experts : {&p.gate_up, &p.down}) {
       PackedWeight const& w = experts->stack;
-      Loop const loop = loop_of(w, int8, heights[i]);
-      Tile const tile = tile_of(w, loop, heights[i]);
+      Tile const tile = tile_of(w, loop_of(w, int8, heights[i]), heights[i]);
+      Loop const costs = loop_of(w, int8, kLeastExactHeight);
       double const waves = tiles * ceil_div(padded_rows(experts->n), tile.block_n) /
                            std::max(1, device.multiprocessors / tile.cluster_size);
       // The last wave is half full on average.
-      time += (waves <= 1 ? 1 : waves + 0.5) * kTileCosts[int(loop)][width_index(code_bits(w))][i] *
-              tile.block_n / 256 * k_tiles(w);
+      time += (waves <= 1 ? 1 : waves + 0.5) *
+              kTileCosts[int(costs)][width_index(code_bits(w))][i] * tile.block_n / 256 *
+              k_tiles(w);
     }
     if (best && time >= least) continue;
     best = heights[i], least = time;

@@ -52,6 +52,9 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   // The warpgroups issue MMAs in turn, so that the others decode meanwhile. Four are apart by
   // themselves, and short sums would wait for one another's ends.
   static constexpr bool kTakesTurns = kWarpgroups < 4;
+  // Instructions are what few rows of x wait for: a separate loop, without those that look for zero
+  // points and offsets, for weights that have none. (It takes twice as long to compile.)
+  static constexpr bool kTwoLoops = kBlockM <= 64 && Fold::kAffineTerm != AffineTerm::kNone;
   // Of a thread of the warpgroup that loads, and of the others.
   static constexpr int kLoadingRegisters = kWarpgroups == 4 ? 32 : 40;
   static constexpr int kRegisters = kWarpgroups == 4 ? 112 : kWarpgroups == 3 ? 152 : 232;
@@ -109,62 +112,100 @@ struct Barriers : hopper::StoredTiles<C::kTiles> {
       empty_chunks[C::kChunks];
 };
 
-// One warp copies codes, scales, offsets and zero points. They do not depend on the kernel before:
-// the copies start at once.
+// A tile's row panels that this CTA copies. The last pair may reach beyond N.
 template <class C>
-__device__ __forceinline__ void produce_weights(uint8_t* shared, Barriers<C>& barriers,
-                                                typename C::Params const& p, int rank) {
-  using Copy = cute::SM90_BULK_COPY_G2S;
+struct TilePanels {
+  int first, count;  // first: of all weights'
+
+  __device__ __forceinline__ TilePanels(typename C::Work const& work, typename C::Params const& p,
+                                        int rank) {
+    first = (work.pair * C::kCluster + rank) * C::kWarpgroups;
+    count = max(0, min(C::kWarpgroups, hopper::rows_of_weight<C>(p) / kRowsPerPanel - first));
+    if constexpr (C::kGrouped) first += work.expert * p.groups.row_panels;
+  }
+};
+
+// One warp copies codes. These, and what belongs to groups, do not depend on the kernel before: the
+// copies start at once.
+template <class C>
+__device__ __forceinline__ void produce_codes(uint8_t* shared, Barriers<C>& barriers,
+                                              typename C::Params const& p, int rank) {
   constexpr int kChunk = k_tile_bytes(C::kBits);
   PackedWeight const& w = p.weight;
-  bool const leader = cute::elect_one_sync(), offsets = !C::kCodebook && w.offsets,
-             zeros = !C::kCodebook && w.zeros;
+  int const row_bytes =
+      p.tile_groups * (p.scale_bytes + (!C::kCodebook && w.offsets ? p.offset_bytes : 0) +
+                       (!C::kCodebook && w.zeros ? 1 : 0));
+  bool const leader = cute::elect_one_sync();
   hopper::Ring<C::kChunks> ring;
-  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
-  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
-    typename C::Work const work(index, p, C::kBand);
-    int const end = work.end_k(p);
-    int row0 = (work.pair * C::kCluster + rank) * C::kRows;
-    // The last pair may reach beyond N.
-    int const row_panels =
-        max(0, min(C::kWarpgroups, (hopper::rows_of_weight<C>(p) - row0) / kRowsPerPanel));
-    if constexpr (C::kGrouped) row0 += work.expert * p.groups.row_panels * kRowsPerPanel;
-    int const rows = row_panels * kRowsPerPanel;
-    int const group_bytes =
-        rows * (p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0));
+  hopper::ClusterTiles<C> tiles(p);
+  int64_t const panel_bytes = int64_t(p.k_tiles) * kChunk;
+  while (tiles.more()) {
+    typename C::Work const work = tiles.next(p, C::kBand);
+    TilePanels<C> const panels(work, p, rank);
+    int const bytes = panels.count * (kChunk + kRowsPerPanel * row_bytes);
+    int const start = work.first_k(p), end = work.end_k(p);
+    uint8_t const* from = w.codes + panels.first * panel_bytes + int64_t(start) * kChunk;
 #pragma unroll 1
-    for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
-      uint8_t* const chunk = shared + C::kFirstChunk + ring.stage * C::kChunkBytes;
-      uint64_t* full = &barriers.full_chunks[ring.stage];
+    for (int k = start; k < end; ++k, ring.advance(), from += kChunk) {
+      uint64_t* const full = &barriers.full_chunks[ring.stage];
       ClusterBarrier::wait(&barriers.empty_chunks[ring.stage], ring.phase ^ 1);
-      if (leader) {
-        if constexpr (C::kGrouped) {
-          if (k == work.first_k(p)) barriers.tiles[ring.stage] = work.stored();
-        }
-        TransactionBarrier::arrive_and_expect_tx(full,
-                                                 row_panels * kChunk + p.tile_groups * group_bytes);
-        for (int row_panel = 0; row_panel < row_panels; ++row_panel) {
-          Copy::copy(w.codes + (int64_t(row0 / kRowsPerPanel + row_panel) * p.k_tiles + k) * kChunk,
-                     full, chunk + row_panel * kChunk, kChunk);
-        }
-        int64_t from = int64_t(k / p.group_tiles * p.tile_groups) * p.n_pad + row0;
-        uint8_t* group_chunk = chunk;
-        for (int group = 0; rows > 0 && group < p.tile_groups;
-             ++group, from += p.n_pad, group_chunk += C::kGroupBytes) {
-          Copy::copy(static_cast<uint8_t const*>(w.scales) + from * p.scale_bytes, full,
-                     group_chunk + C::kScales, rows * p.scale_bytes);
-          if (offsets) {
-            Copy::copy(static_cast<uint8_t const*>(w.offsets) + from * p.offset_bytes, full,
-                       group_chunk + C::kOffsets, rows * p.offset_bytes);
-          }
-          if (zeros) Copy::copy(w.zeros + from, full, group_chunk + C::kZeroPoints, rows);
-        }
+      if (!leader) continue;
+      if constexpr (C::kGrouped) {
+        if (k == start) barriers.tiles[ring.stage] = work.stored();
+      }
+      TransactionBarrier::arrive_and_expect_tx(full, bytes);
+      uint8_t* const chunk = shared + C::kFirstChunk + ring.stage * C::kChunkBytes;
+#pragma unroll
+      for (int i = 0; i < C::kWarpgroups; ++i) {
+        if (i < panels.count)
+          cute::SM90_BULK_COPY_G2S::copy(from + i * panel_bytes, full, chunk + i * kChunk, kChunk);
       }
     }
   }
 }
 
-// Another copies x: this CTA's half of the tile's rows, for both CTAs.
+// Another copies what belongs to groups: scales, offsets and zero points. For one warp the copies
+// of groups of 32 and of codes take as long as products with 32 rows of x.
+template <class C>
+__device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers<C>& barriers,
+                                               typename C::Params const& p, int rank) {
+  using Copy = cute::SM90_BULK_COPY_G2S;
+  PackedWeight const& w = p.weight;
+  bool const leader = cute::elect_one_sync(), offsets = !C::kCodebook && w.offsets,
+             zeros = !C::kCodebook && w.zeros;
+  hopper::Ring<C::kChunks> ring;
+  hopper::ClusterTiles<C> tiles(p);
+  while (tiles.more()) {
+    typename C::Work const work = tiles.next(p, C::kBand);
+    TilePanels<C> const panels(work, p, rank);
+    int const rows = panels.count * kRowsPerPanel, end = work.end_k(p);
+    int k = work.first_k(p), group = k / p.group_tiles,
+        until_next = (group + 1) * p.group_tiles - k;
+    int64_t vector = int64_t(group * p.tile_groups) * p.n_pad + panels.first * kRowsPerPanel;
+#pragma unroll 1
+    for (; k < end; ++k, ring.advance()) {
+      uint64_t* const full = &barriers.full_chunks[ring.stage];
+      ClusterBarrier::wait(&barriers.empty_chunks[ring.stage], ring.phase ^ 1);
+      bool const ends = --until_next == 0;
+      if (leader && rows > 0) {
+        uint8_t* to = shared + C::kFirstChunk + ring.stage * C::kChunkBytes;
+        int64_t from = vector;
+#pragma unroll 1
+        for (int i = 0; i < p.tile_groups; ++i, from += p.n_pad, to += C::kGroupBytes) {
+          Copy::copy(static_cast<uint8_t const*>(w.scales) + from * p.scale_bytes, full,
+                     to + C::kScales, rows * p.scale_bytes);
+          if (offsets)
+            Copy::copy(static_cast<uint8_t const*>(w.offsets) + from * p.offset_bytes, full,
+                       to + C::kOffsets, rows * p.offset_bytes);
+          if (zeros) Copy::copy(w.zeros + from, full, to + C::kZeroPoints, rows);
+        }
+      }
+      if (ends) until_next = p.group_tiles, vector += int64_t(p.tile_groups) * p.n_pad;
+    }
+  }
+}
+
+// A third copies x: this CTA's half of the tile's rows, for both CTAs.
 template <class C>
 __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& barriers,
                                                typename C::Params const& p, CUtensorMap const& map,
@@ -174,9 +215,9 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
   pdl_wait_and_launch_dependents();
   bool const leader = cute::elect_one_sync();
   hopper::Ring<C::kPanels> ring;
-  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
-  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
-    typename C::Work const work(index, p, C::kBand);
+  hopper::ClusterTiles<C> tiles(p);
+  while (tiles.more()) {
+    typename C::Work const work = tiles.next(p, C::kBand);
     int const end = work.end_k(p) * C::kSteps;
     hopper::XRows<C::kKSlices * 16, !C::kGrouped> x_rows(
         p.image, hopper::first_x_row<C>(work, rank, p) + rank * half, work.first_k(p));
@@ -198,9 +239,9 @@ __device__ __forceinline__ void produce_panels_by_index(uint8_t* shared, Barrier
                                                         typename C::Params const& p, int warp) {
   uint32_t const first = cute::cast_smem_ptr_to_uint(shared);
   hopper::Ring<C::kPanels> ring;
-  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
-  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
-    typename C::Work const work(index, p, C::kBand);
+  hopper::ClusterTiles<C> tiles(p);
+  while (tiles.more()) {
+    typename C::Work const work = tiles.next(p, C::kBand);
     hopper::RowsByIndex<C::kBlockM, 1, C::kPanelBytes, hopper::kIndexWarps> const rows(
         p.groups, p.rows, warp, [&](int row) { return hopper::slot_of_row(work, row); });
     int const end = work.end_k(p) * C::kSteps;
@@ -229,7 +270,7 @@ __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, typename C::
   cutlass::arch::NamedBarrier::sync(kMultiplying, C::kWarpgroups + 1);
 }
 
-// kPlain: weights have neither zero points nor offsets.
+// kPlain: weights are known to have neither zero points nor offsets.
 template <class C, bool kPlain>
 __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
                                         CUtensorMap const& out_map, typename C::Params const& p,
@@ -287,10 +328,21 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
             {group + coord.scales, group + offsets, group + coord.zeros}, p);
       }
     };
+    // A branch around all of a step's decoding, not selects in it: the compiler then schedules either
+    // as one block.
+    bool const plain = kPlain || (!p.weight.zeros && !p.weight.offsets);
     auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
+      auto const decode_as = [&](auto is_plain) {
 #pragma unroll
-      for (int i = 0; i < C::kGroups; ++i)
-        vectors[i].template decode<kPlain>(codes.words + i * C::kGroupWords, table, p, operands[i]);
+        for (int i = 0; i < C::kGroups; ++i)
+          vectors[i].template decode<is_plain()>(codes.words + i * C::kGroupWords, table, p,
+                                                 operands[i]);
+      };
+      if (plain) {
+        decode_as(std::true_type());
+      } else {
+        decode_as(std::false_type());
+      }
     };
     auto fence = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
 #pragma unroll
@@ -382,7 +434,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<C::kLoadingRegisters>();
     int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform, as in hopper::run
-    if (warp == 0) produce_weights<C>(shared, barriers, p, rank);
+    if (warp == 0) produce_codes<C>(shared, barriers, p, rank);
+    if (warp == 2) produce_groups<C>(shared, barriers, p, rank);
     if (warp == 1 && !index) produce_panels<C>(shared, barriers, p, map, rank);
     if constexpr (C::kGrouped) {
       if (index && warp % 2 == 1) produce_panels_by_index<C>(shared, barriers, p, warp / 2);
@@ -392,11 +445,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     clear_missing_rows<C>(shared, p);
     pdl_wait_and_launch_dependents();
     hopper::ThreadCoord<C> const coord(p, rank, warpgroup - 1);
-    // Two loops: what is looked for in each step takes instructions, which this kernel is bound by.
-    if (C::kAffineTerm == AffineTerm::kNone || (!p.weight.zeros && !p.weight.offsets)) {
+    bool const plain =
+        C::kAffineTerm == AffineTerm::kNone || (!p.weight.zeros && !p.weight.offsets);
+    if (plain && C::kTwoLoops) {
       consume<C, true>(shared, barriers, out_map, p, coord);
     } else {
-      consume<C, false>(shared, barriers, out_map, p, coord);
+      consume<C, C::kAffineTerm == AffineTerm::kNone>(shared, barriers, out_map, p, coord);
     }
     cute::tma_store_wait<0>();
   }
