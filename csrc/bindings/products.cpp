@@ -142,8 +142,8 @@ py::object mixed_gemm(PyObject* const* arguments) {
 
 // Objects of torch, never freed.
 struct Torch {
-  PyObject *tensor, *parameter, *forward_ad, *tracing_state, *transforms_active, *grad_enabled,
-      *any_autocast, *threads, *current_stream, *none, *token, *block;
+  PyObject *tensor, *parameter, *forward_ad, *transforms_active, *grad_enabled, *any_autocast,
+      *threads, *current_stream, *none, *token, *block;
   std::array<std::pair<PyObject*, DataType>, 3> types;
 
   Torch() {
@@ -152,7 +152,6 @@ struct Torch {
     auto const keep = [](py::object object) { return object.release().ptr(); };
     tensor = keep(torch.attr("Tensor")), parameter = keep(torch.attr("nn").attr("Parameter"));
     forward_ad = keep(py::module_::import("torch.autograd.forward_ad"));
-    tracing_state = keep(core.attr("_get_tracing_state"));
     transforms_active = keep(core.attr("_are_functorch_transforms_active"));
     grad_enabled = keep(core.attr("is_grad_enabled"));
     any_autocast = keep(core.attr("_is_any_autocast_enabled"));
@@ -179,11 +178,11 @@ struct Torch {
       if (act_quant == text || PyUnicode_Compare(act_quant, text) == 0) return *found = mode, true;
     return false;
   }
-  // Whether torch.jit.trace, forward-mode differentiation or a transform of torch.func is at work.
+  // Whether forward-mode differentiation or a transform of torch.func is at work. While
+  // torch.jit.trace records, sizes are no numbers (Rows).
   bool transforms() const {
     static Name const level("_current_level");
-    return says(tracing_state) || says(transforms_active) ||
-           PyLong_AsLong(get(forward_ad, level).ptr()) >= 0;
+    return says(transforms_active) || PyLong_AsLong(get(forward_ad, level).ptr()) >= 0;
   }
   // What a function of torch's state says.
   static bool says(PyObject* function) {
@@ -229,7 +228,7 @@ struct Rows {
 
   Rows(py::handle shape, py::handle strides, int k) {
     Py_ssize_t const last = PyTuple_GET_SIZE(shape.ptr()) - 1;
-    // -1: a symbol, while something is traced.
+    // -1: a tensor or a symbol, while something is traced.
     auto const at = [](py::handle tuple, Py_ssize_t i) -> std::int64_t {
       PyObject* const item = PyTuple_GET_ITEM(tuple.ptr(), i);
       return PyLong_CheckExact(item) ? PyLong_AsLongLong(item) : -1;
