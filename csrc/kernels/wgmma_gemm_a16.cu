@@ -7,10 +7,6 @@ namespace {
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
-  static_assert(
-      C::kSharedBytes == wgmma_gemm_shared_bytes({C::kBits, C::kBlockM, 2, true, false, false,
-                                                  C::kZeros, C::kStages, C::kWarpgroups}),
-      "the plan has other shared memory");
   CUtensorMap map;
   Status status = hopper::encode_x(
       problem, plan.ctas_along_m > 1 ? C::kBlockM : hopper::half_x_rows<C>(problem.m), &map);

@@ -7,10 +7,6 @@ namespace {
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
-  static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes({C::kBits, C::kBlockM, 1, C::kLoadScales,
-                                                            C::kLoadTokenScales, C::kAsymmetric,
-                                                            C::kZeros, C::kStages, C::kWarpgroups}),
-                "the plan has other shared memory");
   CUtensorMap map;
   Status status = hopper::encode_codes(
       problem, plan.ctas_along_m > 1 ? C::kBlockM : C::kBlockM / C::kCluster, &map);
