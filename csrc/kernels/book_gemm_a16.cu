@@ -371,8 +371,9 @@ Status launch_groups(GemmProblem const& problem, Plan const& plan, float* splitk
 template <class Element>
 Status launch_element(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                       Stream stream) {
-  return plan.block_m == 4 ? launch_groups<Element, 4>(problem, plan, splitk_workspace, stream)
-                           : launch_groups<Element, 8>(problem, plan, splitk_workspace, stream);
+  return launch_height<4, 8>(plan, plan.block_m, [&](auto height) {
+    return launch_groups<Element, height()>(problem, plan, splitk_workspace, stream);
+  });
 }
 
 }  // namespace

@@ -484,11 +484,9 @@ Status launch_groups(GemmProblem const& problem, Plan const& plan, float* splitk
 template <class Element, class Format>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream) {
-  return plan.block_m == 16
-             ? launch_groups<Element, Format, 16>(problem, plan, splitk_workspace, stream)
-         : plan.block_m == 32
-             ? launch_groups<Element, Format, 32>(problem, plan, splitk_workspace, stream)
-             : launch_groups<Element, Format, 64>(problem, plan, splitk_workspace, stream);
+  return launch_height<16, 32, 64>(plan, plan.block_m, [&](auto height) {
+    return launch_groups<Element, Format, height()>(problem, plan, splitk_workspace, stream);
+  });
 }
 
 template <class Element>

@@ -362,9 +362,9 @@ Status launch_form(GemmProblem const& problem, Plan const& plan, float* splitk_w
 template <class Format>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream) {
-  return plan.block_m == 16   ? launch_form<Format, 16>(problem, plan, splitk_workspace, stream)
-         : plan.block_m == 32 ? launch_form<Format, 32>(problem, plan, splitk_workspace, stream)
-                              : launch_form<Format, 64>(problem, plan, splitk_workspace, stream);
+  return launch_height<16, 32, 64>(plan, plan.block_m, [&](auto height) {
+    return launch_form<Format, height()>(problem, plan, splitk_workspace, stream);
+  });
 }
 
 }  // namespace

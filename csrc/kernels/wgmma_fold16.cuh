@@ -416,23 +416,9 @@ Status launch_groups(GroupedGemm const& problem, Plan const& plan, Stream stream
 template <class Element, class Format>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream) {
-  switch (plan.block_m) {
-    case 32:
-      return launch_format<Element, Format, 32>(problem, plan, splitk_workspace, stream);
-    case 64:
-      return launch_format<Element, Format, 64>(problem, plan, splitk_workspace, stream);
-    case 128:
-      return launch_format<Element, Format, 128>(problem, plan, splitk_workspace, stream);
-    case 160:
-      return launch_format<Element, Format, 160>(problem, plan, splitk_workspace, stream);
-    case 208:
-      return launch_format<Element, Format, 208>(problem, plan, splitk_workspace, stream);
-    case 256:
-      return launch_format<Element, Format, 256>(problem, plan, splitk_workspace, stream);
-    default:
-      return {Status::kInvalid,
-              "wgmma_fold16 has no tile of " + std::to_string(plan.block_m) + " rows"};
-  }
+  return launch_height<32, 64, 128, 160, 208, 256>(plan, plan.block_m, [&](auto height) {
+    return launch_format<Element, Format, height()>(problem, plan, splitk_workspace, stream);
+  });
 }
 
 template <class Element, class Format>
