@@ -269,6 +269,16 @@ struct GroupedWork {
     pair = inside / height;
     first_x_row += (band * band_tiles + inside - pair * height) * kBlockM;
   }
+  // The producer of weights leaves it in shared memory for those who multiply (StoredTiles): to
+  // find a tile takes a read of global memory and divisions, as many instructions as a tile of K.
+  __device__ __forceinline__ explicit GroupedWork(int4 const& stored)
+      : expert(uniform(stored.x)),
+        pair(uniform(stored.y)),
+        first_x_row(uniform(stored.z)),
+        end_x_row(uniform(stored.w)) {}
+  __device__ __forceinline__ int4 stored() const {
+    return make_int4(expert, pair, first_x_row, end_x_row);
+  }
   static __device__ __forceinline__ int count(GroupedParams const& p) {
     return uniform(*p.groups.count) * p.row_pairs;
   }
@@ -303,12 +313,33 @@ __device__ __forceinline__ bool by_index(typename C::Params const& p) {
   }
 }
 
+// In shared memory, the tiles of experts that begin with one of kStages stages.
+template <int kStages>
+struct StoredTiles {
+  int4 tiles[kStages];
+};
+template <>
+struct StoredTiles<0> {};
+
 template <class C>
-struct Barriers {
+struct Barriers : StoredTiles<C::kGrouped ? C::kStages : 0> {
   uint64_t full[C::kStages], empty[C::kStages];
   uint64_t prepared[C::kStages];  // where stages bring token scales: they are in the
                                   // accumulators' order
 };
+
+// The tile that a thread which multiplies is to begin.
+template <class C>
+__device__ __forceinline__ typename C::Work next_tile(int index, typename C::Params const& p,
+                                                      Barriers<C> const& barriers,
+                                                      Ring<C::kStages> const& ring) {
+  if constexpr (C::kGrouped) {
+    TransactionBarrier::wait(const_cast<uint64_t*>(&barriers.full[ring.stage]), ring.phase);
+    return typename C::Work(barriers.tiles[ring.stage]);
+  } else {
+    return typename C::Work(index, p);
+  }
+}
 
 // A thread's coordinates in a tile, and the offsets of its operands in a stage. The offsets are
 // pinned in registers: the compiler would recompute them in every turn of the main loop.

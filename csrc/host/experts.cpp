@@ -153,9 +153,9 @@ bool multiplies_codes(MoeProblem const& p) {
   return p.act_quant != ActQuant::kNone && p.act_symmetric && takes(p.gate_up.stack) &&
          takes(p.down.stack);
 }
-Loop loop_of(PackedWeight const& w, bool int8) {
+Loop loop_of(PackedWeight const& w, bool int8, int height) {
   if (int8) return Loop::kInt8;
-  return !has_short_groups(w) && !w.offsets && has_integer_codes(w) ? Loop::kExact : Loop::kRounded;
+  return height > 32 && !has_short_groups(w) && !w.offsets && has_integer_codes(w) ? Loop::kExact : Loop::kRounded;
 }
 
 Tile tile_of(PackedWeight const& w, Loop loop, int height) {
@@ -167,10 +167,10 @@ Tile tile_of(PackedWeight const& w, Loop loop, int height) {
 // Measured times of a tile of kGroupedInt8Heights or kGroupedHeights and 256 features, in tenths of
 // a microsecond for K = 4096 on an H200: those of a weight in dispatch/costs_sm90.inc, and between
 // them what was not measured, 96 and 144 rows of wgmma_fold16. By loop and width.
-constexpr int kTileCosts[3][kWidths][4] = {{{127, 170, 210, 243}, {118, 143, 193, 235}},
-                                           {{149, 176, 230, 329}, {160, 190, 246, 353}},
-                                           {{179, 212, 274, 348}, {180, 220, 293, 383}}};
-static_assert(std::size(kGroupedHeights) == 4 && std::size(kGroupedInt8Heights) == 4);
+constexpr int kTileCosts[3][kWidths][5] = {{{127, 170, 210, 243}, {118, 143, 193, 235}},
+                                           {{146, 149, 176, 230, 329}, {158, 160, 190, 246, 353}},
+                                           {{146, 179, 212, 274, 348}, {158, 180, 220, 293, 383}}};
+static_assert(std::size(kGroupedHeights) == 5 && std::size(kGroupedInt8Heights) == 4);
 
 // How many tiles are expected where every expert is as likely as any other: of an expert, the sum
 // over i of the chance that it has more than `height` * i rows. Those are binomially distributed,
@@ -194,18 +194,20 @@ double expected_tiles(RouteProblem const& r, int height) {
 int tile_height(MoeProblem const& p, Device const& device) {
   constexpr int kMostDecodeRows = 20;  // of an expert on average, in tiles of 16
   RouteProblem const& r = p.route;
+  if (char const* e = getenv("CO_HEIGHT")) return atoi(e);
   int64_t const touched = std::min<int64_t>(r.experts, r.positions());
   if (r.positions() <= kMostDecodeRows * touched) return WgmmaDecodeShape::kBlockM;
   bool const int8 = multiplies_codes(p);
-  auto const& heights = int8 ? kGroupedInt8Heights : kGroupedHeights;
+  int const* const heights = int8 ? kGroupedInt8Heights : kGroupedHeights;
+  size_t const count = int8 ? std::size(kGroupedInt8Heights) : std::size(kGroupedHeights);
   int best = 0;
   double least = 0;
-  for (size_t i = 0; i < std::size(heights); ++i) {
+  for (size_t i = 0; i < count; ++i) {
     double const tiles = expected_tiles(r, heights[i]);
     double time = 0;
     for (PackedExperts const* experts : {&p.gate_up, &p.down}) {
       PackedWeight const& w = experts->stack;
-      Loop const loop = loop_of(w, int8);
+      Loop const loop = loop_of(w, int8, heights[i]);
       Tile const tile = tile_of(w, loop, heights[i]);
       double const waves = tiles * ceil_div(padded_rows(experts->n), tile.block_n) /
                            std::max(1, device.multiprocessors / tile.cluster_size);
@@ -263,7 +265,7 @@ bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& 
     plan->shared_bytes = shape.shared_bytes, plan->stages = shape.stages;
     return true;
   }
-  Loop const loop = loop_of(w, moe.int8);
+  Loop const loop = loop_of(w, moe.int8, height);
   Tile const tile = tile_of(w, loop, height);
   plan->kernel = loop == Loop::kInt8    ? "wgmma_gemm_a8"
                  : loop == Loop::kExact ? "wgmma_gemm_a16"
@@ -324,7 +326,7 @@ Status launch_product(GroupedGemm const& gemm, Plan const& plan, Stream stream) 
       return launch_grouped_decode_fold16<decltype(format)>(gemm, plan, stream);
     });
   }
-  switch (loop_of(w, gemm.x_codes != ActQuant::kNone)) {
+  switch (loop_of(w, gemm.x_codes != ActQuant::kNone, plan.block_m)) {
     case Loop::kInt8:
       return launch_grouped_gemm_a8(gemm, plan, stream);
     case Loop::kExact:

@@ -150,7 +150,8 @@ struct WgmmaCta {
 struct Fold16Cta {
   int bits, block_m;
   int table_bytes;
-  bool narrow;  // scales and offsets are of x's type
+  bool narrow;   // scales and offsets are of x's type
+  bool grouped;  // rows of x and weights are experts'
 
   int stages = wgmma_fold16_tile(block_m, bits).stages;  // of weights
   int warpgroups = wgmma_fold16_tile(block_m, bits).block_n / (2 * kRowsPerPanel);
@@ -168,12 +169,15 @@ struct Fold16Cta {
   int group_bytes = table_bytes ? rows * value_bytes : rows * (2 * value_bytes + 1);
   int chunk_bytes = code_bytes + kKPerTile / 32 * group_bytes;
 
+  // Behind 16 pairs of barriers, a tile of experts for each chunk that may begin one.
+  int pairs = 16, tiles = grouped ? stages : 0;
+  int barrier_bytes = pairs * 16 + tiles * 16;
   // Panels of 64 columns of x: as many as there is room and barriers for.
-  int barrier_bytes = 256, most_bytes = kHopperSharedBytes, panel_bytes = block_m * 128;
+  int most_bytes = kHopperSharedBytes, panel_bytes = block_m * 128;
   int panels_that_fit =
       (most_bytes - barrier_bytes - store_bytes - table_bytes - stages * chunk_bytes - 1023) /
       panel_bytes;
-  int most_panels = barrier_bytes / 16 - stages;
+  int most_panels = pairs - stages;
   int panels = panels_that_fit < most_panels ? panels_that_fit : most_panels;
 
   int first_chunk = panels * panel_bytes;
@@ -181,8 +185,12 @@ struct Fold16Cta {
   int staging = (table + table_bytes + 1023) / 1024 * 1024;
   int shared_bytes = staging + store_bytes + barrier_bytes;
 
-  constexpr Fold16Cta(int bits_, int block_m_, int table_bytes_, bool narrow_)
-      : bits(bits_), block_m(block_m_), table_bytes(table_bytes_), narrow(narrow_) {}
+  constexpr Fold16Cta(int bits_, int block_m_, int table_bytes_, bool narrow_, bool grouped_)
+      : bits(bits_),
+        block_m(block_m_),
+        table_bytes(table_bytes_),
+        narrow(narrow_),
+        grouped(grouped_) {}
 };
 
 }  // namespace cutlass_ops

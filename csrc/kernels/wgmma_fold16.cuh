@@ -45,7 +45,7 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   // With few rows of x MMAs are short, and the latency of decoding shows: as many warps hide it as
   // there are registers for.
   static constexpr int kBits = Format::kBits, kBlockM = kBlockM_, kCluster = 2;
-  static constexpr Fold16Cta kCta{kBits, kBlockM, Format::kTableBytes, kNarrow_};
+  static constexpr Fold16Cta kCta{kBits, kBlockM, Format::kTableBytes, kNarrow_, kGrouped};
   static constexpr int kWarpgroups = kCta.warpgroups;
   static constexpr int kRows = kCta.rows, kThreads = wgmma_threads(kWarpgroups);
   // The warpgroups issue MMAs in turn, so that the others decode meanwhile. Four are apart by
@@ -69,7 +69,7 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr int kWeights = 0, kScales = kCodeBytes, kOffsets = kScales + kRows * kValueBytes;
   static constexpr int kZeroPoints = kOffsets + kRows * kValueBytes;
   static constexpr int kGroupBytes = kCta.group_bytes, kChunkBytes = kCta.chunk_bytes;
-  static constexpr int kChunks = kCta.stages;
+  static constexpr int kChunks = kCta.stages, kTiles = kCta.tiles;
   static constexpr int kPanelBytes = kCta.panel_bytes, kPanels = kCta.panels,
                        kFirstChunk = kCta.first_chunk, kTable = kCta.table, kStaging = kCta.staging;
   static constexpr int kBarrierBytes = kCta.barrier_bytes, kSharedBytes = kCta.shared_bytes;
@@ -85,7 +85,7 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
 };
 
 template <class C>
-struct Barriers {
+struct Barriers : hopper::StoredTiles<C::kTiles> {
   uint64_t full_panels[C::kPanels], empty_panels[C::kPanels], full_chunks[C::kChunks],
       empty_chunks[C::kChunks];
 };
@@ -119,6 +119,9 @@ __device__ __forceinline__ void produce_weights(uint8_t* shared, Barriers<C>& ba
       uint64_t* full = &barriers.full_chunks[ring.stage];
       ClusterBarrier::wait(&barriers.empty_chunks[ring.stage], ring.phase ^ 1);
       if (leader) {
+        if constexpr (C::kGrouped) {
+          if (k == work.first_k(p)) barriers.tiles[ring.stage] = work.stored();
+        }
         TransactionBarrier::arrive_and_expect_tx(full,
                                                  row_panels * kChunk + p.tile_groups * group_bytes);
         for (int row_panel = 0; row_panel < row_panels; ++row_panel) {
@@ -207,7 +210,8 @@ __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, typename C::
   cutlass::arch::NamedBarrier::sync(kMultiplying, C::kWarpgroups + 1);
 }
 
-template <class C>
+// kPlain: weights have neither zero points nor offsets.
+template <class C, bool kPlain>
 __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
                                         CUtensorMap const& out_map, typename C::Params const& p,
                                         hopper::ThreadCoord<C> const& coord) {
@@ -236,8 +240,16 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
             next_turn = kTurnBarrier + (coord.warpgroup + 1) % C::kWarpgroups;
   if (C::kTakesTurns && coord.warpgroup == C::kWarpgroups - 1)
     cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);
+  auto const next_tile = [&](int index) {
+    if constexpr (C::kGrouped) {
+      TransactionBarrier::wait(&barriers.full_chunks[chunks.stage], chunks.phase);
+      return typename C::Work(barriers.tiles[chunks.stage]);
+    } else {
+      return typename C::Work(index, p, C::kBand);
+    }
+  };
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
-    typename C::Work const work(index, p, C::kBand);
+    typename C::Work const work = next_tile(index);
     int const row0 = (work.pair * C::kCluster + coord.rank) * C::kRows;
     int const m0 = hopper::first_x_row<C>(work, coord.rank, p);
     int const count = work.end_k(p) - work.first_k(p);
@@ -252,25 +264,14 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
 #pragma unroll
       for (int i = 0; i < C::kGroups; ++i) {
         uint32_t const group = chunk + step * next_step + i * next_group;
-        vectors[i].load({group + coord.scales, group + offsets, group + coord.zeros}, p);
+        vectors[i].template load<kPlain>(
+            {group + coord.scales, group + offsets, group + coord.zeros}, p);
       }
     };
-    // A branch around all of a step's decoding, not selects in it: the compiler then schedules either
-    // as one block.
-    bool const plain =
-        C::kAffineTerm == AffineTerm::kNone || (!p.weight.zeros && !p.weight.offsets);
     auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
-      auto const decode_as = [&](auto is_plain) {
 #pragma unroll
-        for (int i = 0; i < C::kGroups; ++i)
-          vectors[i].template decode<is_plain()>(codes.words + i * C::kGroupWords, table, p,
-                                                 operands[i]);
-      };
-      if (plain) {
-        decode_as(std::true_type());
-      } else {
-        decode_as(std::false_type());
-      }
+      for (int i = 0; i < C::kGroups; ++i)
+        vectors[i].template decode<kPlain>(codes.words + i * C::kGroupWords, table, p, operands[i]);
     };
     auto fence = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
 #pragma unroll
@@ -371,7 +372,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     cutlass::arch::warpgroup_reg_alloc<C::kRegisters>();
     clear_missing_rows<C>(shared, p);
     pdl_wait_and_launch_dependents();
-    consume<C>(shared, barriers, out_map, p, hopper::ThreadCoord<C>(p, rank, warpgroup - 1));
+    hopper::ThreadCoord<C> const coord(p, rank, warpgroup - 1);
+    // Two loops: what is looked for in each step takes instructions, which this kernel is bound by.
+    if (C::kAffineTerm == AffineTerm::kNone || (!p.weight.zeros && !p.weight.offsets)) {
+      consume<C, true>(shared, barriers, out_map, p, coord);
+    } else {
+      consume<C, false>(shared, barriers, out_map, p, coord);
+    }
     cute::tma_store_wait<0>();
   }
   // A CTA's barriers must outlive its neighbour's arrivals and copies.
@@ -424,6 +431,8 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
 template <class Element, class Format>
 Status launch_group_tile(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   switch (plan.block_m) {
+    case 32:
+      return launch_groups<Element, Format, 32>(problem, plan, stream);
     case 64:
       return launch_groups<Element, Format, 64>(problem, plan, stream);
     case 96:
