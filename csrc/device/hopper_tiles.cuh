@@ -9,7 +9,7 @@
 #include "device/hopper.cuh"
 #include "device/hopper_x_rows.cuh"
 #include "dispatch/problem.h"
-#include "dispatch/spec.h"
+#include "kernels/ctas.h"
 
 namespace cutlass_ops::hopper {
 
@@ -27,7 +27,7 @@ struct TileConfig {
   static constexpr int kBlockM = kBlockM_;
   static constexpr bool kLoadScales = kScales_;
   static constexpr bool kLoadTokenScales = kTokenScales_;
-  static constexpr bool kLoadTokenZeros = kTokenZeros_ && kLoadTokenScales;
+  static constexpr bool kLoadTokenZeros = kTokenZeros_ && kTokenScales_;
   static constexpr bool kZeros = kZeros_;
   static constexpr int kStages = kStages_;
   static constexpr bool kPrepareScales = false;  // whether prepare_x_rows() prepares
@@ -44,7 +44,7 @@ struct TileConfig {
   static constexpr int kWindowTiles = 0;            // tiles of K between one compensation
                                                     // (zero_compensation.h) and the next; 0: none
   static constexpr int kWarpgroups = kWarpgroups_;  // that multiply
-  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kThreads = wgmma_threads(kWarpgroups);
   // Of a thread of the warpgroup that loads, and of the others, which have what is left of
   // those of a launch.
   static constexpr int kLoadingRegisters = kWarpgroups > 2 ? 32 : 40;
@@ -59,43 +59,21 @@ struct TileConfig {
   static constexpr int kColumnPanels = kKPerTile * kElementBytes / kSwizzleBytes;
   static constexpr int kPanelColumns = kKPerTile / kColumnPanels;
   static constexpr int kPanelBytes = kBlockM * kSwizzleBytes;
-  static constexpr int kActivations = 0;
-  static constexpr int kWeights = kActivations + kColumnPanels * kPanelBytes;
-  static constexpr int kTokenScales = kWeights + kWarpgroups * k_tile_bytes(kBits);
-  static constexpr int kTokenZeros = kTokenScales + (kLoadTokenScales ? kBlockM * 4 : 0);
-  // what prepare_x_rows() makes of both
-  static constexpr int kTokenFactors = kTokenZeros + (kLoadTokenZeros ? kBlockM : 0);
-  static constexpr int kScales =
-      kTokenFactors + (kLoadTokenScales ? kBlockM * 4 : 0) + (kLoadTokenZeros ? kBlockM * 4 : 0);
-  static constexpr int kZeroPoints = kScales + (kLoadScales ? kRows * 4 : 0);
-  static constexpr int kStageBytes =
-      (kZeroPoints + (kZeros ? kRows : 0) + 1023) / 1024 * 1024;  // the swizzle repeats every 1024
 
-  // Rows of x that leave through shared memory at a time, as floats and as lines of 16-bit outputs,
-  // and the lines of one copy. Stages of more than 176 rows of x leave little room: least where
-  // these have two bytes.
-  static constexpr bool kLargeBlockM = kBlockM > 176 && kElementBytes == 2;
-  static constexpr int kStoreRows = kLargeBlockM ? 16 : kBlockM % 32 ? kBlockM / 2 : 32;
-  // floats; keeps the transposing writes off each other's banks
-  static constexpr int kStoreStride = kRowsPerPanel + 4;
-  static constexpr int kLineBytes = kRowsPerPanel * 2;
-  static constexpr int kLineRows = wgmma_gemm_line_rows(kBits, kBlockM, kElementBytes);
-  static constexpr int kXBoxRows = kLargeBlockM ? 16 : kLineRows;
-  // bytes
-  static constexpr int kStagedFloats = kStoreStride * 4 * kStoreRows,
-                       kStagedLines = kLineBytes * kLineRows;
-  static constexpr int kStoreBytes =
-      kWarpgroups * (kStagedFloats > kStagedLines ? kStagedFloats : kStagedLines);
-  // Behind the staged outputs: token zero points, 16 times where they are an operand (with group
-  // scales), for each warpgroup, then token scales, which are applied at the end, for each.
-  // compute-sanitizer takes an operand whose rows repeat for twice its length, so that much memory
-  // follows the last.
-  static constexpr int kEndScales = kElementBytes == 1 && !kLoadTokenScales ? kBlockM : 0;
-  static constexpr int kEndZeros = kTokenZeros_ ? kEndScales * (kLoadScales ? 16 : 1) : 0;  // bytes
-  static constexpr int kEndScaleBytes = kWarpgroups * kEndScales * 4;
-  static constexpr int kEndBytes =
-      kWarpgroups * kEndZeros + (kEndScaleBytes > kEndZeros ? kEndScaleBytes : kEndZeros);
-  static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + kEndBytes + 256;
+  static constexpr WgmmaCta kCta{kBits,        kBlockM, kElementBytes, kScales_,    kTokenScales_,
+                                 kTokenZeros_, kZeros_, kStages_,      kWarpgroups_};
+  static constexpr int kActivations = 0, kWeights = kCta.weights, kTokenScales = kCta.x_scales,
+                       kTokenZeros = kCta.x_zeros, kTokenFactors = kCta.x_factors,
+                       kScales = kCta.scales, kZeroPoints = kCta.zeros;
+  static constexpr int kStageBytes = kCta.stage_bytes;
+
+  static constexpr int kStoreRows = kCta.store_rows, kStoreStride = kCta.store_stride;
+  static constexpr int kLineBytes = kCta.line_bytes, kLineRows = kCta.line_rows;
+  static constexpr int kXBoxRows = kCta.large ? 16 : kLineRows;  // lines of one copy
+  static constexpr int kStoreBytes = kCta.store_bytes;
+  static constexpr int kEndScales = kCta.end_scales, kEndZeros = kCta.end_zeros,
+                       kEndBytes = kCta.end_bytes;
+  static constexpr int kSharedBytes = kCta.shared_bytes;
   static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
   static_assert(kBlockM / kCluster % 8 == 0, "half of BLOCK_M is whole swizzle atoms");
 };

@@ -263,7 +263,7 @@ bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& 
     if (!shape.cluster) return false;
     plan->block_n = shape.most_row_panels * kRowsPerPanel, plan->cluster_size = shape.cluster;
     plan->grid_x = (shape.dealt ? 1 : tiles) * shape.clusters * shape.cluster;
-    plan->threads = 32 * (4 * WgmmaDecodeShape::warpgroups(false) + 1);
+    plan->threads = WgmmaDecodeShape::threads(false);
     plan->shared_bytes = shape.shared_bytes, plan->stages = shape.stages;
     return true;
   }

@@ -22,8 +22,7 @@
 
 #include "device/fold.cuh"
 #include "device/hopper_gemm.cuh"
-#include "dispatch/launch_shape.h"
-#include "kernels/kernels.h"
+#include "kernels/ctas.h"
 
 // for other GPUs the kernels have no bodies, which read the members of Config
 #pragma nv_diag_suppress 177
@@ -46,9 +45,9 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   // With few rows of x MMAs are short, and the latency of decoding shows: as many warps hide it as
   // there are registers for.
   static constexpr int kBits = Format::kBits, kBlockM = kBlockM_, kCluster = 2;
-  static constexpr int kWarpgroups =
-      wgmma_fold16_tile(kBlockM, kBits).block_n / (kCluster * kRowsPerPanel);
-  static constexpr int kRows = kRowsPerPanel * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
+  static constexpr Fold16Cta kCta{kBits, kBlockM, Format::kTableBytes, kNarrow_, kGrouped};
+  static constexpr int kWarpgroups = kCta.warpgroups;
+  static constexpr int kRows = kCta.rows, kThreads = wgmma_threads(kWarpgroups);
   // The warpgroups issue MMAs in turn, so that the others decode meanwhile. Four are apart by
   // themselves, and short sums would wait for one another's ends.
   static constexpr bool kTakesTurns = kWarpgroups < 4;
@@ -63,40 +62,22 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr int kKSlices = Fold::kGroups * Fold::kGroupKSlices;
   static constexpr int kSteps = kKPerTile / 16 / kKSlices;  // of a K tile
 
-  // Results leave through shared memory, kLineRows rows of x at a time; fp32 ones
-  // kStoreRows at a time.
-  static constexpr int kStoreRows = 16, kStoreStride = kRowsPerPanel + 4;
-  static constexpr int kLineRows = kCodebook || kBlockM < 64 ? 32 : 64,
-                       kLineBytes = kRowsPerPanel * 2;
+  static constexpr int kStoreRows = kCta.store_rows, kStoreStride = kCta.store_stride;
+  static constexpr int kLineRows = kCta.line_rows, kLineBytes = kCta.line_bytes;
   static constexpr int kXBoxRows = kGrouped ? kSlotRows : kBlockM % kLineRows ? 16 : kLineRows;
-  static constexpr int kLinesBytes = kLineRows * kLineBytes,
-                       kFloatsBytes = kStoreStride * 4 * kStoreRows;
-  static constexpr int kStoreBytes =
-      kWarpgroups * (kLinesBytes > kFloatsBytes ? kLinesBytes : kFloatsBytes);
+  static constexpr int kStoreBytes = kCta.store_bytes;
 
-  // A K tile: codes, then for each group scales, offsets and zero points.
-  static constexpr int kCodeBytes = kWarpgroups * k_tile_bytes(kBits),
-                       kValueBytes = kNarrow_ ? 2 : 4;
+  // Of a K tile.
+  static constexpr int kCodeBytes = kCta.code_bytes, kValueBytes = kCta.value_bytes;
   static constexpr int kWeights = 0, kScales = kCodeBytes, kOffsets = kScales + kRows * kValueBytes;
   static constexpr int kZeroPoints = kOffsets + kRows * kValueBytes;
-  static constexpr int kGroupBytes =
-      kCodebook ? kRows * kValueBytes : kRows * (2 * kValueBytes + 1);
-  static constexpr int kChunkBytes = kCodeBytes + kSteps * Fold::kGroups * kGroupBytes;
-  static constexpr int kChunks = wgmma_fold16_tile(kBlockM, kBits).stages;
-  // Behind the barriers, a tile of experts for each chunk that may begin one.
-  static constexpr int kTiles = kGrouped ? kChunks : 0;
-  static constexpr int kBarrierBytes = 256 + kTiles * 16, kMostBytes = 227 * 1024;
-  static constexpr int kPanelBytes = kBlockM * 128;
-  static constexpr int kPanelsThatFit = (kMostBytes - kBarrierBytes - kStoreBytes -
-                                         Format::kTableBytes - kChunks * kChunkBytes - 1023) /
-                                        kPanelBytes;
-  static constexpr int kMostPanels = 256 / 16 - kChunks;
-  static constexpr int kPanels = kPanelsThatFit < kMostPanels ? kPanelsThatFit : kMostPanels;
-  static constexpr int kFirstChunk = kPanels * kPanelBytes;
-  static constexpr int kTable = kFirstChunk + kChunks * kChunkBytes;
-  static constexpr int kStaging = (kTable + Format::kTableBytes + 1023) / 1024 * 1024;
-  static constexpr int kSharedBytes = kStaging + kStoreBytes + kBarrierBytes;
-  static_assert(kPanels >= 3 && kSharedBytes <= kMostBytes,
+  static constexpr int kGroupBytes = kCta.group_bytes, kChunkBytes = kCta.chunk_bytes;
+  static constexpr int kChunks = kCta.stages, kTiles = kCta.tiles;
+  static constexpr int kPanelBytes = kCta.panel_bytes, kPanels = kCta.panels,
+                       kFirstChunk = kCta.first_chunk, kTable = kCta.table, kStaging = kCta.staging;
+  static constexpr int kBarrierBytes = kCta.barrier_bytes, kSharedBytes = kCta.shared_bytes;
+  static_assert(kSteps * Fold::kGroups == kKPerTile / 32, "a chunk has vectors of every group");
+  static_assert(kPanels >= 3 && kSharedBytes <= kHopperSharedBytes,
                 "more shared memory than a CTA may have");
   // Of tiles along M that are computed together: with wide ones few, since a row of x has four
   // times the bytes of a row of int4 weights.
@@ -463,9 +444,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
-  static_assert(C::kSharedBytes == wgmma_fold16_shared_bytes(C::kBits, C::kBlockM,
-                                                             C::Format::kTableBytes, C::kNarrow),
-                "the plan has other shared memory");
   CUtensorMap map;
   Status status = hopper::encode_x(problem, hopper::half_x_rows<C>(problem.m), &map);
   return status.ok() ? hopper::launch_persistent<C>(wgmma_fold16<C>, problem, plan,
@@ -499,23 +477,9 @@ Status launch_groups(GroupedGemm const& problem, Plan const& plan, Stream stream
 template <class Element, class Format>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream) {
-  switch (plan.block_m) {
-    case 32:
-      return launch_format<Element, Format, 32>(problem, plan, splitk_workspace, stream);
-    case 64:
-      return launch_format<Element, Format, 64>(problem, plan, splitk_workspace, stream);
-    case 128:
-      return launch_format<Element, Format, 128>(problem, plan, splitk_workspace, stream);
-    case 160:
-      return launch_format<Element, Format, 160>(problem, plan, splitk_workspace, stream);
-    case 208:
-      return launch_format<Element, Format, 208>(problem, plan, splitk_workspace, stream);
-    case 256:
-      return launch_format<Element, Format, 256>(problem, plan, splitk_workspace, stream);
-    default:
-      return {Status::kInvalid,
-              "wgmma_fold16 has no tile of " + std::to_string(plan.block_m) + " rows"};
-  }
+  return launch_height<32, 64, 128, 160, 208, 256>(plan, plan.block_m, [&](auto height) {
+    return launch_format<Element, Format, height()>(problem, plan, splitk_workspace, stream);
+  });
 }
 
 template <class Element, class Format>
