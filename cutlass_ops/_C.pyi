@@ -180,6 +180,7 @@ class MoeProblem:
 def mixed_moe(
     problem: MoeProblem, plan: MoePlan, workspace_ptr: int, device_index: int, stream: int
 ) -> None: ...
+def experts_take(weight: PackedWeight) -> bool: ...
 
 most_experts: int
 most_positions: int

@@ -165,7 +165,7 @@ def test_awq_settings_that_are_refused(tmp_path: Path, change: dict[str, Any], m
 
 
 def test_groups_that_the_kernels_lack(tmp_path: Path) -> None:
-    """Groups of 96 are groups of 32, three of which share a scale; groups of 16 are nothing."""
+    """Groups of 96 are groups of 32, three of which share a scale; groups of 8 are nothing."""
     codes, zeros, scales = randint(16, 8, 192), randint(16, 8, 2), randn(8, 2).half()
     checkpoint = load_checkpoint(
         save(tmp_path, awq(codes, zeros, scales), AWQ_CONFIG | {"group_size": 96})
@@ -173,11 +173,11 @@ def test_groups_that_the_kernels_lack(tmp_path: Path) -> None:
     weight = check(checkpoint, "m", expected(codes, scales, zeros, 96))
     assert (weight.group_size, weight.groups) == (32, 6)
 
-    codes, zeros, scales = randint(16, 8, 32), randint(16, 8, 2), randn(8, 2).half()
+    codes, zeros, scales = randint(16, 8, 32), randint(16, 8, 4), randn(8, 4).half()
     checkpoint = load_checkpoint(
-        save(tmp_path, awq(codes, zeros, scales), AWQ_CONFIG | {"group_size": 16})
+        save(tmp_path, awq(codes, zeros, scales), AWQ_CONFIG | {"group_size": 8})
     )
-    assert "groups of 16; sizes of 32, 64" in checkpoint.entries["m"].problem
-    assert torch.equal(checkpoint.entries["m"].values(), expected(codes, scales, zeros, 16))
-    with pytest.raises(CheckpointError, match="groups of 16"):
+    assert "groups of 8; supported are 16, 32, 64" in checkpoint.entries["m"].problem
+    assert torch.equal(checkpoint.entries["m"].values(), expected(codes, scales, zeros, 8))
+    with pytest.raises(CheckpointError, match="groups of 8"):
         checkpoint["m"]

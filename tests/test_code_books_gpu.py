@@ -57,7 +57,7 @@ def oracle(x: Tensor, qw: co.QuantizedWeight) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
-@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128, 256, -1])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_exact_products(n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
     qw = make(n, k, group_size, HALF, exact=True)
@@ -159,10 +159,12 @@ needs_hopper = pytest.mark.skipif(
 @needs_hopper
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
 @pytest.mark.parametrize("scale_dtype", [HALF, BFLOAT, FLOAT])
-@pytest.mark.parametrize("group_size", [32, 64, 128, 384, -1])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128, 384, -1])
 def test_each_weight_is_rounded_once(
     group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
+    if group_size == 16 and scale_dtype is FLOAT:
+        pytest.skip("a tile has no room for fp32 scales of groups of 16")
     for n, k, m in ((2500, 768, 1300), (64, 704, 11600), (4096, 712, 712)):
         qw = make(n, k, group_size, scale_dtype, exact=False)
         packed = co.reorder(qw)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 import cutlass_ops
 from cutlass_ops import CheckpointError, load_checkpoint
+from cutlass_ops.files.packing import reorder_checkpoint
+from cutlass_ops.files.verify import verify_packed
 from cutlass_ops.reference import dequantize_weight
 from cutlass_ops.weights.reorder import reorder
 
@@ -166,6 +168,68 @@ def test_compressed_tensors_mxfp4_as_the_package_writes_it(
     assert torch.equal(dequantize_weight(mine, torch.float32), theirs.float())
 
 
+NVFP4 = MXFP4 | {"strategy": "tensor_group", "group_size": 16}
+
+
+def test_compressed_tensors_nvfp4_golden_bytes(tmp_path: Path) -> None:
+    """Each E2M1 code times e4m3's 1.5, its largest, its least and 0, over 4."""
+    scales = torch.tensor([[1.5, 448.0, 2.0**-9, 0.0]]).to(torch.float8_e4m3fn)
+    tensors = {
+        "m.weight_packed": torch.tensor(
+            [[2 * i | (2 * i + 1) << 4 for i in range(8)] * 4], dtype=torch.uint8
+        ),
+        "m.weight_scale": scales,
+        "m.weight_global_scale": torch.tensor([4.0]),
+    }
+    config = ct_config({"weights": NVFP4}, format="nvfp4-pack-quantized")
+    checkpoint = load_checkpoint(save(tmp_path, tensors, config))
+    weight = checkpoint["m"]
+    assert (weight.shape, weight.group_size) == ((1, 64), 16)
+    assert weight.scales.tolist() == [[0.375, 112.0, 2.0**-11, 0.0]]
+    values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    found = dequantize_weight(weight, torch.float32)
+    assert torch.equal(found.view(4, 16), weight.scales.view(4, 1) * values)
+    assert torch.equal(cutlass_ops.dequantize(reorder(weight), torch.float32), found)
+    assert list(checkpoint.others) == []
+
+
+@pytest.mark.parametrize("shape", [(24, 128), (3, 96)])
+def test_compressed_tensors_nvfp4_as_the_package_writes_it(
+    tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    made = scheme(NVFP4)
+    from compressed_tensors.compressors import BaseCompressor
+
+    values = randn(*shape)
+    whole = 448 * 6 / values.abs().amax().reshape(1)
+    scales = values.view(shape[0], -1, 16).abs().amax(-1) / 6 * whole
+    scales = scales.to(torch.float8_e4m3fn).float()
+    compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+    state = {"weight": values, "weight_scale": scales, "weight_global_scale": whole}
+    compressed = compressor.compress(state, made)
+    theirs = compressor.decompress(dict(compressed), made)["weight"]
+    tensors = {f"m.{name}": value for name, value in compressed.items()}
+    config = ct_config(made.model_dump(mode="json"), format="nvfp4-pack-quantized")
+    checkpoint = load_checkpoint(save(tmp_path, tensors, config))
+    assert torch.equal(dequantize_weight(checkpoint["m"], theirs.dtype), theirs)
+    reorder_checkpoint(checkpoint, tmp_path / "p.safetensors")
+    assert verify_packed(tmp_path / "p.safetensors", checkpoint).problems == []
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_compressed_tensors_refuses_an_nvfp4_scale_of_no_number(
+    tmp_path: Path, value: float
+) -> None:
+    tensors = {
+        "m.weight_packed": torch.zeros(4, 32, dtype=torch.uint8),
+        "m.weight_scale": torch.zeros(4, 4).to(torch.float8_e4m3fn),
+        "m.weight_global_scale": torch.tensor([value]),
+    }
+    config = ct_config({"weights": NVFP4}, format="nvfp4-pack-quantized")
+    with pytest.raises(CheckpointError, match="weight_global_scale': is"):
+        load_checkpoint(save(tmp_path, tensors, config))["m"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -178,7 +242,10 @@ def test_compressed_tensors_mxfp4_as_the_package_writes_it(
             r"U8 \[4, 1\]; uint8 \[4, 2\] is expected",
         ),
         ({"m.weight_scale": torch.ones(4, 2)}, "F32"),
-        ({"m.weight_global_scale": torch.ones(1)}, "holds nvfp4, which is not supported"),
+        (
+            {"m.weight_global_scale": torch.ones(1)},
+            r"weight_scale': is U8 \[4, 2\]; float8_e4m3fn \[4, 4\] is expected",
+        ),
         (
             {"m.weight_zero_point": torch.ones(4, 2, dtype=torch.uint8)},
             "zero points, which is not supported",
@@ -404,15 +471,6 @@ def test_compressed_tensors_that_are_refused(
         (
             {"m.weight": torch.zeros(4, 4).to(torch.float8_e5m2), "m.weight_scale": randn(4, 1)},
             "holds F8_E5M2 beside a scale",
-        ),
-        (
-            ct_module(
-                **{
-                    "m.weight_packed": torch.zeros(8, 32, dtype=torch.uint8),
-                    "m.weight_global_scale": torch.ones(1),
-                }
-            ),
-            "holds nvfp4, which is not supported",
         ),
         (ct_module(**{"m.weight_packed": torch.zeros(2, 8, 8, dtype=torch.int32)}), "3 dimensions"),
         (

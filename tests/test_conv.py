@@ -85,7 +85,7 @@ def assert_close(y: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(("act_quant", "symmetric"), QUANTISED)
-@pytest.mark.parametrize("group_size", [32, 64, 256, -1])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 256, -1])
 def test_it_is_torchs_convolution_of_the_dequantised(
     dims: int, groups: int, act_quant: str, symmetric: bool, group_size: int
 ) -> None:

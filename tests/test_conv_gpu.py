@@ -20,6 +20,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4 with zero points": {"bits": 4, "group_size": 32, "symmetric": False},
     "int4 in long groups": {"bits": 4, "group_size": 256, "symmetric": False},
     "int8": {"bits": 8, "group_size": -1},
+    "int8 in groups of 16": {"bits": 8, "group_size": 16},
     "int8 with zero points": {"bits": 8, "group_size": 64, "symmetric": False},
 }
 KERNELS = {1: (4,), 2: (3, 2), 3: (2, 3, 1)}
@@ -46,9 +47,11 @@ def check(
     )
     error, rms = (y.cpu().double() - expected).abs(), expected.square().mean().sqrt()
     assert error.norm() <= 1e-6 * expected.norm()
-    # No kernel takes groups whose scale is that of all channels, where the result is not of x's
-    # type: torch's order of sums.
-    by_torch = geometry.groups > 1 and options.get("act_quant") in ("token", "tensor")
+    # No kernel takes groups whose scale is that of all channels, or blocks of 16, where the
+    # result is not of x's type: torch's order of sums.
+    act_quant = options.get("act_quant")
+    by_torch = geometry.groups > 1 and act_quant in ("token", "tensor")
+    by_torch |= quantized.group_size == 16 and act_quant == "block"
     assert (error <= (4e-5 if by_torch else 1e-5) * rms).all()
 
 

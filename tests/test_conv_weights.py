@@ -93,7 +93,7 @@ def test_a_tile_of_k_has_one_tap() -> None:
     assert_same(packed.matrix.unpack(), matrix)
 
 
-@pytest.mark.parametrize("group_size", [32, 128, 256, 384, 512, -1])
+@pytest.mark.parametrize("group_size", [16, 32, 128, 256, 384, 512, -1])
 @pytest.mark.parametrize("channels", [100, 128, 300, 600])
 def test_the_matrix_has_the_values_of_the_convolution(channels: int, group_size: int) -> None:
     packed = co.reorder(

@@ -77,7 +77,7 @@ def check(x: Tensor, qw: QuantizedWeight, **call: object) -> None:
     assert same_bits(mixed_gemm(x, reorder(qw), exact=True, **call), expected)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128, 256, -1])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_have_the_bits_of_the_reference(kind: str, bits: int, group_size: int) -> None:
@@ -105,7 +105,7 @@ def test_products_have_the_bits_of_the_reference(kind: str, bits: int, group_siz
                 )
 
 
-@pytest.mark.parametrize("group_size", [32, 64, 128, 384, -1])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128, 384, -1])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_dequantised_values_have_the_bits_of_the_reference(
@@ -244,7 +244,7 @@ def test_rows_longer_than_32_bits_hold() -> None:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("block", [32, 64, 128, -1])
+@pytest.mark.parametrize("block", [16, 32, 64, 128, -1])
 def test_quantised_codes_are_those_of_the_reference(block: int, symmetric: bool) -> None:
     torch.manual_seed(block)
     k = 333

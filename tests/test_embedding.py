@@ -53,7 +53,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "book", "act order"])
-@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128, 256, -1])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows_are_those_of_the_dequantised_weight(bits: int, group_size: int, kind: str) -> None:
     for k, scales in ((K, torch.float16), (128, torch.bfloat16), (576, torch.float32)):

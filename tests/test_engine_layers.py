@@ -25,7 +25,7 @@ def test_rows_have_the_same_bits_in_any_batch_where_the_engine_is_batch_invarian
         ((256, 256, 128, True, torch.float16), None),
         ((256, 256, -1, False, torch.bfloat16), None),
         ((256, 256, 128, False, torch.float32), "activations are torch.float32"),
-        ((256, 256, 16, False, torch.float16), "group_size is 16"),
+        ((256, 256, 8, False, torch.float16), "group_size is 8"),
         ((192, 384, 128, False, torch.float16), "192 input features are not whole groups of 128"),
         (
             (128, 256, 128, True, torch.float16),

@@ -20,6 +20,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"bits": 4, "group_size": 128, "symmetric": True},
     "int4 with zero points": {"bits": 4, "group_size": 128, "symmetric": False},
     "int4 in short groups": {"bits": 4, "group_size": 32, "symmetric": False},
+    "int8 of 16": {"bits": 8, "group_size": 16, "symmetric": True},
     "int8": {"bits": 8, "group_size": -1, "symmetric": True},
     "int8 of 128 with zero points": {"bits": 8, "group_size": 128, "symmetric": False},
     "int8 of 128": {"bits": 8, "group_size": 128, "symmetric": True},
@@ -126,7 +127,7 @@ def integers(
 
 @pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("terms", ["symmetric", "zeros", "offsets"])
-@pytest.mark.parametrize("group_size", [-1, 128, 64])
+@pytest.mark.parametrize("group_size", [-1, 128, 64, 16])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_small_integers_are_exact(
     bits: int, group_size: int, terms: str, scales: torch.dtype
@@ -180,7 +181,8 @@ def test_rows_of_x_are_read_wherever_they_lie(m: int, kind: str, act_quant: str)
 @pytest.mark.parametrize("act_quant", ["token", "block"])
 @pytest.mark.parametrize("size", ["cut", "odd", "long"])
 @pytest.mark.parametrize(
-    "kind", ["int4", "int4 with zero points", "int4 in short groups", "int8", "int8 of 128"]
+    "kind",
+    ["int4", "int4 with zero points", "int4 in short groups", "int8", "int8 of 128", "int8 of 16"],
 )
 def test_a_layer_of_quantised_activations_is_the_cpus(
     kind: str, size: str, act_quant: str, symmetric: bool

@@ -19,13 +19,13 @@ def half(value: float) -> bytes:
     return struct.pack("<e", value)
 
 
-def one_block(tmp_path: Path, kind: Type, raw: bytes) -> torch.Tensor:
+def one_block(tmp_path: Path, kind: Type, raw: bytes, group_size: int = 32) -> torch.Tensor:
     path = write_gguf(
         tmp_path / "m.gguf", {"w": (np.frombuffer(raw, np.uint8)[None], kind)}, "other"
     )
     weight = load_checkpoint(path)["w"]
     assert weight.shape == (1, gguf.GGML_QUANT_SIZES[kind][0])
-    assert weight.group_size == 32
+    assert weight.group_size == group_size
     return weight  # type: ignore[return-value]
 
 
@@ -160,25 +160,24 @@ def q6_k_block(scales: list[int]) -> bytes:
 
 
 def test_a_q6_k_block_by_hand(tmp_path: Path) -> None:
-    # What 8 bits can hold: ratios of up to 4 to 1, but not -4, for -4 * -32 is 128;
-    # and nothing at all.
-    pairs = [7, 7, -7, 7, 2, 8, -3, 1, -128, 64, 0, 0, 9, 12, 0, 5]
-    weight: Any = one_block(tmp_path, Type.Q6_K, q6_k_block(pairs))
-    values = [-0.5 * pairs[i // 16] * (i % 64 - 32) for i in range(256)]
+    of_16 = [7, 7, -7, 7, 2, 8, -3, 1, -128, 127, 0, 0, 9, 12, 0, 5]
+    weight: Any = one_block(tmp_path, Type.Q6_K, q6_k_block(of_16), 16)
+    assert weight.scales.dtype is torch.float32
+    assert weight.scales.tolist() == [[-0.5 * sc for sc in of_16]]
+    assert weight.codes[0].tolist() == [i % 64 + 96 for i in range(256)]
+    values = [-0.5 * of_16[i // 16] * (i % 64 - 32) for i in range(256)]
     assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == values
-    assert weight.scales.tolist() == [[-0.5 * g for g in (7, 7, 2, 1, 64, 1, 3, 5)]]
-    # The others are rounded to 32/127 of the larger scale.
-    pairs = [-4, 1, 127, 126, -128, 127, 1, 5, *[1] * 8]
-    weight = one_block(tmp_path, Type.Q6_K, q6_k_block(pairs))
-    assert weight.scales[0, :5].tolist() == [
-        np.float32(32 / 127) * m * -0.5 for m in (4, 127, 128, 5)
-    ] + [-0.5]
-    assert weight.codes[0, 0:16].tolist() == [round(-(i - 32) * 127 / 32) + 128 for i in range(16)]
-    assert weight.codes[0, 64:80].tolist() == weight.codes[0, 0:16].tolist()
-    assert weight.codes[0, 96:112].tolist() == [
-        round((i + 32 - 32) * 127 / 32 / 5) + 128 for i in range(16)
-    ]
-    assert weight.codes[0, 32:34].tolist() == [128, 132]  # q = 32, 33 of sc = 127
+
+
+def test_q6_k_scales_are_exact(tmp_path: Path) -> None:
+    """11 bits of d, also below its normal numbers, times 7 of sc: fp16 would not hold them."""
+    for bits in (0x0001, 0x03FF, 0x3BFF, 0x7BFF, 0xFBFF):
+        d = float(np.array(bits, np.uint16).view(np.float16))
+        block = q6_k_block([127, -128, 65, -127] * 4)[:208] + struct.pack("<H", bits)
+        weight: Any = one_block(tmp_path, Type.Q6_K, block, 16)
+        assert weight.scales[0, :4].double().tolist() == [d * sc for sc in (127, -128, 65, -127)]
+        values = [d * (127, -128, 65, -127)[i // 16 % 4] * (i % 64 - 32) for i in range(256)]
+        assert reference.dequantize_weight(weight, torch.float32)[0].double().tolist() == values
 
 
 def test_q4_1_offsets_are_not_rounded_to_fp16(tmp_path: Path) -> None:

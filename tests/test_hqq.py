@@ -207,8 +207,8 @@ def scalar(value: int) -> torch.Tensor:
             "go on from one row of 32",
         ),
         (
-            {"group_size": scalar(16), "scale": torch.ones(8), "zero": torch.ones(8)},
-            "group_size is 16",
+            {"group_size": scalar(8), "scale": torch.ones(16), "zero": torch.ones(16)},
+            "group_size is 8",
         ),
         ({"nbits": scalar(3)}, r"codes of \[3\] bits"),
         ({"nbits": torch.tensor(1.58)}, r"codes of \[1\.5"),

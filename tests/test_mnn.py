@@ -325,11 +325,11 @@ def test_every_name_of_the_model_opens_it(tmp_path: Path) -> None:
         (convolution("c", 1, 32, [0, 38, 8, 0], QUAN, kernelX=3), "is a convolution"),
         (convolution("c", 1, 32, [0, 38, 8, 0], QUAN, group=32), "is a convolution"),
         (convolution("c", 1, 32, [0, 38, 8, 0], {**QUAN, "type": 4}), "quanParameter of type 4"),
-        (convolution("c", 1, 32, [0, 38, 16, 0], QUAN), "group_size is 16"),
+        (convolution("c", 1, 32, [0, 38, 32, 0], QUAN), "group_size is 8"),
     ],
 )
 def test_what_cannot_be_packed(tmp_path: Path, operator: dict[str, Any], match: str) -> None:
-    blob = head(1, 32, range(-8, 8)) + bytes(16) + struct.pack("<4f", 0, 1, 0, 1)
+    blob = head(1, 32, range(-8, 8)) + bytes(16) + struct.pack("<8f", *(0, 1) * 4)
     with pytest.raises(CheckpointError, match=f"'c': .*{match}"):
         load_checkpoint(write(tmp_path, [operator], blob))["c"]
 

@@ -16,6 +16,7 @@ from cutlass_ops import reference
 from cutlass_ops.ops import activations as activations_module
 from cutlass_ops.ops import gemm
 from cutlass_ops.reference import dequantize_weight
+from cutlass_ops.weights import formats
 
 
 def quantized_product(x: Tensor, qw: co.QuantizedWeight, block: int, symmetric: bool) -> Tensor:
@@ -44,7 +45,7 @@ def close(y: Tensor, exact: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128, 256, -1])
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_floats_times_weight_are_exact(
@@ -58,7 +59,7 @@ def test_floats_times_weight_are_exact(
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("act_quant", ["token", "block"])
-@pytest.mark.parametrize("group_size", [32, 128, 256, -1])
+@pytest.mark.parametrize("group_size", [16, 32, 128, 256, -1])
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_activations_are_quantized_on_the_way(
@@ -66,7 +67,7 @@ def test_activations_are_quantized_on_the_way(
 ) -> None:
     qw = weight(bits, kind, group_size)
     x = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
-    block = -1 if act_quant == "token" else {32: 32, 128: 128, 256: 128, -1: 128}[group_size]
+    block = -1 if act_quant == "token" else formats.activation_block(group_size)
     exact = quantized_product(x, qw, block, symmetric)
     packed = co.reorder(qw)
     y = co.mixed_gemm(x, packed, act_quant=act_quant, act_symmetric=symmetric)
@@ -236,7 +237,7 @@ def test_a_row_with_nan_or_infinity_is_nan_and_no_other(
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
-@pytest.mark.parametrize("block", [32, 64, 128, -1])
+@pytest.mark.parametrize("block", [16, 32, 64, 128, -1])
 @pytest.mark.parametrize("shape", [(5, K), (17, 7), (0, 100), (16, 128)], ids=str)
 def test_quantized_activations_are_the_references(
     shape: tuple[int, int], block: int, symmetric: bool
@@ -398,7 +399,7 @@ def test_mixed_gemm_refuses_quantized_activations_that_do_not_fit() -> None:
         ({"x": torch.tensor(1.0)}, ValueError, ["x", "()", "[..., K]"]),
         ({"x": torch.zeros(2, 0)}, ValueError, ["x", "(2, 0)", "K at least 1"]),
         ({"x": torch.zeros(2, K, device="meta")}, ValueError, ["meta", "cpu and cuda"]),
-        ({"block": 16}, ValueError, ["block", "16", "32, 64, 128 and -1"]),
+        ({"block": 8}, ValueError, ["block", "8", "16, 32, 64, 128 and -1"]),
         ({"block": 256}, ValueError, ["block", "256", "32, 64, 128 and -1"]),
         ({"block": 0}, ValueError, ["block", "0", "32, 64, 128 and -1"]),
         ({"block": None}, ValueError, ["block", "None", "32, 64, 128 and -1"]),

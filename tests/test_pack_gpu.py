@@ -59,7 +59,7 @@ def test_codes_of_any_shape(n: int, k: int, bits: int) -> None:
     assert torch.equal(unpacked.cpu(), codes)
 
 
-@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128, 256, -1])
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("n", "k"), [(1, 33), (192, 576), (1000, 300)])
@@ -71,7 +71,7 @@ def test_every_part(n: int, k: int, bits: int, kind: str, group_size: int) -> No
         assert_same(packed.unpack(), weight)
 
 
-@pytest.mark.parametrize("group_size", [32, 128, -1])
+@pytest.mark.parametrize("group_size", [16, 32, 128, -1])
 def test_code_books(group_size: int) -> None:
     weight = book_weight(70, 576, group_size)
     packed = co.reorder(weight.to("cuda"))

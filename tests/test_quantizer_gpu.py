@@ -96,7 +96,7 @@ def assert_quantized_as_on_the_cpu(
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
-@pytest.mark.parametrize("block", [32, 64, 128, -1])
+@pytest.mark.parametrize("block", [16, 32, 64, 128, -1])
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, FLOAT], ids=TYPE_NAMES.get)
 def test_quantizer_is_the_reference_bit_for_bit(
     dtype: torch.dtype, block: int, symmetric: bool
@@ -135,7 +135,7 @@ def test_quantizer_reads_strided_rows(k: int, view: str) -> None:
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
-@pytest.mark.parametrize("block", [32, 64, 128, -1])
+@pytest.mark.parametrize("block", [16, 32, 64, 128, -1])
 def test_quantizer_gathers_in_act_order(block: int, symmetric: bool) -> None:
     for k in (576, 100, 4224):
         perm = torch.randperm(k, generator=generator(k), device=GPU).int()

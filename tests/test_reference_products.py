@@ -128,8 +128,8 @@ def problems(draw: st.DrawFn) -> tuple[QuantizedWeight, Tensor, Tensor, Tensor |
     """Random codes, power-of-two scales: everything about the product is an integer."""
     bits = draw(st.sampled_from([4, 8]))
     k = draw(st.sampled_from([1, 31, 32, 33, 100, 130, 192, 300]))
-    group = draw(st.sampled_from([32, 64, 128, 256, -1]))
-    block = draw(st.sampled_from([32, 64, 128, -1]))
+    group = draw(st.sampled_from([16, 32, 64, 128, 256, -1]))
+    block = draw(st.sampled_from([16, 32, 64, 128, -1]))
     m, n = draw(st.integers(0, 3)), draw(st.sampled_from([1, 5, 150]))
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     groups, blocks = formats.group_count(k, group), formats.group_count(k, block)

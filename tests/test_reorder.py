@@ -54,7 +54,7 @@ def assert_same(a: QuantizedWeight | PackedWeight, b: QuantizedWeight | PackedWe
     n=st.integers(1, 200),
     k=st.integers(1, 400),
     bits=st.sampled_from([4, 8]),
-    group_size=st.sampled_from([32, 64, 128, 256, -1]),
+    group_size=st.sampled_from([16, 32, 64, 128, 256, -1]),
     kind=st.sampled_from(["symmetric", "zeros", "offsets"]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
     extras=st.booleans(),

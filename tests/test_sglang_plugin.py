@@ -212,7 +212,7 @@ LEFT = {
         "w8a8",
         lambda method, form, cpu: setattr(form, "is_static_input_scheme", True),
     ),
-    "group_size is 16": ("ct", lambda method, form, cpu: setattr(form, "group_size", 16)),
+    "group_size is 8": ("ct", lambda method, form, cpu: setattr(form, "group_size", 8)),
     "use AMX on this CPU": ("awq", lambda method, form, cpu: setattr(cpu, "has_amx", True)),
     "neither an NVIDIA GPU nor a CPU": (
         "ct",

@@ -83,6 +83,7 @@ def test_which_layer_is_split_how() -> None:
         (1536, 768, 4, 384),
         (640, 640, 2, 64),
         (480, 480, 3, 32),
+        (608, 128, 2, 16),
     ],
 )
 def test_groups_where_ranks_part(k: int, group_size: int, size: int, expected: int) -> None:

@@ -23,7 +23,8 @@ def test_sizes_by_hand() -> None:
     assert [formats.midpoint(bits) for bits in (4, 8)] == [8, 128]
     assert [formats.padded_rows(n) for n in (1, 64, 65, 192)] == [64, 64, 128, 192]
     assert [formats.padded_k(k) for k in (1, 128, 129, 576)] == [128, 128, 256, 640]
-    assert [formats.group_count(576, g) for g in (32, 64, 128, 256, 1024, -1)] == [
+    assert [formats.group_count(576, g) for g in (16, 32, 64, 128, 256, 1024, -1)] == [
+        36,
         18,
         9,
         5,
@@ -31,8 +32,9 @@ def test_sizes_by_hand() -> None:
         1,
         1,
     ]
-    # Groups of 32 and 64 fill the padded K of 640; longer ones have no padding group.
-    assert [formats.padded_groups(576, g) for g in (32, 64, 128, 256, 1024, -1)] == [
+    # Groups of 16, 32 and 64 fill the padded K of 640; longer ones have no padding group.
+    assert [formats.padded_groups(576, g) for g in (16, 32, 64, 128, 256, 1024, -1)] == [
+        40,
         20,
         10,
         5,
@@ -40,7 +42,8 @@ def test_sizes_by_hand() -> None:
         1,
         1,
     ]
-    assert [formats.activation_block(g) for g in (32, 64, 128, 256, -1)] == [32, 64, 128, 128, 128]
+    blocks = [formats.activation_block(g) for g in (16, 32, 64, 128, 256, -1)]
+    assert blocks == [16, 32, 64, 128, 128, 128]
 
 
 @pytest.mark.parametrize("bits", [0, 2, 5, 16, -4])
@@ -63,16 +66,17 @@ def test_a_message_does_not_hold_all_of_a_value(value: Any) -> None:
         assert len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize("group_size", [0, 1, 16, 48, 96, 192, -2, -128])
+@pytest.mark.parametrize("group_size", [0, 1, 8, 48, 96, 192, -2, -128])
 def test_unsupported_group_sizes(group_size: int) -> None:
     with pytest.raises(
-        ValueError, match=f"group_size is {group_size}; supported are 32, 64, multiples of 128"
+        ValueError, match=f"group_size is {group_size}; supported are 16, 32, 64, multiples of 128"
     ):
         formats.check_group_size(group_size)
 
 
 def test_supported_group_sizes() -> None:
-    assert [formats.check_group_size(g) for g in (32, 64, 128, 256, 384, -1)] == [
+    assert [formats.check_group_size(g) for g in (16, 32, 64, 128, 256, 384, -1)] == [
+        16,
         32,
         64,
         128,
@@ -118,7 +122,7 @@ def test_a_valid_weight(bits: int, group_size: int, groups: int, dtype: torch.dt
     ("changed", "error", "message"),
     [
         ({"bits": 3}, ValueError, "bits is 3"),
-        ({"group_size": 16}, ValueError, "group_size is 16"),
+        ({"group_size": 8}, ValueError, "group_size is 8"),
         ({"codes": [[1]]}, TypeError, "codes is a list; a torch.Tensor is expected"),
         ({"codes": torch.zeros(3, 100)}, TypeError, "codes has dtype float32; supported are uint8"),
         ({"codes": torch.zeros(3, 100, dtype=torch.int8)}, TypeError, "codes has dtype int8"),

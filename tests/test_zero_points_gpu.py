@@ -291,7 +291,7 @@ def test_one_hot_codes_give_the_decoded_weight(fmt: Format, symmetric: bool, tok
 
 
 @pytest.mark.parametrize("scale_dtype", [HALF, BFLOAT, FLOAT], ids=TYPE_NAMES.get)
-@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128, 256, -1])
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_dequantize_is_the_reference_bit_for_bit(

@@ -10,7 +10,7 @@ A time is the median over replays of a CUDA graph that walks through copies of t
 together exceed three times the L2 cache, so that no copy is found there: a burst of 40 ms, after a
 rest. It is one whole call as a user makes it: fp16 in, fp16 out, the quantisation of the
 activations included. Data are random. Weights are in groups of 128 unless their name says otherwise
-(-g64, -g32), of nf4 in groups of 64, of mxfp4 of 32; "channel" has one scale a row. -zp: zero
+(-g64, -g32, -g16), of nf4 in groups of 64, of mxfp4 of 32; "channel" has one scale a row. -zp: zero
 points of the weight; -offsets: real ones; -asym: zero points of the activations.
 
 floor: the larger of the weight's bytes over the bandwidth at which this process read memory, and
@@ -92,9 +92,12 @@ FORMATS = {
     "w8a8-block-g64": Format(8, 64, BLOCK),
     "w4a16-g32": Format(4, 32, NONE),
     "w8a16-g32": Format(8, 32, NONE),
+    "w4a16-g16": Format(4, 16, NONE),
+    "w8a16-g16": Format(8, 16, NONE),
     "w4a16-g32-offsets": Format(4, 32, NONE, "offsets"),
     "w4a8-block-g32": Format(4, 32, BLOCK),
     "w8a8-block-g32": Format(8, 32, BLOCK),
+    "w8a8-block-g16": Format(8, 16, BLOCK),
     "w4a8-block-g32-offsets": Format(4, 32, BLOCK, "offsets"),
     "fp8": Format(8, 128, NONE, book="e4m3"),
     "mxfp4": Format(4, 32, NONE, book="mxfp4"),

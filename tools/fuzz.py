@@ -354,7 +354,7 @@ def ggml(types: list[str], hidden: int) -> Model:
             blocks = (
                 codes_of(hidden, hidden // size * nbytes, 8).numpy().reshape(hidden, -1, nbytes)
             )
-            for first in {"Q6_K": (208,)}.get(
+            for first in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(
                 kind.name, (0, 2) if kind.name.endswith(("_1", "_K")) else (0,)
             ):
                 blocks[..., first : first + 2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
@@ -464,7 +464,7 @@ def models() -> dict[str, Model]:
         "torchao": directory(torchao, {"quant_method": "torchao"}, torchao_metadata()),
         "mnn": mnn(),
         "gguf": ggml(["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"], 64),
-        "gguf 256": ggml(["Q4_K", "Q5_K", "Q6_K"], 256),
+        "gguf 256": ggml(["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"], 256),
         **packed(),
     }
 
@@ -757,12 +757,12 @@ def read(path: Path, honest: dict[str, Tensor] | None) -> None:
         if isinstance(values, Exception) or isinstance(weight, Exception):
             continue
         found = reference.dequantize_weight(weight, torch.float32)
-        # Q6_K is rounded to an eighth of its step.
+        # The offsets of some formats are rounded to fp32.
         size = weight.scales.float().abs().amax() * 2.0**weight.bits
         size += 0 if weight.offsets is None else weight.offsets.float().abs().amax()
         both = found.isfinite() & values.isfinite()
         if found.shape != values.shape or not bool(
-            ((found - values).abs()[both] <= size * 2.0**-8).all()
+            ((found - values).abs()[both] <= size * 2.0**-20).all()
         ):
             raise Wrong(f"two ways to the values of {name} do not agree")
         if honest is not None and name in honest and not torch.equal(values, honest[name]):

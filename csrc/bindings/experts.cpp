@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "dispatch/problem.h"
 
 namespace cutlass_ops {
 
@@ -84,6 +85,9 @@ void register_experts(py::module_& m) {
       },
       py::arg("problem"), py::arg("plan"), py::arg("workspace_ptr"), py::arg("device_index"),
       py::arg("stream"), "Write the layer's result, as `plan` says, in a workspace of its size.");
+  m.def(
+      "experts_take", [](Weight const& w) { return fits_fold16(w); }, py::arg("weight"),
+      "Whether kernels of experts take the weight's groups.");
   m.attr("most_experts") = kMostExperts;
   m.attr("most_positions") = kMostPositions;
 }

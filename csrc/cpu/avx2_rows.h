@@ -40,14 +40,25 @@ typename T::Vector select(typename T::Vector a, typename T::Vector b) {
   return T::cast(_mm256_shuffle_ps(T::floats(a), T::floats(b), kSelect));
 }
 
-// Eight rows' lanes, 4 * (t % 2) + j, to the sums of j = 0 and 1 and those of j = 2
-// and 3 of each row.
+// Eight rows' lanes, 4 * (t % 2) + j, to each row's sums of runs.
 template <class T>
-void reduce(typename T::Vector const (&v)[kRowVectors], typename T::Vector (&sums)[2]) {
+void reduce(typename T::Vector const (&v)[kRowVectors], int run,
+            typename T::Vector (&sums)[kMostRuns]) {
+  using Vector = typename T::Vector;
+  if (run == 16) {  // of each j
+    Vector rows[4];
+    for (int i = 0; i < 4; ++i) rows[i] = add_halves<T>(v[i], v[i + 4]);
+    Vector const a = select<T, 0x44>(rows[0], rows[1]), b = select<T, 0xee>(rows[0], rows[1]);
+    Vector const c = select<T, 0x44>(rows[2], rows[3]), d = select<T, 0xee>(rows[2], rows[3]);
+    sums[0] = select<T, 0x88>(a, c), sums[1] = select<T, 0xdd>(a, c);
+    sums[2] = select<T, 0x88>(b, d), sums[3] = select<T, 0xdd>(b, d);
+    return;
+  }
   auto const a = T::add_pairs(v[0], v[1]), b = T::add_pairs(v[2], v[3]);
   auto const c = T::add_pairs(v[4], v[5]), d = T::add_pairs(v[6], v[7]);
   sums[0] = add_halves<T>(select<T, 0x88>(a, b), select<T, 0x88>(c, d));
   sums[1] = add_halves<T>(select<T, 0xdd>(a, b), select<T, 0xdd>(c, d));
+  if (run >= kLaneColumns) sums[0] = T::add(sums[0], sums[1]);
 }
 
 // ---- floats
@@ -96,22 +107,18 @@ struct Totals {
 };
 
 // Zero points of rows g and g + 8 of row block i, as codes are counted (from 0), for the lanes
-// of their blocks.
+// of their runs; `row`: of a panel's vectors.
 struct ZeroPoints {
   __m256 rows[2];
 
-  ZeroPoints(CpuProduct const& p, int first_block, int64_t vector, int middle) {
+  ZeroPoints(CpuProduct const& p, Runs const& runs, int row, int middle) {
     rows[0] = rows[1] = _mm256_set1_ps(float(middle));
     int8_t const* const zeros = p.weight.zeros;
     if (!zeros) return;
     for (int h = 0; h < 2; ++h) {
-      rows[h] = _mm256_set1_ps(float(middle + zeros[vector + h]));
-      // words 2 and 3 are another group's
-      if (p.block < kLaneColumns && first_block + 1 < p.blocks) {
-        __m256 const next =
-            _mm256_set1_ps(float(middle + zeros[vector + padded_rows(p.weight.n) + h]));
-        rows[h] = _mm256_blend_ps(rows[h], next, 0xcc);
-      }
+      rows[h] = by_run(runs, [&](int part) {
+        return _mm256_set1_ps(float(middle + zeros[runs.vector[part] + row + h]));
+      });
     }
   }
 };
@@ -129,10 +136,9 @@ void multiply_floats(CpuProduct const& p, int panel, int m) {
     uint8_t const* const chunk = chunks + int64_t(begin / kKPerTile) * k_tile_bytes(kBits);
     Runs const runs(p, panel, begin);
     for (int g = 0; g < kGroups; ++g) {
-      int64_t const vector = runs.vector[0] + 8 * g;
       __m256 lanes[kRowVectors];
       for (int i = 0; i < kRowBlocks; ++i) {
-        ZeroPoints const zeros(p, runs.block[0], vector + 2 * i, 1 << (kBits - 1));
+        ZeroPoints const zeros(p, runs, 8 * g + 2 * i, 1 << (kBits - 1));
         __m256 low, high;
         low = high = _mm256_setzero_ps();
         float const* x = p.x + m * p.x_stride + begin;
@@ -160,9 +166,8 @@ void multiply_floats(CpuProduct const& p, int panel, int m) {
         }
         lanes[2 * i] = low, lanes[2 * i + 1] = high;
       }
-      __m256 sums[2];
-      reduce<Floats>(lanes, sums);
-      if (run >= kLaneColumns) sums[0] = _mm256_add_ps(sums[0], sums[1]);
+      __m256 sums[kMostRuns];
+      reduce<Floats>(lanes, run, sums);
       for (int part = 0; part < runs.count; ++part) {
         float* const kept = pending + 8 * g;
         __m256 const sum = _mm256_add_ps(_mm256_load_ps(kept), sums[part]);
@@ -177,7 +182,7 @@ void multiply_floats(CpuProduct const& p, int panel, int m) {
 // ---- integers
 
 // Products of a span's columns for rows g and g + 8 of a row block. `bytes`: their codes from the
-// span's first unit on; `at`: of x. kCentred: x is integers less their zero points; kAbove: what
+// span's first unit on; `at`: of x; x_zeros: 16 bits, negative, for the lanes of runs. kCentred: x is integers less their zero points; kAbove: what
 // codes are above centred ones.
 template <class Width>
 struct RowProducts;
@@ -187,7 +192,7 @@ struct RowProducts<Nibbles> {
   static constexpr bool kCentred = false;
   static constexpr int kBits = Nibbles::kBits, kAbove = 1 << (kBits - 1);
 
-  [[gnu::always_inline]] static void add(CpuProduct const& p, int m, Runs const& runs, int span,
+  [[gnu::always_inline]] static void add(CpuProduct const& p, __m256i x_zeros, int span,
                                          uint8_t const* bytes, int64_t at, __m256i (&rows)[2]) {
     __m256i const nibbles = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(char(0x88));
     __m256i const one_bytes = _mm256_set1_epi8(1), ones = _mm256_set1_epi16(1);
@@ -212,13 +217,8 @@ struct RowProducts<Nibbles> {
     __m256i const pairs_high = _mm256_maddubs_epi16(codes_high, one_bytes);
     __m256i a = _mm256_madd_epi16(low, ones), b = _mm256_madd_epi16(high, ones);
     if (p.zeros) {
-      int32_t const* const zeros = p.zeros + int64_t(m) * p.blocks + runs.block[0];
-      __m256i zero = _mm256_set1_epi16(short(-zeros[0]));
-      if (runs.count > 1) {
-        zero = _mm256_blend_epi32(zero, _mm256_set1_epi16(short(-zeros[1])), 0xcc);
-      }
-      a = _mm256_add_epi32(a, _mm256_madd_epi16(pairs_low, zero));
-      b = _mm256_add_epi32(b, _mm256_madd_epi16(pairs_high, zero));
+      a = _mm256_add_epi32(a, _mm256_madd_epi16(pairs_low, x_zeros));
+      b = _mm256_add_epi32(b, _mm256_madd_epi16(pairs_high, x_zeros));
     }
     rows[0] = a, rows[1] = b;
   }
@@ -229,7 +229,7 @@ struct RowProducts<WholeBytes> {
   static constexpr bool kCentred = true;
   static constexpr int kBits = WholeBytes::kBits, kAbove = 0;
 
-  [[gnu::always_inline]] static void add(CpuProduct const& p, int, Runs const&, int span,
+  [[gnu::always_inline]] static void add(CpuProduct const& p, __m256i, int span,
                                          uint8_t const* bytes, int64_t at, __m256i (&rows)[2]) {
     // Fragments of the first 32 columns of each 64, and of the others: in lanes j = 0
     // and 1, and 2 and 3.
@@ -247,11 +247,13 @@ struct RowProducts<WholeBytes> {
         sums[f][1] = _mm256_add_epi32(sums[f][1], _mm256_madd_epi16(b, load(x + 16)));
       }
     }
-    // Eight lanes a fragment, two neighbours a word; words of a row are two apart.
+    // Eight lanes a fragment, two neighbours a word; words of a row are two apart. They
+    // become lanes j and 4 + j.
     __m256i const first = _mm256_add_epi32(sums[0][0], sums[0][1]);
     __m256i const second = _mm256_add_epi32(sums[1][0], sums[1][1]);
-    rows[0] = select<Ints, 0x44>(first, second);
-    rows[1] = select<Ints, 0xee>(first, second);
+    __m256i const in_turn = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7);
+    rows[0] = _mm256_permutevar8x32_epi32(select<Ints, 0x44>(first, second), in_turn);
+    rows[1] = _mm256_permutevar8x32_epi32(select<Ints, 0xee>(first, second), in_turn);
   }
 };
 
@@ -269,6 +271,13 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
   for (int begin = 0; begin < end_k && begin / p.block < p.blocks; begin += span) {
     uint8_t const* const chunk = chunks + int64_t(begin / kKPerTile) * k_tile_bytes(kBits);
     Runs const runs(p, panel, begin);
+    __m256i x_zeros = _mm256_setzero_si256();
+    if (p.zeros) {
+      int32_t const* const zeros = p.zeros + int64_t(m) * p.blocks + runs.block[0];
+      x_zeros = _mm256_castps_si256(by_run(runs, [&](int part) {
+        return _mm256_castsi256_ps(_mm256_set1_epi16(short(-zeros[part])));
+      }));
+    }
     for (int g = 0; g < kGroups; ++g) {
       __m256i lanes[kRowVectors];
       for (int i = 0; i < kRowBlocks; ++i) {
@@ -276,12 +285,11 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
             chunk + i * kBlockBytes + begin % kKPerTile / kColumns * kUnitBytes + g * 64;
         int64_t const at = m * p.x_stride + int64_t(begin) / kColumns * 64;
         __m256i rows[2];
-        RowProducts<Width>::add(p, m, runs, span, bytes, at, rows);
+        RowProducts<Width>::add(p, x_zeros, span, bytes, at, rows);
         lanes[2 * i] = rows[0], lanes[2 * i + 1] = rows[1];
       }
-      __m256i sums[2];
-      reduce<Ints>(lanes, sums);
-      if (run >= kLaneColumns) sums[0] = _mm256_add_epi32(sums[0], sums[1]);
+      __m256i sums[kMostRuns];
+      reduce<Ints>(lanes, run, sums);
       for (int part = 0; part < runs.count; ++part) {
         int const end = begin + (part + 1) * run, block = runs.block[part];
         auto* const kept = reinterpret_cast<__m256i*>(pending + 8 * g);

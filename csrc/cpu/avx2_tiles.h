@@ -43,8 +43,8 @@ void for_each_word(uint8_t const* fragment, Use const& use) {
   }
 }
 
-// Some columns, begin .. begin + span - 1, which are one run or two of 32, and their scale blocks'
-// vectors in natural order.
+// Some columns, begin .. begin + span - 1, which are one run, or several of less than 64, and their
+// scale blocks' vectors in natural order.
 struct Span {
   struct Run {
     int block;
@@ -53,7 +53,7 @@ struct Span {
     __m256i zeros[kVectors];
   };
   int begin, columns, runs = 0;
-  Run run[2];
+  Run run[kMostRuns];
 
   Span(CpuProduct const& p, int panel, int first)
       : begin(first), columns(std::max(p.run(), kLaneColumns)) {
@@ -148,22 +148,22 @@ void add_block(CpuProduct const& p, TileMemory& memory, Span::Run const& run, in
 template <class Format>
 void decode_floats(CpuProduct const& p, Avx2Decoder<Format> const& decoder, Span const& span,
                    uint8_t const* codes, int i, float* tile) {
-  __m256 zeros[2][2];  // of words j = 0 and 1, and 2 and 3
-  for (int part = 0; part < 2; ++part) {
+  __m256 zeros[4][2];  // of words j
+  for (int j = 0; j < 4; ++j) {
+    int const part = std::min(run_of(j, p.run()), span.runs - 1);
     for (int h = 0; h < 2; ++h) {
-      __m256i const zero = span.run[part < span.runs ? part : 0].zeros[2 * i + h];
-      zeros[part][h] =
+      __m256i const zero = span.run[part].zeros[2 * i + h];
+      zeros[j][h] =
           _mm256_cvtepi32_ps(_mm256_add_epi32(zero, _mm256_set1_epi32(1 << (Format::kBits - 1))));
     }
   }
-  if (p.run() >= kLaneColumns) zeros[1][0] = zeros[0][0], zeros[1][1] = zeros[0][1];
   int const places = span.columns / kLanes;
   for (int f = 0; f < span.columns / kLaneColumns; ++f) {
     for_each_word<Format::kBits>(
         codes + f * (kUnitBytes * Format::kBits / 4), [&](int t, int j, __m256i low, __m256i high) {
           float* const to =
               tile + ((4 * (t % 2) + j) * places + 8 * f + 4 * (t / 2)) * kRowsPerBlock;
-          __m256 const(&zero)[2] = zeros[j / 2];
+          __m256 const(&zero)[2] = zeros[j];
           _mm256_store_ps(to, decoder.template value<0>(low, zero[0]));
           _mm256_store_ps(to + 8, decoder.template value<0>(high, zero[1]));
           _mm256_store_ps(to + 16, decoder.template value<1>(low, zero[0]));
@@ -202,10 +202,20 @@ template <int kRows>
       [&](auto i) { sums[i / 2][i % 2] = _mm256_add_ps(sums[i / 2][i % 2], more[i / 2][i % 2]); });
 }
 
+// Sums of the lanes of j.
+template <int kRows>
+void sum_16_columns(float const* tile, float const* x, int64_t stride, int places, int j,
+                    __m256 (&sums)[kRows][2]) {
+  __m256 lanes[kRows][2];
+  sum_lane<kRows>(tile, x, stride, places, j, sums);
+  sum_lane<kRows>(tile, x, stride, places, j + 4, lanes);
+  add_to<kRows>(sums, lanes);
+}
+
 // Sums of the lanes of j = 2 * half and 2 * half + 1.
 template <int kRows>
-void sum_lanes(float const* tile, float const* x, int64_t stride, int places, int half,
-               __m256 (&sums)[kRows][2]) {
+void sum_32_columns(float const* tile, float const* x, int64_t stride, int places, int half,
+                    __m256 (&sums)[kRows][2]) {
   __m256 lanes[kRows][2], pair[kRows][2];
   sum_lane<kRows>(tile, x, stride, places, 2 * half, sums);
   sum_lane<kRows>(tile, x, stride, places, 2 * half + 1, lanes);
@@ -223,22 +233,28 @@ void multiply_tile(CpuProduct const& p, TileMemory& memory, Span const& span, in
   auto const* const tile = reinterpret_cast<float const*>(memory.tile);
   float const* const x = p.x + m * p.x_stride + span.begin;
   int const places = span.columns / kLanes;
-  __m256 sums[2][kRows][2];
-  sum_lanes<kRows>(tile, x, p.x_stride, places, 0, sums[0]);
-  sum_lanes<kRows>(tile, x, p.x_stride, places, 1, sums[1]);
-  if (p.run() >= kLaneColumns) add_to<kRows>(sums[0], sums[1]);
   for (int part = 0; part < span.runs; ++part) {
     Span::Run const& run = span.run[part];
+    __m256 sums[kRows][2], more[kRows][2];
+    if (p.run() == 16) {
+      sum_16_columns<kRows>(tile, x, p.x_stride, places, part, sums);
+    } else {
+      sum_32_columns<kRows>(tile, x, p.x_stride, places, part, sums);
+    }
+    if (p.run() >= kLaneColumns) {
+      sum_32_columns<kRows>(tile, x, p.x_stride, places, 1, more);
+      add_to<kRows>(sums, more);
+    }
     auto* const pending = reinterpret_cast<float*>(memory.pending[row]) + 16 * i;
     if (!run.whole) {
       unrolled<2 * kRows>([&](auto v) {
         float* const to = pending + v / 2 * kRowsPerPanel + v % 2 * 8;
-        __m256& sum = sums[part][v / 2][v % 2];
+        __m256& sum = sums[v / 2][v % 2];
         sum = _mm256_add_ps(_mm256_load_ps(to), sum);
         _mm256_store_ps(to, run.last ? _mm256_setzero_ps() : sum);
       });
     }
-    if (run.last) add_block<kRows>(p, memory, run, m, row, i, sums[part]);
+    if (run.last) add_block<kRows>(p, memory, run, m, row, i, sums);
   }
 }
 
@@ -261,8 +277,8 @@ struct FloatTiles {
 
 // ---- integers
 
-// Codes of 32 columns' words, in this order of (j / 2, t, j % 2).
-constexpr int kOctetWords = 8;
+// Words of 16 columns, side by side; and as many as are summed in 16 bits.
+constexpr int kWordsOf16 = 4, kDrainedWords = 8;
 
 // Bytes of codes from 0 on, times int8; Dot says how.
 template <int kCodeBits, class Dot>
@@ -321,12 +337,13 @@ template <class Dot, int kRows>
   unrolled<2 * kRows>([&](auto v) { out[v / 2][v % 2] = sums[v / 2][v % 2]; });
 }
 
-// Adds those of 32 columns. It has all registers: the sums of 32 bits are in memory meanwhile.
+// Adds those of at most kDrainedWords. It has all registers: the sums of 32 bits are in memory
+// meanwhile.
 template <class Dot, int kRows>
-[[gnu::noinline]] void add_octet(__m256i const* codes, char const* x, int64_t stride,
-                                 __m256i (&sums)[kRows][2]) {
+[[gnu::noinline]] void add_drained(__m256i const* codes, char const* x, int64_t stride, int words,
+                                   __m256i (&sums)[kRows][2]) {
   __m256i more[kRows][2];
-  sum_words<Dot, kRows>(codes, x, stride, kOctetWords, more);
+  sum_words<Dot, kRows>(codes, x, stride, words, more);
   unrolled<2 * kRows>([&](auto v) {
     sums[v / 2][v % 2] = _mm256_add_epi32(sums[v / 2][v % 2], Dot::words(more[v / 2][v % 2]));
   });
@@ -335,34 +352,34 @@ template <class Dot, int kRows>
 template <class Codes>
 struct IntegerTiles {
   static constexpr int kBits = Codes::kBits;
-  static constexpr int kSteps = kOctetWords * Codes::kVectorsOfWord;  // of 32 columns
-  __m256i colsums[2][2];  // of a run's codes, where x has zero points
-  __m256i zeros[2][2];    // of a run, of codes as they are in the tile
+  static constexpr int kStepsOf16 = kWordsOf16 * Codes::kVectorsOfWord;  // of 16 columns
+  __m256i colsums[kMostRuns][2];  // of a run's codes, where x has zero points
+  __m256i zeros[kMostRuns][2];    // of a run, of codes as they are in the tile
 
   explicit IntegerTiles(CpuProduct const&) {}
 
-  // [32 columns][word][vector of the word][two vectors of rows]
+  // [16 columns][word][vector of the word][two vectors of rows]
   void decode(CpuProduct const& p, TileMemory& memory, Span const& span, uint8_t const* codes,
               int i) {
     auto* const tile = reinterpret_cast<__m256i*>(memory.tile);
     for (int f = 0; f < span.columns / kLaneColumns; ++f) {
       for_each_word<kBits>(codes + f * (kUnitBytes * kBits / 4),
                            [&](int t, int j, __m256i low, __m256i high) {
-                             int const word = 8 * (2 * f + j / 2) + 2 * t + j % 2;
+                             int const word = kWordsOf16 * (4 * f + j) + t;
                              __m256i* const to = tile + word * Codes::kVectorsOfWord * 2;
                              Codes::decode_word(low, to, 2);
                              Codes::decode_word(high, to + 1, 2);
                            });
     }
-    int const octets = std::min(p.run(), span.columns) / 32;
+    int const steps = p.run() / 16 * kStepsOf16;
     for (int part = 0; part < span.runs; ++part) {
       for (int h = 0; h < 2; ++h) {
         zeros[part][h] =
             _mm256_add_epi32(span.run[part].zeros[2 * i + h], _mm256_set1_epi32(Codes::kAbove));
         __m256i sum = _mm256_setzero_si256();
         if (!Codes::kCentred && p.zeros) {
-          __m256i const* const from = tile + part * octets * kSteps * 2 + h;
-          for (int step = 0; step < octets * kSteps; ++step) {
+          __m256i const* const from = tile + part * steps * 2 + h;
+          for (int step = 0; step < steps; ++step) {
             __m256i const pairs = _mm256_maddubs_epi16(from[2 * step], _mm256_set1_epi8(1));
             sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
           }
@@ -382,19 +399,20 @@ struct IntegerTiles {
                                     : reinterpret_cast<char const*>(p.codes);
     int64_t const stride = p.x_stride * kBytes;
     x += m * stride + span.begin * kBytes;
-    int const octets = std::min(p.run(), span.columns) / 32;
+    int const steps = p.run() / 16 * kStepsOf16;
     for (int part = 0; part < span.runs; ++part) {
       Span::Run const& run = span.run[part];
       __m256i sums[kRows][2];
       if constexpr (Dot::kDrains) {
         unrolled<2 * kRows>([&](auto v) { sums[v / 2][v % 2] = _mm256_setzero_si256(); });
-        for (int octet = 0; octet < octets; ++octet, codes += 2 * kSteps, x += 4 * kSteps) {
-          add_octet<Dot, kRows>(codes, x, stride, sums);
+        for (int step = 0; step < steps; step += kDrainedWords) {
+          add_drained<Dot, kRows>(codes + 2 * step, x + 4 * step, stride,
+                                  std::min(steps - step, kDrainedWords), sums);
         }
       } else {
-        sum_words<Dot, kRows>(codes, x, stride, octets * kSteps, sums);
-        codes += 2 * kSteps * octets, x += 4 * kSteps * octets;
+        sum_words<Dot, kRows>(codes, x, stride, steps, sums);
       }
+      codes += 2 * steps, x += 4 * steps;
       int64_t const blocks = p.blocks, at = m * blocks + run.block;
       if (!Codes::kCentred && p.zeros) {
         int32_t const* const x_zeros = p.zeros + at;
@@ -428,13 +446,13 @@ struct IntegerTiles {
   }
 };
 
-// Places of words of 32 columns: bytes as they are, or pairs of bytes 0 and 2, 1 and 3.
-int octet_column(int place, int element) {
-  int const word = place / 4, j = word / 8 * 2 + word % 2, t = word % 8 / 2;
+// Places of words: bytes as they are, or pairs of bytes 0 and 2, 1 and 3.
+int word_column(int place, int element) {
+  int const word = place / 4, j = word / kWordsOf16, t = word % kWordsOf16;
   return 16 * j + 2 * t + element / 2 + 8 * (element % 2);
 }
-int byte_column(int place) { return octet_column(place, place % 4); }
-int half_column(int place) { return octet_column(place, place % 4 / 2 + place % 2 * 2); }
+int byte_column(int place) { return word_column(place, place % 4); }
+int half_column(int place) { return word_column(place, place % 4 / 2 + place % 2 * 2); }
 
 // ---- a panel
 

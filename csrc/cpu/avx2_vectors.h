@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cpu/avx2_mantissa.h"
 #include "formats/formats.h"
@@ -49,16 +50,16 @@ __m256 load_floats(void const* data, DataType type, int64_t index) {
   }
 }
 
-// The runs of a span of columns, which is one or two of 32 (CpuProduct::run): their scale blocks,
-// and the place of the panel's group vectors. Found once for all rows: a division takes as long as
-// the products of 64 columns.
+// The runs of a span of columns, which is one, or 64 columns of shorter ones (CpuProduct::run):
+// their scale blocks, and the place of the panel's group vectors. Found once for all rows: a
+// division takes as long as the products of 64 columns.
 struct Runs {
-  int count = 0, block[2] = {};
-  bool last[2] = {};  // of the scale block
-  int64_t vector[2] = {};
+  int run, count = 0, block[kMostRuns] = {};
+  bool last[kMostRuns] = {};  // of the scale block
+  int64_t vector[kMostRuns] = {};
 
-  Runs(CpuProduct const& p, int panel, int begin) {
-    int const run = p.run(), span = std::max(run, kLaneColumns), end_k = p.tiles * kKPerTile;
+  Runs(CpuProduct const& p, int panel, int begin) : run(p.run()) {
+    int const span = std::max(run, kLaneColumns), end_k = p.tiles * kKPerTile;
     for (int part = 0; part < span / run; ++part) {
       int const end = begin + (part + 1) * run;
       block[part] = (end - 1) / p.block, last[part] = end % p.block == 0 || end == end_k;
@@ -69,6 +70,23 @@ struct Runs {
     }
   }
 };
+
+// of(part), a vector of one number, in the lanes 4 * (t % 2) + j of each run's columns.
+template <class Of>
+[[gnu::always_inline]] inline __m256 by_run(Runs const& runs, Of const& of) {
+  __m256 all = of(0);
+  auto const put = [&](auto lanes, int part) {
+    if (part < runs.count) all = _mm256_blend_ps(all, of(part), lanes());
+  };
+  if (runs.run == 32) {
+    put(std::integral_constant<int, 0xcc>(), 1);
+  } else if (runs.run == 16) {
+    put(std::integral_constant<int, 0x22>(), 1);
+    put(std::integral_constant<int, 0x44>(), 2);
+    put(std::integral_constant<int, 0x88>(), 3);
+  }
+  return all;
+}
 
 // Denormal numbers are what they are, whatever the caller's thread does with them.
 class KeepDenormals {

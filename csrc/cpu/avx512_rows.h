@@ -40,10 +40,13 @@ struct LaneSums {
     }
   }
 
-  // Sums of rows 0 .. 3 and of rows 4 .. 7, of each quarter of the vectors: of all columns, or of
-  // 32 and of the next.
-  [[gnu::always_inline]] void reduce(bool halves, __m512i (&sums)[2][2]) const {
+  // Sums of runs of rows 0 .. 3 and of rows 4 .. 7, of each quarter of the vectors.
+  [[gnu::always_inline]] void reduce(int run, __m512i (&sums)[kMostRuns][2]) const {
     for (int four = 0; four < 2; ++four) {
+      if (run == 16) {
+        of_each_16(four, sums);
+        continue;
+      }
       __m512i first, second;
       if constexpr (kSets == 1) {
         __m512i pairs[2];  // words of j = 0 and 1 of two rows, then of j = 2 and 3
@@ -62,8 +65,29 @@ struct LaneSums {
         };
         first = of_set(0), second = of_set(1);
       }
-      sums[0][four] = halves ? first : _mm512_add_epi32(first, second);
+      sums[0][four] = run == 32 ? first : _mm512_add_epi32(first, second);
       sums[1][four] = second;
+    }
+  }
+
+ private:
+  [[gnu::always_inline]] void of_each_16(int four, __m512i (&sums)[kMostRuns][2]) const {
+    if constexpr (kSets == 1) {
+      __m512i pairs[2][2];  // words of j = 0 and 1, and of j = 2 and 3, of two rows
+      for (int i = 0; i < 2; ++i) {
+        __m512i const a = v[0][4 * four + 2 * i], b = v[0][4 * four + 2 * i + 1];
+        pairs[0][i] = _mm512_unpacklo_epi32(a, b), pairs[1][i] = _mm512_unpackhi_epi32(a, b);
+      }
+      for (int half = 0; half < 2; ++half) {
+        sums[2 * half][four] = _mm512_unpacklo_epi64(pairs[half][0], pairs[half][1]);
+        sums[2 * half + 1][four] = _mm512_unpackhi_epi64(pairs[half][0], pairs[half][1]);
+      }
+    } else {
+      for (int set = 0; set < kSets; ++set) {
+        __m512i const a = v[set][2 * four], b = v[set][2 * four + 1];
+        sums[2 * set][four] = _mm512_unpacklo_epi64(a, b);
+        sums[2 * set + 1][four] = _mm512_unpackhi_epi64(a, b);
+      }
     }
   }
 };
@@ -93,14 +117,14 @@ void multiply_few(CpuProduct const& p, int panel, int m) {
   alignas(64) float total[kRows][kRowsPerPanel] = {}, offsets[kRows][kRowsPerPanel] = {};
   alignas(64) int32_t pending[kRows][kRowsPerPanel] = {};  // sums of a scale block's runs
   int const run = p.run(), span = std::max(run, kLaneColumns), end_k = p.tiles * kKPerTile;
-  bool const halves = run < kLaneColumns;
   for (int begin = 0; begin < end_k && begin / p.block < p.blocks; begin += span) {
     uint8_t const* const codes = tiles + int64_t(begin / kKPerTile) * k_tile_bytes(kBits) +
                                  begin % kKPerTile / kColumns * kUnitBytes;
     int8_t const* const x = p.codes + m * p.x_stride + int64_t(begin) / kColumns * 64;
     Runs const runs(p, panel, begin);
     for (int g = 0; g < kGroups; g += 2) {
-      __m512i sums[kRows][2][2][2], colsums[2][2][2];  // [lane group][part][four of its rows]
+      // [lane group][part][four of its rows]
+      __m512i sums[kRows][2][kMostRuns][2], colsums[2][kMostRuns][2];
       for (int pair = 0; pair < 2; ++pair) {
         LaneSums<kBits> lanes[kRows], columns;
         uint8_t const* bytes = codes + (g + pair) * 64;
@@ -130,8 +154,8 @@ void multiply_few(CpuProduct const& p, int panel, int m) {
             });
           });
         }
-        unrolled<kRows>([&](auto r) { lanes[r].reduce(halves, sums[r][pair]); });
-        if (kXZeros) columns.reduce(halves, colsums[pair]);
+        unrolled<kRows>([&](auto r) { lanes[r].reduce(run, sums[r][pair]); });
+        if (kXZeros) columns.reduce(run, colsums[pair]);
       }
       for (int part = 0; part < runs.count; ++part) {
         int const block = runs.block[part];
@@ -144,7 +168,7 @@ void multiply_few(CpuProduct const& p, int panel, int m) {
           zero = _mm512_add_epi32(zero, _mm512_cvtepi8_epi32(bytes));
         }
         __m512 const scale = load_16_floats(w.scales, w.scale_type, vector);
-        auto const rows_of = [part, shifts](__m512i const(&lanes)[2][2][2]) {
+        auto const rows_of = [part, shifts](__m512i const(&lanes)[2][kMostRuns][2]) {
           __m512i const rows = add_quarters(add_quarters(lanes[0][part][0], lanes[0][part][1]),
                                             add_quarters(lanes[1][part][0], lanes[1][part][1]));
           return kRowShift > 0 ? _mm512_srav_epi32(rows, shifts) : rows;

@@ -29,7 +29,7 @@ struct CpuProduct {
                                     // for integer codes
   int m = 0;
   int tiles = 0;                  // of 128 columns
-  int block = 0;                  // columns of a scale block: 32, 64, or a multiple of 128
+  int block = 0;                  // columns of a scale block: 16, 32, 64, or a multiple of 128
   int blocks = 0;                 // scale blocks that hold real columns
   int group_blocks = 0;           // scale blocks of a group of weights
   bool has_floats = false;        // x is floats
@@ -51,6 +51,10 @@ struct CpuProduct {
   // columns whose products are summed at a time
   int run() const { return block < kKPerTile ? block : kKPerTile; }
 };
+
+// Runs of 64 columns, at most, and the one that columns 16 * j .. 16 * j + 15 belong to.
+inline constexpr int kMostRuns = 4;
+constexpr int run_of(int j, int run) { return 16 * j / run; }
 
 // Rows of x that a kernel is given at a time.
 inline constexpr int kMostRows = 96;

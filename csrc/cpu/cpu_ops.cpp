@@ -87,12 +87,12 @@ struct Prepared {
 };
 
 float sum_run(float const* x, int first, int run) {
-  // As products are summed: reduce() of the scalar kernel, of one of a fragment's two runs or of
-  // all.
+  // As products are summed: reduce() of the scalar kernel, of one of a fragment's runs or of all.
   float lanes[kLanes] = {};
   int const fragments = std::max(run / kLaneColumns, 1);
   for (int place = 0; place < fragments * kLaneColumns; ++place)
     lanes[place % kLanes] += x[first / kLaneColumns * kLaneColumns + place];
+  if (run == 16) return lanes[first / 16 % 4] + lanes[first / 16 % 4 + 4];
   float const low = (lanes[0] + lanes[1]) + (lanes[4] + lanes[5]),
               high = (lanes[2] + lanes[3]) + (lanes[6] + lanes[7]);
   if (run >= kLaneColumns) return low + high;
@@ -187,14 +187,14 @@ void prepare_integers(GemmProblem const& problem, CpuKernels const& kernels, Cpu
       }
       int16_t* to = memory.centred.get() + row * stride;
       for (int start = 0; start < k_pad; start += columns, from += columns, to += places) {
-        int zeros[2];  // of both halves of 64 columns
-        for (int half = 0; half < 2; ++half) {
-          int const block = (start + 32 * half) / p.block;
-          zeros[half] = q.zeros && block < p.blocks ? memory.zeros[vector + size_t(block)] : 0;
+        int zeros[kLaneColumns / 16];  // of each 16 columns
+        for (int j = 0; j < kLaneColumns / 16; ++j) {
+          int const block = (start + 16 * j) / p.block;
+          zeros[j] = q.zeros && block < p.blocks ? memory.zeros[vector + size_t(block)] : 0;
         }
         for (int place = 0; place < places; ++place) {
           int const position = positions[place];
-          to[place] = int16_t(from[position] - zeros[position / 32]);
+          to[place] = int16_t(from[position] - zeros[position / 16]);
         }
       }
     }

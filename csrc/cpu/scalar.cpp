@@ -36,9 +36,13 @@ void unpack_tile(int bits, uint8_t const* chunk, Tile& tile) {
   with_width(bits, [&](auto width) { unpack_tile<decltype(width)::kBits>(chunk, tile); });
 }
 
-// Lanes to the sum of a run; runs of 32 columns are two of a lane's 64. A lane is 4 * (t % 2) + j.
+// Lanes to the sums of runs; 64 columns are two of 32, or four of 16. A lane is 4 * (t % 2) + j.
 template <class Sum>
-void reduce(Sum const (&lanes)[kLanes], int run, Sum (&sums)[2]) {
+void reduce(Sum const (&lanes)[kLanes], int run, Sum (&sums)[kMostRuns]) {
+  if (run == 16) {
+    for (int j = 0; j < 4; ++j) sums[j] = lanes[j] + lanes[4 + j];
+    return;
+  }
   sums[0] = (lanes[0] + lanes[1]) + (lanes[4] + lanes[5]);
   sums[1] = (lanes[2] + lanes[3]) + (lanes[6] + lanes[7]);
   if (run >= kLaneColumns) sums[0] += sums[1];
@@ -64,9 +68,9 @@ void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) 
       X values[kKPerTile];
       for (int place = 0; place < span; ++place) {
         int const code = tile[row][begin % kKPerTile + place];
-        // Runs of 32 columns: words 2 and 3 belong to the second.
-        int const block = run < kLaneColumns ? std::min(begin / run + place % 4 / 2, p.blocks - 1)
-                                             : begin / p.block;
+        int const block = run < kLaneColumns
+                              ? std::min(begin / run + run_of(place % 4, run), p.blocks - 1)
+                              : begin / p.block;
         if (kFloats && p.codebook) {
           values[place] = X(p.codebook[code + middle]);
         } else {
@@ -78,7 +82,7 @@ void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) 
       }
       for (int r = 0; r < rows; ++r) {
         X const* const factors = x + (m + r) * p.x_stride + begin;
-        Sum lanes[kLanes] = {}, sums[2];
+        Sum lanes[kLanes] = {}, sums[kMostRuns];
         for (int place = 0; place < span; place += kLanes) {
           for (int lane = 0; lane < kLanes; ++lane)
             lanes[lane] += Sum(factors[place + lane]) * Sum(values[place + lane]);

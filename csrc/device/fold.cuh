@@ -156,8 +156,8 @@ struct StoredGroup {
     }
   }
 
-  // Operand A of the group's k-slices.
-  template <bool kPlain = false, class Params>
+  // Operand A of the group's k-slices, or of kSlices from kFirst on, where it is one of 16 columns.
+  template <bool kPlain = false, int kFirst = 0, int kSlices = F::kGroupKSlices, class Params>
   __device__ __forceinline__ void decode(uint32_t const* codes, uint32_t table, Params const& p,
                                          uint32_t (&a)[F::kGroupKSlices][4]) const {
     typename F::Unscaled const unscaled(kPlain ? 0 : zeros);
@@ -165,7 +165,7 @@ struct StoredGroup {
     scales.values(p.weight.scale_type, g.scale, g8.scale);
     offsets.values(p.weight.offset_type, g.offset, g8.offset);
 #pragma unroll
-    for (int k_slice = 0; k_slice < F::kGroupKSlices; ++k_slice) {
+    for (int k_slice = kFirst; k_slice < kFirst + kSlices; ++k_slice) {
       unscaled.fragment(codes + k_slice * F::Unscaled::kWords, table, a[k_slice]);
 #pragma unroll
       for (int r = 0; r < 4; ++r) a[k_slice][r] = r % 2 ? g8(a[k_slice][r]) : g(a[k_slice][r]);

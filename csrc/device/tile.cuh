@@ -145,7 +145,7 @@ __device__ __forceinline__ void store_sums(float const* tiles_per_cluster, int m
 // Which rows of a [groups][stride] vector a tile of K needs: several where groups are shorter than
 // the tile. Made on the host: the kernels divide by multiplying.
 struct VectorRows {
-  static constexpr uint32_t kMostRows = 4;  // in a tile: reciprocals are larger
+  static constexpr uint32_t kMostRows = 8;  // in a tile: reciprocals are larger
   int group;                                // columns a row covers; -1 for all of K
   int count;                                // rows in a tile
   int step;                                 // rows from a tile to the next
@@ -184,6 +184,33 @@ __device__ __forceinline__ void copy_16_if(uint32_t shared, void const* source, 
       : "memory");
 }
 
+// Groups of 16 columns, of which a stage would have eight, are read from global memory.
+constexpr int kStagedGroups = 4;
+
+// Where that is: the tile of K, and the block's first rows of the weight and of x.
+struct GlobalTile {
+  int k_tile, n0, m0;
+
+  template <class C, class Params>
+  __device__ __forceinline__ GlobalTile(C, Params const& p, int k_tile_) : k_tile(k_tile_) {
+    TileIndex const tile(blockIdx.x, p.row_tiles, p.m_tiles);
+    n0 = tile.n * C::kRows, m0 = tile.m * C::kBlockM;
+  }
+  // The element of a weight's group vectors that is row `index` of the block's in a group of the
+  // tile. A row panel beyond the last repeats rows, which are never stored.
+  template <class Params>
+  __device__ __forceinline__ int64_t weight_element(Params const& p, int group, int index) const {
+    return (int64_t(k_tile) * p.weight_rows.count + group) * p.n_pad + min(n0 + index, p.n_pad - 4);
+  }
+};
+
+// All copies that a tile's multiplication issues, before it.
+template <class C, class Beside>
+__device__ __forceinline__ void issue_all(Beside const& beside) {
+#pragma unroll
+  for (int piece = 0; piece < C::kPieces; ++piece) beside(piece);
+}
+
 // One 16-byte vector of a group vector's rows, of the [row][width] that a stage holds; it is this
 // thread's to copy for every tile.
 struct VectorCopy {
@@ -206,7 +233,8 @@ struct VectorCopy {
     int column = min(begin + (piece << log_values), stride - (1 << log_values));
     source = static_cast<uint8_t const*>(vector) + int64_t(row) * row_bytes +
              (int64_t(column) << log_bytes);
-    if (vector && i >= 0 && row < rows.count) to = int(shared) + i * 16;
+    if (vector && i >= 0 && row < rows.count && rows.count <= kStagedGroups)
+      to = int(shared) + i * 16;
     // Not to be recomputed for every tile.
     asm volatile("" : "+l"(source), "+r"(to));
   }
@@ -350,7 +378,8 @@ __device__ __forceinline__ void load_x_rows(uint8_t const* activations, ThreadCo
 }
 
 // The zero points of a warp's rows in a group vector, or zeros.
-__device__ __forceinline__ void load_zeros(uint8_t const* vector, bool present, int index,
+template <class Index>
+__device__ __forceinline__ void load_zeros(uint8_t const* vector, bool present, Index index,
                                            int (&out)[4]) {
   int four = present ? *reinterpret_cast<int const*>(vector + index) : 0;
 #pragma unroll

@@ -11,6 +11,13 @@ namespace {
 // Bytes of an element of a float type.
 int bytes_of(DataType type) { return type == DataType::kFloat32 ? 4 : 2; }
 
+// Of columns of x that share a scale.
+Status check_block(int block) {
+  if (block == -1 || block == 16 || block == 32 || block == 64 || block == 128) return {};
+  return unsupported("block is " + std::to_string(block) +
+                     "; supported are 16, 32, 64, 128 and -1");
+}
+
 }  // namespace
 
 bool is_float(DataType type) {
@@ -75,11 +82,11 @@ Status check_weight(PackedWeight const& w) {
     return invalid("the weight's shape is [" + std::to_string(w.n) + ", " + std::to_string(w.k) +
                    "]; both must be at least 1");
   }
-  bool group_fits = w.group_size == -1 || w.group_size == 32 || w.group_size == 64 ||
-                    (w.group_size > 0 && w.group_size % 128 == 0);
+  bool group_fits =
+      w.group_size == -1 || has_short_groups(w) || (w.group_size > 0 && w.group_size % 128 == 0);
   if (!group_fits) {
     return unsupported("group_size is " + std::to_string(w.group_size) +
-                       "; supported are 32, 64, multiples of 128, and -1");
+                       "; supported are 16, 32, 64, multiples of 128, and -1");
   }
   if (!is_float(w.scale_type)) return invalid("scale_type is not a float type");
   if (w.offsets && !is_float(w.offset_type)) return invalid("offset_type is not a float type");
@@ -302,10 +309,7 @@ Status check_quantize(QuantizeProblem const& p) {
     return invalid("x is [" + std::to_string(p.m) + ", " + std::to_string(p.k) + "]; 0 to " +
                    std::to_string(kMaxM) + " rows of at least 1 column are supported");
   }
-  if (p.out.block != -1 && p.out.block != 32 && p.out.block != 64 && p.out.block != 128) {
-    return unsupported("block is " + std::to_string(p.out.block) +
-                       "; supported are 32, 64, 128 and -1");
-  }
+  if (Status status = check_block(p.out.block); !status.ok()) return status;
   if (p.out.stride < p.m || p.out.stride % 16 != 0) {
     return invalid("stride is " + std::to_string(p.out.stride) +
                    "; a multiple of 16 that is at least m = " + std::to_string(p.m) +
@@ -349,9 +353,7 @@ Status check_quantized_values(QuantizedValues const& p) {
     return invalid("x is [" + std::to_string(p.rows) + ", " + std::to_string(p.columns) +
                    "]; 0 to 2^31 - 1 rows of at least 1 column are supported");
   }
-  if (p.block != -1 && p.block != 32 && p.block != 64 && p.block != 128)
-    return unsupported("block is " + std::to_string(p.block) +
-                       "; supported are 32, 64, 128 and -1");
+  if (Status status = check_block(p.block); !status.ok()) return status;
   bool const any = p.rows > 0;
   return check_addresses({{"x", p.x, bytes_of(p.x_type), any},
                           {"out", p.out, bytes_of(p.out_type), any},

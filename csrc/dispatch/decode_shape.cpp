@@ -221,7 +221,7 @@ WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device
   // panels, each of which reads x.
   int const ctas = 2 * device.multiprocessors;
   auto const share = [&](double tiles) { return std::ceil(tiles * all_row_panels / ctas); };
-  bool const has_registers = w.scale_type == p.x_type && !w.offsets && !p.groups.bias;
+  bool const has_registers = has_narrow_scales(w, p.x_type) && !w.offsets && !p.groups.bias;
   if (!has_registers ||
       (share(most_tiles) - 1) / all_row_panels + 2 > WgmmaDecodeShape::kMostDealtTiles)
     return best;

@@ -125,9 +125,8 @@ bool shape_wgmma_gemm_a16(GemmProblem const& problem, Device const& device,
 bool shape_wgmma_fold16(GemmProblem const& problem, Device const& device,
                         Candidate const& candidate, Plan* plan) {
   PackedWeight const& w = problem.weight;
-  bool const narrow =
-      w.scale_type == problem.x_type && (!w.offsets || w.offset_type == problem.x_type);
-  Fold16Cta const cta{code_bits(w), candidate.tile.block_m, table_bytes(w), narrow, false};
+  Fold16Cta const cta{code_bits(w), candidate.tile.block_m, table_bytes(w),
+                      has_narrow_scales(w, problem.x_type), false};
   plan->stages = cta.stages;
   plan->shared_bytes = cta.shared_bytes;
   persistent_grid(problem, device, candidate, int(k_tiles(w)), plan);

@@ -30,7 +30,20 @@ inline bool zeros_fit_int8(PackedWeight const& w) {
   return !w.zeros || info(w.format).zeros_fit_int8;
 }
 inline bool has_short_groups(PackedWeight const& w) {
-  return w.group_size == 32 || w.group_size == 64;
+  return w.group_size == 16 || w.group_size == 32 || w.group_size == 64;
+}
+
+// Whether kernels that round weights apply scales and offsets in x's type, which both have. Groups
+// of 16 are left to their instances for scales of any type.
+inline bool has_narrow_scales(PackedWeight const& w, DataType x_type) {
+  return w.group_size != 16 && w.scale_type == x_type && (!w.offsets || w.offset_type == x_type);
+}
+
+// Whether a K tile of wgmma_fold16 has room for what belongs to groups. Of 16 columns, these are
+// scales, and beside a code book scales of 16 bits.
+inline bool fits_fold16(PackedWeight const& w) {
+  bool const long_scales = has_codebook(w) && w.scale_type == DataType::kFloat32;
+  return w.group_size != 16 || !(w.zeros || w.offsets || long_scales);
 }
 
 // Whether sums of codes are exact in wgmma's fp32 and scaled once a tile of K.

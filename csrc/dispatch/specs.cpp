@@ -81,14 +81,22 @@ Field first_of(Field field, More... more) {
   }
 }
 
+// Two k-slices of 16 columns have the same scales.
+Field needs_groups_of_32(PackedWeight const& w) {
+  return w.group_size == 16 ? Field::kGroups : Field::kNone;
+}
 Field mma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
   return first_of(needs_ampere(problem, device), needs_16_bit_x(problem));
 }
+// A stage has no room for the scales of blocks of 16 columns of pixels.
 Field mma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
-  return first_of(needs_ampere(problem, device), needs_int8_x(problem));
+  bool const blocks = is_image(problem) && problem.act_quant == ActQuant::kBlock;
+  return first_of(needs_ampere(problem, device), needs_int8_x(problem),
+                  blocks ? needs_groups_of_32(problem.weight) : Field::kNone);
 }
 Field book_gemm_a16_can(GemmProblem const& problem, Device const& device) {
-  if (Field field = first_of(needs_few_rows(problem, 8), needs_ampere(problem, device));
+  if (Field field = first_of(needs_few_rows(problem, 8), needs_ampere(problem, device),
+                             needs_groups_of_32(problem.weight));
       field != Field::kNone)
     return field;
   return has_codebook(problem.weight) ? needs_16_bit_x(problem) : Field::kNoCodebook;
@@ -117,6 +125,7 @@ Field wgmma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
 }
 Field wgmma_fold16_can(GemmProblem const& problem, Device const& device) {
   return first_of(needs_tma_rows(problem), needs_hopper(problem, device),
+                  fits_fold16(problem.weight) ? Field::kNone : Field::kGroups,
                   may_round(problem) ? Field::kNone : Field::kResult);
 }
 
@@ -127,6 +136,7 @@ Field decode_gemm_can(GemmProblem const& problem, Device const& device) {
   int64_t const groups = w.group_size == -1 ? 1 : padded_k(w.k) / w.group_size + 1;
   return first_of(
       needs_hopper(problem, device, kPortableSharedBytes), needs_integers_or_codebook(w),
+      needs_groups_of_32(w),
       groups * padded_rows(w.n) < int64_t(1) << 29 ? Field::kNone : Field::kGroupVectors);
 }
 Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
@@ -136,7 +146,7 @@ Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
   bool const own_scales = w.scale_type == problem.x_type;
   if (Field field = needs_integers_or_codebook(w); field != Field::kNone) return field;
   if (has_codebook(w)) {
-    if (w.group_size == 32) return Field::kGroups;
+    if (w.group_size == 16 || w.group_size == 32) return Field::kGroups;
     if (!own_scales && w.scale_type != DataType::kFloat32) return Field::kScaleType;
     return is_irregular(problem) ? Field::kXLayout : Field::kNone;
   }
@@ -184,7 +194,7 @@ bool folds_few_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   bool const own_scales = w.scale_type == problem.x_type;
   if (has_codebook(w))
-    return w.group_size == 32 || is_irregular(problem) ||
+    return w.group_size == 16 || w.group_size == 32 || is_irregular(problem) ||
            (!own_scales && w.scale_type != DataType::kFloat32);
   // decode_gemm takes a group of 64 at a time, and was faster up to four rows; its costs are those
   // of groups of 32.
@@ -418,15 +428,22 @@ constexpr Candidate kWgmmaFold16[] = {wgmma_fold16_of<kBits>(32),  wgmma_fold16_
 
 constexpr Candidate kCodebookGemmA16[] = {{book_gemm_a16_tile(4), 0, 4},
                                           {book_gemm_a16_tile(8), 0, 8}};
+// What 64 rows leave no registers for.
+bool has_groups_of_16(GemmProblem const& problem) { return problem.weight.group_size == 16; }
+bool is_image_or_has_groups_of_16(GemmProblem const& problem) {
+  return is_image(problem) || has_groups_of_16(problem);
+}
 template <int kBits>
 constexpr Candidate kMmaGemmA16[] = {{mma_gemm_a16_tile(kBits, 16), 0, 16},
                                      {mma_gemm_a16_tile(kBits, 32), 0, 32},
+                                     {mma_gemm_a16_tile(kBits, 32), 0, kMaxM, {}, has_groups_of_16},
                                      {mma_gemm_a16_tile(kBits, 64)}};
 template <int kBits>
-constexpr Candidate kMmaGemmA8[] = {{mma_gemm_a8_tile(kBits, 16), 0, 16},
-                                    {mma_gemm_a8_tile(kBits, 32), 0, 32},
-                                    {mma_gemm_a8_tile(kBits, 32), 0, kMaxM, {}, is_image},
-                                    {mma_gemm_a8_tile(kBits, 64)}};
+constexpr Candidate kMmaGemmA8[] = {
+    {mma_gemm_a8_tile(kBits, 16), 0, 16},
+    {mma_gemm_a8_tile(kBits, 32), 0, 32},
+    {mma_gemm_a8_tile(kBits, 32), 0, kMaxM, {}, is_image_or_has_groups_of_16},
+    {mma_gemm_a8_tile(kBits, 64)}};
 
 #define OF_WIDTH(candidates)                                                               \
   [](GemmProblem const& problem) {                                                         \

@@ -105,6 +105,9 @@ Status check_route(RouteProblem const& r) {
 Status check_memory(MoeProblem const& p) {
   for (PackedExperts const* experts : {&p.gate_up, &p.down}) {
     if (Status status = check_weight(experts->stack); !status.ok()) return status;
+    if (!fits_fold16(experts->stack))
+      return unsupported_experts(
+          "groups of 16 have neither zero points nor offsets, nor fp32 scales beside a code book");
     if (experts->bias && !is_float(experts->bias_type))
       return invalid("bias_type is not a float type");
     Status status = check_addresses(

@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
       int n = row0 + g + 8 * half;
       if (n >= w.n) break;
       int64_t row = int64_t(n) * p.out_columns;
-      Factors factors(p, n, column);
+      Factors factors(p, n, column + 8 * t);
 #pragma unroll
       for (int further = 0; further < 8 / kBits; ++further) {
         int low_shift = further * 16 + half * kWords * kBits, codes[8];
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
           codes[e] = int(words[e / 2] << (32 - kBits - shift)) >> (32 - kBits);
         }
         int k = column + further * 32 + 8 * t;
-        if (further && p.log_group == 5) factors = Factors(p, n, column + 32);
+        if (further && p.log_group <= 5) factors = Factors(p, n, k);
         if (k >= w.k) continue;
         int to = k, count = w.k - k;
         if (p.tap_columns) {
@@ -203,7 +203,8 @@ Status launch_dequantize(DequantizeProblem const& problem, Stream stream) {
   int columns = (k_tiles * code_bits(w) / 2 + kUnits - 1) / kUnits;
   Params p{panel,
            rows,
-           rows.count == 4   ? 5
+           rows.count == 8   ? 4
+           : rows.count == 4 ? 5
            : rows.count == 2 ? 6
                              : 7,
            k_tiles,

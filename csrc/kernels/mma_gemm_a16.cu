@@ -3,7 +3,8 @@
 //
 // A block computes 128 output features x kBlockM. Weights, activations, scales and zero points of
 // 128 columns of K go through a ring of stages in shared memory (cp.async). Per step of 128
-// columns, or 32 where groups are shorter:
+// columns, or 32 where groups are shorter (16, where they are of 16: their scales, zero points and
+// offsets come from global memory, since a stage has no room for them):
 //
 //   load     weights: one 16-byte load a lane and unit (layout.h); activations: ldmatrix from rows
 //            swizzled by token % 8
@@ -18,6 +19,7 @@
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
+#include "dispatch/problem.h"
 #include "formats/formats.h"
 #include "kernels/ctas.h"
 
@@ -39,6 +41,8 @@ struct Config : BlockTile<kBlockM> {
   static constexpr int kBits = Format::kBits;
   static constexpr int kUnits = kBits / 2;  // of a row block and tile of K (layout.h)
   static constexpr bool kGeneral = kGeneral_;
+  // Whether it takes them: 64 rows take all registers.
+  static constexpr bool kGroupsOf16 = kGeneral && kBlockM <= 32;
   static constexpr int kPieces = kKPerTile / 16;
   // of 16 columns
   static constexpr int kStepPieces = kGeneral ? 2 : kPieces;
@@ -168,17 +172,30 @@ struct StepRows {
   // `group`: row of the stage's vectors.
   __device__ __forceinline__ StepRows(uint8_t const* stage, Params const& p,
                                       ThreadCoord<C> const& at, int group)
+      : StepRows(p, stage + C::kScales, stage + C::kZeros, stage + C::kOffsets,
+                 group * C::kRows + at.group_index) {}
+  // Of a tile's group of 16 columns.
+  __device__ __forceinline__ StepRows(GlobalTile const& tile, Params const& p,
+                                      ThreadCoord<C> const& at, int group)
+      : StepRows(p, p.weight.scales, reinterpret_cast<uint8_t const*>(p.weight.zeros),
+                 p.weight.offsets, tile.weight_element(p, group, at.group_index)) {}
+
+ private:
+  template <class Index>
+  __device__ __forceinline__ StepRows(Params const& p, void const* scales_from,
+                                      uint8_t const* zeros_from, void const* offsets_from,
+                                      Index index)
       : offsets() {
-    int index = group * C::kRows + at.group_index, codes[4];
+    int codes[4];
     if constexpr (!C::kHasCodebook) {
-      load_zeros(stage + C::kZeros, p.weight.zeros, index, codes);
+      load_zeros(zeros_from, p.weight.zeros, index, codes);
 #pragma unroll
       for (int rb = 0; rb < C::kRowBlocks; ++rb)
         zeros[rb] = C::Decode::zero_constants(codes[2 * rb], codes[2 * rb + 1]);
     }
-    load_float4(stage + C::kScales, p.weight.scale_type, index, scales);
+    load_float4(scales_from, p.weight.scale_type, index, scales);
     if (C::kGeneral && p.weight.offsets)
-      load_float4(stage + C::kOffsets, p.weight.offset_type, index, offsets);
+      load_float4(offsets_from, p.weight.offset_type, index, offsets);
   }
 };
 
@@ -211,18 +228,18 @@ __device__ __forceinline__ void promote(ThreadCoord<C> const& at, int pair, Step
   }
 }
 
-// One step: its k-slices (16 columns) begin with the tile's k-slice `first`.
-template <class C, bool kOffsets, class Beside>
+// One step: its kPieces k-slices (16 columns) begin with the tile's k-slice `first`.
+template <class C, bool kOffsets, int kPieces, class Beside>
 __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* table,
-                                         Params const& p, ThreadCoord<C> const& at, int first,
-                                         typename C::Sums& sums, Beside beside) {
+                                         Params const& p, ThreadCoord<C> const& at,
+                                         StepRows<C> const& rows, int first, typename C::Sums& sums,
+                                         Beside beside) {
   using Decode = typename C::Decode;
-  constexpr int kPieces = C::kStepPieces, kPairs = C::kMBlocks / 2;
+  constexpr int kPairs = C::kMBlocks / 2;
   // Long steps multiply all rows of x by one k-slice after another. In short ones promotion weighs
   // more: 16 rows of x are multiplied by all k-slices while the 16 before are promoted.
   constexpr int kBatch = C::kGeneral ? 1 : kPairs, kSets = kBatch < kPairs ? 2 * kBatch : kPairs;
   constexpr int kRecordPieces = 4 / Decode::kWords;  // in a lane's 16 bytes
-  StepRows<C> rows(stage, p, at, C::kGeneral ? first * p.weight_rows.count / C::kPieces : 0);
 
   PairSums<C> step[kSets];
   uint32_t a[kPieces][C::kRowBlocks][4];
@@ -233,13 +250,16 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
       int piece = first + i;
       uint8_t const* unit =
           stage + C::kWeights + at.weights + (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes;
-      if (i % kRecordPieces == 0) records[rb] = *reinterpret_cast<uint4 const*>(unit);
+      if (kPieces > 1 && i % kRecordPieces == 0)
+        records[rb] = *reinterpret_cast<uint4 const*>(unit);
       uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
+      int const word = piece % kRecordPieces * Decode::kWords;
+      uint32_t const* const from =
+          kPieces > 1 ? words + word : reinterpret_cast<uint32_t const*>(unit) + word;
       if constexpr (C::kHasCodebook) {
-        Decode::fragment(words + piece % kRecordPieces * Decode::kWords, table, threadIdx.x % 32,
-                         a[i][rb]);
+        Decode::fragment(from, table, threadIdx.x % 32, a[i][rb]);
       } else {
-        Decode::fragment(words + piece % kRecordPieces * Decode::kWords, rows.zeros[rb], a[i][rb]);
+        Decode::fragment(from, rows.zeros[rb], a[i][rb]);
       }
     }
   };
@@ -281,14 +301,31 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
 // One tile of K out of shared memory.
 template <class C, class Beside>
 __device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* table, Params const& p,
-                                        ThreadCoord<C> const& at, typename C::Sums& sums,
-                                        Beside beside) {
+                                        ThreadCoord<C> const& at, int k_tile,
+                                        typename C::Sums& sums, Beside beside) {
+  bool const offsets = C::kGeneral && !C::kHasCodebook && p.weight.offsets;
+  if (C::kGroupsOf16 && p.weight_rows.count > kStagedGroups) {
+    GlobalTile const tile(C(), p, k_tile);
+    issue_all<C>(beside);
+#pragma unroll 1
+    for (int piece = 0; piece < C::kPieces; ++piece) {
+      StepRows<C> const rows(tile, p, at, piece);
+      if (offsets) {
+        add_step<C, C::kGeneral, 1>(stage, table, p, at, rows, piece, sums, [](int) {});
+      } else {
+        add_step<C, false, 1>(stage, table, p, at, rows, piece, sums, [](int) {});
+      }
+    }
+    return;
+  }
 #pragma unroll
   for (int first = 0; first < C::kPieces; first += C::kStepPieces) {
-    if (C::kGeneral && !C::kHasCodebook && p.weight.offsets) {
-      add_step<C, C::kGeneral>(stage, table, p, at, first, sums, beside);
+    StepRows<C> const rows(stage, p, at,
+                           C::kGeneral ? first * p.weight_rows.count / C::kPieces : 0);
+    if (offsets) {
+      add_step<C, C::kGeneral, C::kStepPieces>(stage, table, p, at, rows, first, sums, beside);
     } else {
-      add_step<C, false>(stage, table, p, at, first, sums, beside);
+      add_step<C, false, C::kStepPieces>(stage, table, p, at, rows, first, sums, beside);
     }
   }
 }
@@ -442,10 +479,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         decode::Int4Codebook::fill<typename C::Element>(shared + C::kTable, p.weight.codebook,
                                                         threadIdx.x, C::kThreads);
     };
+    int k_tile = KRange(p.k_tiles, blockIdx.y, p.splits).first;
     multiply_tile<C, Copies<C>>(
         p, shared, prepare,
         [&](uint8_t const* stage, ThreadCoord<C> const& at, typename C::Sums& sums, auto beside) {
-          compute<C>(stage, shared + C::kTable, p, at, sums, beside);
+          compute<C>(stage, shared + C::kTable, p, at, k_tile++, sums, beside);
         });
   }
 }
@@ -467,7 +505,7 @@ Status launch_groups(GemmProblem const& problem, Plan const& plan, float* splitk
                      Stream stream) {
   PackedWeight const& w = problem.weight;
   if constexpr (Format::kIntegers) {
-    if (!w.offsets && w.group_size != 32 && w.group_size != 64) {
+    if (!w.offsets && !has_short_groups(w)) {
       if constexpr (mma_gemm_a16_may_have_two_stages(Format::kBits, kBlockM, false)) {
         if (plan.stages == 2)
           return launch_config<Config<Element, Format, kBlockM, false, 2>>(

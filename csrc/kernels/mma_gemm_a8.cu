@@ -3,7 +3,9 @@
 //
 // A block computes 128 output features x kBlockM. Weights, activations, scales and zero points of
 // 128 columns of K go through a ring of stages in shared memory (cp.async). Per step of 128
-// columns, or 64 or 32 where groups are that short:
+// columns, or 64 or 32 where groups are that short (half a step of 32 where they are of 16, the
+// other half zeros; what belongs to groups comes from global memory then, since a stage has no room
+// for it):
 //
 //   load     weights: one 16-byte load a lane and unit (layout.h); activations: ldmatrix from rows
 //            swizzled by token % 8
@@ -68,8 +70,9 @@ struct Config : BlockTile<kBlockM> {
   static constexpr int kMinBlocks =
       kForm == Form::kSymmetric ? mma_gemm_a8_tile(kBits, kBlockM).min_ctas_per_sm : 2;
   static constexpr int kCopiesAtOnce = 1;
-  static constexpr bool kImages = kBlockM <= 32;  // whether x may be an image: 64 rows
-                                                  // take all registers
+  // Whether x may be an image, and groups of 16: 64 rows take all registers.
+  static constexpr bool kImages = kBlockM <= 32,
+                        kGroupsOf16 = kForm == Form::kGeneral32 && kBlockM <= 32;
   // the multiplication takes all registers
   static constexpr bool kCopiesFirst = kForm == Form::kZeroPoints && kBlockM == 64;
 
@@ -179,12 +182,44 @@ struct StepRows {
   // `group`: row of the stage's vectors.
   __device__ __forceinline__ StepRows(uint8_t const* stage, Params const& p,
                                       ThreadCoord<C> const& at, int group)
+      : StepRows(p, stage + C::kScales, stage + C::kZeros, stage + C::kOffsets,
+                 group * C::kRows + at.group_index) {}
+  // Of a tile's group of 16 columns.
+  __device__ __forceinline__ StepRows(GlobalTile const& tile, Params const& p,
+                                      ThreadCoord<C> const& at, int group)
+      : StepRows(p, p.weight.scales, reinterpret_cast<uint8_t const*>(p.weight.zeros),
+                 p.weight.offsets, tile.weight_element(p, group, at.group_index)) {}
+
+ private:
+  template <class Index>
+  __device__ __forceinline__ StepRows(Params const& p, void const* scales_from,
+                                      uint8_t const* zeros_from, void const* offsets_from,
+                                      Index index)
       : offsets(), sums() {
-    int index = group * C::kRows + at.group_index;
-    load_float4(stage + C::kScales, p.weight.scale_type, index, scales);
-    load_zeros(stage + C::kZeros, (C::kMinusZero || C::kGeneral) && p.weight.zeros, index, zeros);
+    load_float4(scales_from, p.weight.scale_type, index, scales);
+    load_zeros(zeros_from, (C::kMinusZero || C::kGeneral) && p.weight.zeros, index, zeros);
     if (C::kGeneral && p.weight.offsets)
-      load_float4(stage + C::kOffsets, p.weight.offset_type, index, offsets);
+      load_float4(offsets_from, p.weight.offset_type, index, offsets);
+  }
+};
+
+// The scales and zero points of rows of x in a step.
+template <class C>
+struct XVectors {
+  float const* scales;
+  int8_t const* zeros;
+  int last = C::kBlockM;  // of the rows, of which two are read at a time, the last that there are
+
+  // `block`: row of the stage's vectors.
+  __device__ __forceinline__ XVectors(uint8_t const* stage, int block)
+      : scales(reinterpret_cast<float const*>(stage + C::kActivationScales) + block * C::kBlockM),
+        zeros(reinterpret_cast<int8_t const*>(stage + C::kActivationZeros) + block * C::kBlockM) {}
+  // Of a tile's block of 16 columns.
+  __device__ __forceinline__ XVectors(GlobalTile const& tile, Params const& p, int block)
+      : last(p.x.stride - 2 - tile.m0) {
+    int64_t const from =
+        (int64_t(tile.k_tile) * p.activation_rows.count + block) * p.x.stride + tile.m0;
+    scales = p.x.scales + from, zeros = p.x.zeros + from;
   }
 };
 
@@ -195,28 +230,27 @@ struct PairSums {
   uint32_t x_rows[4];  // sum q of rows of x g in registers 0 and 2
 };
 
-// Fold them into the fp32 sums. `block`: row of the stage's token vectors.
-template <class C, bool kXRowSums>
-__device__ __forceinline__ void promote(uint8_t const* stage, Params const& p,
-                                        ThreadCoord<C> const& at, int block, int pair,
-                                        StepRows<C> const& rows, PairSums<C> const& step,
-                                        typename C::Sums& sums) {
+// Fold them into the fp32 sums, of kColumns columns.
+template <class C, bool kXRowSums, int kColumns>
+__device__ __forceinline__ void promote(Params const& p, ThreadCoord<C> const& at, int pair,
+                                        XVectors<C> const& x, StepRows<C> const& rows,
+                                        PairSums<C> const& step, typename C::Sums& sums) {
   constexpr float kDecodedScale = 1.0f / C::Decode::kScale;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    int tb = pair * 2 + j, x_row = block * C::kBlockM + tb * 8 + 2 * at.t;
-    float2 scale_pair = *reinterpret_cast<float2 const*>(stage + C::kActivationScales + x_row * 4);
+    int tb = pair * 2 + j, x_row = tb * 8 + 2 * at.t;
+    if (kColumns < 32) x_row = min(x_row, x.last);
+    float2 scale_pair = *reinterpret_cast<float2 const*>(x.scales + x_row);
     float const token_scale[2] = {scale_pair.x, scale_pair.y};
     int za[2] = {0, 0}, q[2] = {0, 0};
     if (C::kForm != Form::kSymmetric && p.x.zeros) {
-      char2 z = *reinterpret_cast<char2 const*>(stage + C::kActivationZeros + x_row);
+      char2 z = *reinterpret_cast<char2 const*>(x.zeros + x_row);
       za[0] = z.x, za[1] = z.y;
     }
     if constexpr (kXRowSums) {
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        q[e] = __shfl_sync(~0u, int(step.x_rows[2 * j]), 8 * at.t + 4 * e) -
-               C::kStepPieces * 32 * za[e];
+        q[e] = __shfl_sync(~0u, int(step.x_rows[2 * j]), 8 * at.t + 4 * e) - kColumns * za[e];
     }
 #pragma unroll
     for (int rb = 0; rb < C::kRowBlocks; ++rb)
@@ -233,20 +267,26 @@ __device__ __forceinline__ void promote(uint8_t const* stage, Params const& p,
   }
 }
 
-// One step: its k-slices (32 columns) begin with the tile's k-slice `first`.
-template <class C, bool kXRowSums, class Beside>
+// Half of an operand A, of 16 columns; zeros in the place of the other.
+template <int kHalf>
+__device__ __forceinline__ void clear_other_half(uint32_t (&a)[4]) {
+  a[2 - 2 * kHalf] = a[3 - 2 * kHalf] = 0;
+}
+
+// One step: its k-slices (32 columns) begin with the tile's k-slice `first`. kHalf: of the one
+// k-slice, which 16 columns; -1: all.
+template <class C, bool kXRowSums, int kHalf, class Beside>
 __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
-                                         ThreadCoord<C> const& at, int first,
-                                         typename C::Sums& sums, Beside beside) {
+                                         ThreadCoord<C> const& at, XVectors<C> const& x,
+                                         StepRows<C> rows, int first, typename C::Sums& sums,
+                                         Beside beside) {
   constexpr int kPieces = C::kStepPieces, kPairs = C::kMBlocks / 2;
   // Long steps multiply all rows of x by one k-slice after another. In short ones promotion weighs
   // more: 16 rows of x are multiplied by all k-slices while the 16 before are promoted.
   constexpr int kBatch = C::kGeneral ? 1 : kPairs, kSets = kBatch < kPairs ? 2 * kBatch : kPairs;
   constexpr int kRecordPieces = 8 / C::kBits;  // in a lane's 16 bytes
   constexpr uint32_t kOnes = 0x01010101u, kInitialSum = C::kMagic ? kMagicBits : 0;
-  int group = C::kGeneral ? first * p.weight_rows.count / C::kPieces : 0;
-  int block = C::kGeneral && p.activation_rows.count > 1 ? group : 0;
-  StepRows<C> rows(stage, p, at, group);
+  constexpr int kColumns = kHalf < 0 ? kPieces * 32 : 16;
 
   PairSums<C> step[kSets];
   uint32_t a[kPieces][C::kRowBlocks][4];
@@ -267,6 +307,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
       } else {
         Decode::fragment(from, a[i][rb]);
       }
+      if constexpr (kHalf >= 0) clear_other_half<kHalf>(a[i][rb]);
       if (C::kForm != Form::kSymmetric && p.x.zeros) {
         multiply_add<Operand::kInt8>(rows.sums[rb], a[i][rb], kOnes, kOnes, false, 0u);
       }
@@ -275,7 +316,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
   auto promote_batch = [&](int begin) {
 #pragma unroll
     for (int pair = begin; pair < begin + kBatch; ++pair)
-      promote<C, kXRowSums>(stage, p, at, block, pair, rows, step[pair % kSets], sums);
+      promote<C, kXRowSums, kColumns>(p, at, pair, x, rows, step[pair % kSets], sums);
   };
 
 #pragma unroll
@@ -295,7 +336,8 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
             multiply_add<Operand::kInt8>(d.main[j][rb], a[i][rb], b[2 * j], b[2 * j + 1], i == 0,
                                          kInitialSum);
         if constexpr (kXRowSums) {
-          uint32_t const both[4] = {b[0], b[2], b[1], b[3]};
+          uint32_t both[4] = {b[0], b[2], b[1], b[3]};
+          if constexpr (kHalf >= 0) clear_other_half<kHalf>(both);
           multiply_add<Operand::kInt8>(d.x_rows, both, kOnes, kOnes, i == 0, 0u);
         }
       }
@@ -309,15 +351,45 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
 // One tile of K out of shared memory.
 template <class C, class Beside>
 __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p,
-                                        ThreadCoord<C> const& at, typename C::Sums& sums,
-                                        Beside beside) {
+                                        ThreadCoord<C> const& at, int k_tile,
+                                        typename C::Sums& sums, Beside beside) {
   bool x_sums = C::kGeneral && (p.weight.offsets || (!C::kZerosFitInt8 && p.weight.zeros));
+  if constexpr (C::kGroupsOf16) {
+    if (p.weight_rows.count > kStagedGroups) {
+      GlobalTile const tile(C(), p, k_tile);
+      auto const add_half = [&](auto half, int piece) {
+        int const group = 2 * piece + half;
+        XVectors<C> const x =
+            p.activation_rows.count > 1 ? XVectors<C>(tile, p, group) : XVectors<C>(stage, 0);
+        StepRows<C> const rows(tile, p, at, group);
+        if (x_sums) {
+          add_step<C, true, half>(stage, p, at, x, rows, piece, sums, [](int) {});
+        } else {
+          add_step<C, false, half>(stage, p, at, x, rows, piece, sums, [](int) {});
+        }
+      };
+      issue_all<C>(beside);
+      constexpr int kRecordPieces = 8 / C::kBits;
+#pragma unroll 1
+      for (int record = 0; record < C::kPieces; record += kRecordPieces) {
+#pragma unroll
+        for (int i = 0; i < kRecordPieces; ++i) {
+          add_half(std::integral_constant<int, 0>(), record + i);
+          add_half(std::integral_constant<int, 1>(), record + i);
+        }
+      }
+      return;
+    }
+  }
 #pragma unroll
   for (int first = 0; first < C::kPieces; first += C::kStepPieces) {
+    int const group = C::kGeneral ? first * p.weight_rows.count / C::kPieces : 0;
+    XVectors<C> const x(stage, C::kGeneral && p.activation_rows.count > 1 ? group : 0);
+    StepRows<C> const rows(stage, p, at, group);
     if (x_sums) {
-      add_step<C, C::kGeneral>(stage, p, at, first, sums, beside);
+      add_step<C, C::kGeneral, -1>(stage, p, at, x, rows, first, sums, beside);
     } else {
-      add_step<C, false>(stage, p, at, first, sums, beside);
+      add_step<C, false, -1>(stage, p, at, x, rows, first, sums, beside);
     }
   }
 }
@@ -326,10 +398,11 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     mma_gemm_a8(__grid_constant__ Params const p) {
   extern __shared__ __align__(128) uint8_t shared[];
+  int k_tile = KRange(p.k_tiles, blockIdx.y, p.splits).first;
   multiply_tile<C, Copies<C>>(
       p, shared, [] {},
       [&](uint8_t const* stage, ThreadCoord<C> const& at, typename C::Sums& sums, auto beside) {
-        compute<C>(stage, p, at, sums, beside);
+        compute<C>(stage, p, at, k_tile++, sums, beside);
       });
 }
 
@@ -345,7 +418,7 @@ template <class Format, int kBlockM>
 Status launch_form(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream) {
   PackedWeight const& w = problem.weight;
-  if (w.group_size == 32)
+  if (w.group_size == 16 || w.group_size == 32)
     return launch_config<Config<Format, kBlockM, Form::kGeneral32>>(problem, plan, splitk_workspace,
                                                                     stream);
   if (w.offsets || w.group_size == 64 || (w.zeros && !Format::kZerosFitInt8)) {

@@ -22,9 +22,9 @@
 //
 // One lane owns 16 columns at a time: 16 bytes of the permuted codes, one store. Memory bandwidth
 // is the limit, so loads are issued long before their use.
-//   quantize_blocks   2, 4 or 8 lanes share a block of 32, 64 or 128 columns and find its range by
-//                     shuffles. A thread has the same columns of two rows: their scales lie side by
-//                     side and leave in one store
+//   quantize_blocks   1, 2, 4 or 8 lanes share a block of 16, 32, 64 or 128 columns and find its
+//                     range by shuffles. A thread has the same columns of two rows: their scales
+//                     lie side by side and leave in one store
 //   quantize_rows     a thread block takes a row, for one scale a row, or for the norm, or both;
 //                     the row stays in registers while the next is loaded
 //   quantize_row_parts the same for a few rows, which clusters of blocks share
@@ -205,7 +205,7 @@ __device__ __forceinline__ void normalize(Columns<T>& c, Columns<T> const& weigh
   }
 }
 
-// ---- blocks of 32, 64 or 128 columns
+// ---- blocks of 16, 32, 64 or 128 columns
 
 // Those of kBlockRows rows and the columns of this block's threads, which are a zero row:
 // zero points times scales or, without zero points, sums of the codes times scales. All
@@ -658,7 +658,11 @@ namespace {
 std::pair<Params, bool> parameters(QuantizeProblem const& q, QuantizerStart start) {
   int const block = q.out.block, element = size_of(q.x_type);
   bool const streamed = int64_t(q.m) * q.k * element > kStreamedBytes;
-  int const log2_lanes = block == 32 ? 1 : block == 64 ? 2 : block == 128 ? 3 : 31;
+  int const log2_lanes = block == 16    ? 0
+                         : block == 32  ? 1
+                         : block == 64  ? 2
+                         : block == 128 ? 3
+                                        : 31;
   bool const fast = element == 2 && !q.perm && q.k % kLaneColumns == 0 &&
                     starts_on_16_bytes(q.x, q.x_stride, element) &&
                     starts_on_16_bytes(q.up, q.up_stride, element) &&

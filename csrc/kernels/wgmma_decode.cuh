@@ -184,24 +184,26 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
   }
 }
 
-// A tile's products of values, by groups of 32 columns: more operands at a time want more registers
-// than two CTAs leave.
-template <class C, int kRowPanels>
+// A tile's products of values, by 32 columns: more operands at a time want more registers than two
+// CTAs leave. kGroupsOf16: they have two groups' scales.
+template <class C, int kRowPanels, bool kGroupsOf16>
 __device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& at, uint32_t table,
                                                 Params const& p, bool releases, uint64_t* empty,
                                                 float (&sums)[kRowPanels][C::kSums]) {
   using Fold = typename C::Fold;
   constexpr int kGroups = C::kSteps * Fold::kGroups;  // of 32 columns
   // From what belongs to a group of 32, 64 or 128 columns to what belongs to the next.
-  int const rows = p.shape.most_row_panels * kRowsPerPanel, shift = p.weight_rows.count == 4   ? 0
-                                                                    : p.weight_rows.count == 2 ? 1
-                                                                                               : 2;
+  int rows = p.shape.most_row_panels * kRowsPerPanel;
+  int const shift = p.weight_rows.count == 4 ? 0 : p.weight_rows.count == 2 ? 1 : 2;
+  // Multiples of it are not to be kept in registers from tile to tile.
+  if (kGroupsOf16) asm volatile("" : "+r"(rows));
   constexpr int kBuffers =
       C::kOneCta ? 2 : 1;  // of operands: one is decoded while the other is multiplied, where
                            // there are registers
   uint32_t operands[kBuffers][Fold::kGroupKSlices][4];
+  constexpr int kVectors = kGroupsOf16 ? 2 : 1;
   StoredCodes<Fold> codes;
-  StoredGroup<Fold> vectors;
+  StoredGroup<Fold> vectors[kVectors];
   auto fence = [](uint32_t (&a)[Fold::kGroupKSlices][4]) {
 #pragma unroll
     for (int j = 0; j < Fold::kGroupKSlices; ++j) fence_registers(a[j]);
@@ -211,16 +213,26 @@ __device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& 
               part = group % Fold::kGroups;
     if (part < Fold::kLoads)
       codes.load_part(at.units + row_panel * C::kChunk + step * C::kStepBytes, part);
-    uint32_t const row = row_panel * kRowsPerPanel + (group >> shift) * rows;
-    vectors.load(
-        {at.scales + row * p.scale_bytes, at.offsets + row * p.offset_bytes, at.zeros + row}, p);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      uint32_t const row =
+          row_panel * kRowsPerPanel + (kGroupsOf16 ? kVectors * group + j : group >> shift) * rows;
+      vectors[j].load(
+          {at.scales + row * p.scale_bytes, at.offsets + row * p.offset_bytes, at.zeros + row}, p);
+    }
   };
   load(0);
 #pragma unroll
   for (int i = 0; i < kRowPanels * kGroups; ++i) {
     int const row_panel = i / kGroups, group = i % kGroups;
     uint32_t (&a)[Fold::kGroupKSlices][4] = operands[i % kBuffers];
-    vectors.decode(codes.words + group % Fold::kGroups * Fold::kGroupWords, table, p, a);
+    uint32_t const* const words = codes.words + group % Fold::kGroups * Fold::kGroupWords;
+    if constexpr (kGroupsOf16) {
+      vectors[0].template decode<false, 0, 1>(words, table, p, a);
+      vectors[1].template decode<false, 1, 1>(words, table, p, a);
+    } else {
+      vectors[0].decode(words, table, p, a);
+    }
     fence(a);
     fence_registers(sums[row_panel]);
     cute::warpgroup_arrive();
@@ -387,7 +399,11 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     uint64_t* const empty = full + Barriers::kStages + stage;
     uint32_t const table = x_at + p.shape.table + lane * 4;
     if constexpr (C::kFolds) {
-      multiply_values<C, kRowPanels>(x, here, table, p, releases, empty, sums);
+      if (!C::Fold::kNarrow && p.weight_rows.count == 8) {
+        multiply_values<C, kRowPanels, true>(x, here, table, p, releases, empty, sums);
+      } else {
+        multiply_values<C, kRowPanels, false>(x, here, table, p, releases, empty, sums);
+      }
     } else {
       multiply_codes<C, kRowPanels>(x, here, table, p, releases, empty, sums);
     }

@@ -10,7 +10,7 @@ namespace {
 // `launch` with the Fold that a weight with x of `Element` takes.
 template <class Element, class Format, class Launch>
 Status with_fold(PackedWeight const& w, DataType x_type, Launch launch) {
-  if (w.scale_type != x_type || (w.offsets && w.offset_type != x_type))
+  if (!has_narrow_scales(w, x_type))
     return launch(Fold<Element, Format, false, AffineTerm::kAny>());
   if constexpr (Format::kIntegers) {
     if (w.zeros) return launch(Fold<Element, Format, true, AffineTerm::kZeros>());

@@ -53,7 +53,8 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr bool kTakesTurns = kWarpgroups < 4;
   // Instructions are what few rows of x wait for: a separate loop, without those that look for zero
   // points and offsets, for weights that have none. (It takes twice as long to compile.)
-  static constexpr bool kTwoLoops = kBlockM <= 64 && Fold::kAffineTerm != AffineTerm::kNone;
+  static constexpr bool kTwoLoops =
+      kBlockM <= 64 && kNarrow_ && Fold::kAffineTerm != AffineTerm::kNone;
   // Of a thread of the warpgroup that loads, and of the others.
   static constexpr int kLoadingRegisters = kWarpgroups == 4 ? 32 : 40;
   static constexpr int kRegisters = kWarpgroups == 4 ? 112 : kWarpgroups == 3 ? 152 : 232;
@@ -72,6 +73,8 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr int kWeights = 0, kScales = kCodeBytes, kOffsets = kScales + kRows * kValueBytes;
   static constexpr int kZeroPoints = kOffsets + kRows * kValueBytes;
   static constexpr int kGroupBytes = kCta.group_bytes, kChunkBytes = kCta.chunk_bytes;
+  // Where groups have 16 columns, a tile has twice as many, of scales alone (fits_fold16).
+  static constexpr int kGroupOf16Bytes = kGroupBytes / 2;
   static constexpr int kChunks = kCta.stages, kTiles = kCta.tiles;
   static constexpr int kPanelBytes = kCta.panel_bytes, kPanels = kCta.panels,
                        kFirstChunk = kCta.first_chunk, kTable = kCta.table, kStaging = kCta.staging;
@@ -155,6 +158,7 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers<C>& bar
   bool const leader = cute::elect_one_sync(), offsets = !C::kCodebook && w.offsets,
              zeros = !C::kCodebook && w.zeros;
   hopper::Ring<C::kChunks> ring;
+  int const next_group = p.tile_groups == 8 ? C::kGroupOf16Bytes : C::kGroupBytes;
   hopper::ClusterTiles<C> tiles(p);
   while (tiles.more()) {
     typename C::Work const work = tiles.next(p, C::kBand);
@@ -172,7 +176,7 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers<C>& bar
         uint8_t* to = shared + C::kFirstChunk + ring.stage * C::kChunkBytes;
         int64_t from = vector;
 #pragma unroll 1
-        for (int i = 0; i < p.tile_groups; ++i, from += p.n_pad, to += C::kGroupBytes) {
+        for (int i = 0; i < p.tile_groups; ++i, from += p.n_pad, to += next_group) {
           Copy::copy(static_cast<uint8_t const*>(w.scales) + from * p.scale_bytes, full,
                      to + C::kScales, rows * p.scale_bytes);
           if (offsets)
@@ -266,10 +270,11 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
   // as the scales of hopper::ThreadCoord
   uint32_t const offsets = C::kOffsets + (coord.zeros - C::kZeroPoints) * p.offset_bytes;
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
+  bool const groups_of_16 = !C::kNarrow && p.tile_groups == 8;
   // From the groups of a step's first 32 columns to those of its second, and from a step's to
   // the next step's.
   uint32_t const next_group = p.tile_groups == 4 ? C::kGroupBytes : 0;
-  int const next_step = p.tile_groups == 4   ? 2 * C::kGroupBytes
+  int const next_step = p.tile_groups >= 4   ? 2 * C::kGroupBytes
                         : p.tile_groups == 2 ? C::kGroupBytes
                                              : 0;
   auto* staging = reinterpret_cast<float*>(shared + C::kStaging);
@@ -297,11 +302,20 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
     float sums[C::kSums] = {};
     uint32_t a[2][C::kGroups][C::kGroupKSlices][4];
     StoredCodes<typename C::Fold> codes;
-    StoredGroup<typename C::Fold> vectors[C::kGroups];
+    StoredGroup<typename C::Fold> vectors[C::kNarrow ? C::kGroups : C::kKSlices];
     auto load = [&](int step) {
       if (step == 0) TransactionBarrier::wait(&barriers.full_chunks[chunks.stage], chunks.phase);
       uint32_t const chunk = first + C::kFirstChunk + chunks.stage * C::kChunkBytes;
       codes.load(chunk + coord.units + step * C::kLoads * kUnitBytes);
+      if constexpr (!C::kNarrow) {
+        if (groups_of_16) {
+#pragma unroll
+          for (int i = 0; i < C::kKSlices; ++i)
+            vectors[i].scales.template load<true>(
+                chunk + step * next_step + i * C::kGroupOf16Bytes + coord.scales, p.scale_bytes);
+          return;
+        }
+      }
 #pragma unroll
       for (int i = 0; i < C::kGroups; ++i) {
         uint32_t const group = chunk + step * next_step + i * next_group;
@@ -319,6 +333,17 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
           vectors[i].template decode<is_plain()>(codes.words + i * C::kGroupWords, table, p,
                                                  operands[i]);
       };
+      if constexpr (!C::kNarrow) {
+        if (groups_of_16) {
+#pragma unroll
+          for (int i = 0; i < C::kGroups; ++i) {
+            uint32_t const* const words = codes.words + i * C::kGroupWords;
+            vectors[2 * i].template decode<true, 0, 1>(words, table, p, operands[i]);
+            vectors[2 * i + 1].template decode<true, 1, 1>(words, table, p, operands[i]);
+          }
+          return;
+        }
+      }
       if (plain) {
         decode_as(std::true_type());
       } else {
@@ -454,19 +479,16 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
 template <class Element, class Format, int kBlockM>
 Status launch_format(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
-  PackedWeight const& w = problem.weight;
-  bool const narrow =
-      w.scale_type == problem.x_type && (!w.offsets || w.offset_type == problem.x_type);
-  return narrow ? launch_config<Config<Element, Format, true, kBlockM>>(problem, plan,
-                                                                        splitk_workspace, stream)
-                : launch_config<Config<Element, Format, false, kBlockM>>(problem, plan,
-                                                                         splitk_workspace, stream);
+  return has_narrow_scales(problem.weight, problem.x_type)
+             ? launch_config<Config<Element, Format, true, kBlockM>>(problem, plan,
+                                                                     splitk_workspace, stream)
+             : launch_config<Config<Element, Format, false, kBlockM>>(problem, plan,
+                                                                      splitk_workspace, stream);
 }
 
 template <class Element, class Format, int kBlockM>
 Status launch_groups(GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  PackedWeight const& w = problem.weight;
-  if (w.scale_type == problem.x_type && (!w.offsets || w.offset_type == problem.x_type)) {
+  if (has_narrow_scales(problem.weight, problem.x_type)) {
     using C = Config<Element, Format, true, kBlockM, true>;
     return hopper::launch_grouped<C>(wgmma_fold16<C>, problem, plan, stream);
   }
@@ -484,18 +506,9 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
 
 template <class Element, class Format>
 Status launch_group_tile(GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  switch (plan.block_m) {
-    case 32:
-      return launch_groups<Element, Format, 32>(problem, plan, stream);
-    case 64:
-      return launch_groups<Element, Format, 64>(problem, plan, stream);
-    case 96:
-      return launch_groups<Element, Format, 96>(problem, plan, stream);
-    case 144:
-      return launch_groups<Element, Format, 144>(problem, plan, stream);
-    default:
-      return launch_groups<Element, Format, 208>(problem, plan, stream);
-  }
+  return launch_height<32, 64, 96, 144, 208>(plan, plan.block_m, [&](auto height) {
+    return launch_groups<Element, Format, height()>(problem, plan, stream);
+  });
 }
 
 }  // namespace

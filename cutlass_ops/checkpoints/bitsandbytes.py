@@ -24,7 +24,7 @@ tensor                                      holds
 ==========================================  ========================================================
 
 A block that straddles rows gives its absmax to a group in each of them: nothing is rounded. Where
-such a group would be shorter than 32 the weight is refused. The code book is the one in the file.
+such a group would be shorter than 16 the weight is refused. The code book is the one in the file.
 
 A file that the config says is quantised has no ``<m>.weight`` of integers without these.
 

@@ -60,8 +60,8 @@ class Entry:
         quantized: None if the file holds plain numbers.
         problem: why this quantised tensor cannot become a QuantizedWeight, or "".
         has_values: whether ``values`` can give them; False only where there is a ``problem``.
-        rounded: how the QuantizedWeight's values differ from ``values``, where by more than the
-            last place of fp32, or "".
+        rounded: how ``values`` were rounded, where they are of codes and stored in another dtype,
+            or "".
         experts: each expert's weight ``[N, K]``, where a tensor of codes stacks those of a layer.
         decoded: why ``values`` are of codes, and the tensor is a plain one all the same, or "".
         tied_to: the other module that uses the same weight, or "".

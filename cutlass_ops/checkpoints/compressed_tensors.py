@@ -1,7 +1,7 @@
 """compressed-tensors, the format of llm-compressor: integer codes per tensor, channel, group or
-block, MXFP4 and FP8.
+block, MXFP4, NVFP4 and FP8.
 
-Source: ``compressors/pack_quantized``, ``naive_quantized`` and ``mxfp4`` of the package
+Source: ``compressors/pack_quantized``, ``naive_quantized``, ``mxfp4`` and ``nvfp4`` of the package
 ``compressed-tensors``. Codes and zero points are signed; here both have ``2^(b-1)`` added, which
 changes no value.
 
@@ -27,6 +27,10 @@ float-quantized
 mxfp4-pack-quantized
 ``<m>.weight_packed``      uint8 ``[N, K / 2]``: two E2M1 codes, the first in the low nibble
 ``<m>.weight_scale``       uint8 ``[N, K / 32]``, E8M0: the scale is 2^(e - 127); 255 is NaN
+nvfp4-pack-quantized
+``<m>.weight_packed``      as above
+``<m>.weight_scale``       F8_E4M3 ``[N, K / 16]``: the scale is this over
+                           ``<m>.weight_global_scale``, fp32 ``[1]``, rounded to fp32
 =========================  =========================================================================
 
 Which modules are quantised is seen from the tensors, which no list of targets or modules to ignore
@@ -62,7 +66,14 @@ _INTEGERS = (torch.int64, torch.int32)
 _CODES = (torch.int8, torch.float8_e4m3fn)
 #: Of an expression, as :func:`_ways` counts them: about a second.
 _MOST_WAYS = 26
-_STATIC = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
+_NVFP4_GROUP = 16
+_STATIC = (
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "output_scale",
+    "output_zero_point",
+)
 _PARTS = (
     "weight_packed",
     "weight_shape",
@@ -319,7 +330,7 @@ def _by_class(source: Source, module: str, target: str) -> bool:
 def _packed(source: Source, module: str, groups: tuple[_Group, ...], deadline: float) -> Entry:
     codes = grouped.checked(source, f"{module}.weight_packed", (torch.int32, torch.uint8))
     if codes.dtype == torch.uint8:
-        return _mxfp4(source, codes, module)
+        return _fp4(source, codes, module)
     if len(codes.shape) != 2:
         return _unsupported(
             source,
@@ -373,15 +384,11 @@ def _packed(source: Source, module: str, groups: tuple[_Group, ...], deadline: f
     )
 
 
-def _mxfp4(source: Source, codes: Entry, module: str) -> Entry:
-    for part, what in (
-        ("weight_global_scale", "holds nvfp4"),
-        ("weight_zero_point", "holds floats of 4 bits with zero points"),
-    ):
-        if f"{module}.{part}" in source.tensors:
-            return _unsupported(
-                source, codes, module, codes.shape, f"{what}, which is not supported"
-            )
+def _fp4(source: Source, codes: Entry, module: str) -> Entry:
+    """MXFP4, or NVFP4 where there is a scale of all."""
+    if f"{module}.weight_zero_point" in source.tensors:
+        what = "holds floats of 4 bits with zero points, which is not supported"
+        return _unsupported(source, codes, module, codes.shape, what)
     if len(codes.shape) != 2 or 0 in codes.shape:
         return _unsupported(
             source,
@@ -391,46 +398,67 @@ def _mxfp4(source: Source, codes: Entry, module: str) -> Entry:
             f"is {list(codes.shape)}; a linear weight is [N, K / 2]",
         )
     n, k = codes.shape[0], 2 * codes.shape[1]
+    has_global = f"{module}.weight_global_scale" in source.tensors
+    size = _NVFP4_GROUP if has_global else formats.MXFP4_GROUP
     scales = grouped.checked(
         source,
         f"{module}.weight_scale",
-        (torch.uint8,),
-        (n, formats.group_count(k, formats.MXFP4_GROUP)),
+        (torch.float8_e4m3fn if has_global else torch.uint8,),
+        (n, formats.group_count(k, size)),
+    )
+    whole = (
+        grouped.checked(source, f"{module}.weight_global_scale", (torch.float32,), (1,))
+        if has_global
+        else None
     )
     parts = (
         codes.name,
         scales.name,
+        *(() if whole is None else (whole.name,)),
         *(name for part in _STATIC if (name := f"{module}.{part}") in source.tensors),
     )
-    dtypes = {"scales": torch.bfloat16, "book": torch.float32}
-    read = partial(_read_mxfp4, source, codes, scales)
+    dtypes = {
+        "scales": torch.bfloat16 if whole is None else torch.float32,
+        "book": torch.float32,
+    }
+    read = partial(_read_fp4, source, codes, scales, whole, size)
     return Entry(
         name=module,
         source=codes.name,
-        kind="mxfp4-pack-quantized",
+        kind=f"{'mxfp4' if whole is None else 'nvfp4'}-pack-quantized",
         shape=(n, k),
         nbytes=sum(source.tensors[part].nbytes for part in parts),
         dtype=torch.float32,
         values=lambda: reference.dequantize_weight(read(), torch.float32),
         parts=parts,
-        quantized=Quantized(bits=4, group_size=formats.MXFP4_GROUP, dtypes=dtypes, read=read),
+        quantized=Quantized(bits=4, group_size=size, dtypes=dtypes, read=read),
     )
 
 
-def _read_mxfp4(source: Source, codes: Entry, scales: Entry) -> QuantizedWeight:
-    exponents = scales.values()
-    if bool((exponents == 255).any()):
-        row, group = (exponents == 255).nonzero()[0].tolist()
-        raise CheckpointError(source.path, f"[{row}, {group}] is 255, which is NaN", scales.name)
-    powers = grouped.powers_of_two(exponents)
+def _read_fp4(
+    source: Source, codes: Entry, scales: Entry, whole: Entry | None, size: int
+) -> QuantizedWeight:
+    if whole is None:
+        exponents = scales.values()
+        if bool((exponents == 255).any()):
+            row, group = (exponents == 255).nonzero()[0].tolist()
+            raise CheckpointError(
+                source.path, f"[{row}, {group}] is 255, which is NaN", scales.name
+            )
+        factors = grouped.powers_of_two(exponents)
+    else:
+        divisor = whole.values()
+        if not 0 < abs(float(divisor)) < math.inf:
+            raise CheckpointError(
+                source.path, f"is {float(divisor)}; a number other than 0 is expected", whole.name
+            )
+        factors = scales.values().float() / divisor
     unpacked = unpack_bytes(codes.values(), codes.shape[1], in_turn=True, high_first=False)
     book = torch.tensor(formats.E2M1, dtype=torch.float32, device="cpu")
     return read_weight(
         source.path,
         codes.name,
-        lambda: QuantizedWeight(
-            unpacked, powers, bits=4, group_size=formats.MXFP4_GROUP, book=book
-        ),
+        lambda: QuantizedWeight(unpacked, factors, bits=4, group_size=size, book=book),
     )
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from ..weights.weight import CheckpointError, QuantizedWeight
 from . import directory
 from .checkpoint import Checkpoint, Entry, Quantized, read_weight
-from .gguf_blocks import BLOCK_TYPES, GROUP_SIZE, convert_blocks
+from .gguf_blocks import BLOCK_TYPES, convert_blocks
 from .gguf_header import ADDS_BOS, TensorInfo, read_header
 from .gguf_models import (
     ARCHITECTURES,
@@ -311,8 +311,8 @@ def _entry(
     into = BLOCK_TYPES[kind]
     dtypes = {"scales": into.scales} | ({} if into.offsets is None else {"offsets": into.offsets})
     read = partial(_weight, path, data, info, rows)
-    quantized = Quantized(bits=into.bits, group_size=GROUP_SIZE, dtypes=dtypes, read=read)
-    return replace(entry, quantized=quantized, rounded=into.rounded)
+    quantized = Quantized(bits=into.bits, group_size=into.group_size, dtypes=dtypes, read=read)
+    return replace(entry, quantized=quantized)
 
 
 def _is_decoded(info: TensorInfo) -> bool:
@@ -355,6 +355,7 @@ def _weight(
     if rows is not None:
         raw = raw[rows]
     codes, scales, offsets = convert_blocks(raw, info.kind)
+    into = BLOCK_TYPES[info.kind.name]
     return read_weight(
         path,
         info.name,
@@ -362,8 +363,8 @@ def _weight(
             codes.view(n, k),
             scales.view(n, -1),
             offsets=None if offsets is None else offsets.view(n, -1),
-            bits=BLOCK_TYPES[info.kind.name].bits,
-            group_size=GROUP_SIZE,
+            bits=into.bits,
+            group_size=into.group_size,
         ),
     )
 

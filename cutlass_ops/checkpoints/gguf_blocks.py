@@ -3,7 +3,7 @@
 Sources: src/ggml-common.h of ggml-org/ggml, quants.py of the ``gguf`` package.
 
 =====  =====  =====  ==============================  =============================================
-type   block  bytes  a block                         value, and as a QuantizedWeight in groups of 32
+type   block  bytes  a block                         value, and as a QuantizedWeight
 =====  =====  =====  ==============================  =============================================
 Q4_0   32     18     fp16 d, 16 bytes                d (q - 8): symmetric, d may be negative
 Q4_1   32     20     fp16 d, fp16 m, 16 bytes        d q + m: offset m + 8 d, in fp32
@@ -12,19 +12,26 @@ Q5_0   32     22     fp16 d, u32 of fifth bits,      d (q - 16): symmetric, code
 Q5_1   32     24     fp16 d, fp16 m, u32 of fifth    d q + m: offset m, code q + 128 of 8 bits
                      bits, 16 bytes
 Q8_0   32     34     fp16 d, 32 int8                 d q: symmetric, code q + 128
+Q2_K   256    84     16 bytes of 4 bits each of sc   (d sc) q - dmin mn: scale d sc and offset
+                     and mn, 64 bytes of q, fp16 d,  -dmin mn, in fp32, code q + 8
+                     fp16 dmin
+Q3_K   256    110    32 bytes of third bits, 64 of   (d (sc - 32)) (q - 4): scale d (sc - 32) in
+                     low bits, 16 sc of 6 bits in    fp32, code q + 4
+                     12 bytes, fp16 d
 Q4_K   256    144    fp16 d, fp16 dmin, 8 scales     (d sc) q - dmin mn: scale d sc and offset
                      sc and 8 minima mn of 6 bits    8 d sc - dmin mn, in fp32
                      in 12 bytes, 128 bytes
 Q5_K   256    176    as Q4_K, 32 bytes of fifth      (d sc) q - dmin mn: scale d sc and offset
                      bits before the 128             -dmin mn, in fp32, code q + 128 of 8 bits
-Q6_K   256    210    128 bytes of low halves, 64 of  (d sc) (q - 32), each sc for 16 weights: two of
-                     high bits, 16 int8 sc, fp16 d   them share a group's scale, see ``_q6_k``
+Q6_K   256    210    128 bytes of low halves, 64 of  (d sc) (q - 32), each sc for 16 weights: scale
+                     high bits, 16 int8 sc, fp16 d   d sc in fp32, code q + 96 of 8 bits
 =====  =====  =====  ==============================  =============================================
 
 Byte i of 16 holds element i in its low half and element i + 16 in its high half; of Q4_K's and
-Q5_K's 128, each 32 hold two groups of 32 in that way. All of that is exact, with two exceptions:
-the offsets of Q4_1 and Q4_K are rounded to fp32, once; and Q6_K is rounded to codes of 8 bits,
-where its pairs of scales do not allow them exactly, by at most 16/127 of its step.
+Q5_K's 128, each 32 hold two groups of 32 in that way. Of Q2_K's and Q3_K's 64, each 32 hold four
+runs of 32 elements, the first in their lowest two bits. Q2_K, Q3_K and Q6_K become groups of 16,
+the others groups of 32. All of that is exact (Q6_K's d sc has at most 18 bits, and with q - 32 23),
+but for the offsets of Q4_1 and Q4_K, which are rounded to fp32, once.
 """
 
 from __future__ import annotations
@@ -43,9 +50,6 @@ from .words import unpack_bytes
 if TYPE_CHECKING:
     import gguf
 
-#: Weights that share a scale in what blocks become.
-GROUP_SIZE = 32
-
 #: Bytes of blocks that are converted at a time: few enough for the cache, and so many that readers
 #: side by side seldom wait for Python's lock.
 _BYTES_AT_A_TIME = 1 << 21
@@ -58,7 +62,7 @@ _Array: TypeAlias = "npt.NDArray[Any]"
 def convert_blocks(
     rows: _Bytes, kind: gguf.GGMLQuantizationType
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes ``[B, elements]``, and scales and offsets ``[B, elements / 32]``, of B blocks."""
+    """Codes ``[B, elements]``, and scales and offsets ``[B, groups]``, of B blocks."""
     import gguf
 
     block_type = BLOCK_TYPES[kind.name]
@@ -71,7 +75,7 @@ def convert_blocks(
         )
     else:
         codes = torch.empty(len(blocks), size, dtype=torch.uint8, device="cpu")
-    groups = (len(blocks), size // GROUP_SIZE)
+    groups = (len(blocks), size // block_type.group_size)
     scales = torch.empty(groups, dtype=block_type.scales, device="cpu")
     offsets = (
         None
@@ -92,8 +96,8 @@ def convert_blocks(
     return codes, scales, offsets
 
 
-# Each of these converts blocks [B, bytes] into codes [B, elements] and, one for each 32 elements,
-# scales and offsets [B, elements / 32], which it fills. Codes come with the low bits that
+# Each of these converts blocks [B, bytes] into codes [B, elements] and, one for each group, scales
+# and offsets [B, groups], which it fills. Codes come with the low bits that
 # ``BlockType.halves`` describes already unpacked.
 
 
@@ -122,6 +126,29 @@ def _q8_0(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> Non
     run = np.dtype((np.void, 32))
     codes.view(run)[:] = blocks[:, 2:].view(run)
     codes ^= np.uint8(0x80)
+
+
+def _q2_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
+    both, d, dmin = blocks[:, :16], _number(blocks, 80), _number(blocks, 82)
+    np.multiply(both & np.uint8(15), d, out=scales, dtype=np.float32)
+    np.multiply(both >> np.uint8(4), -dmin, out=offsets, dtype=np.float32)
+    codes[:] = _low_pairs(blocks[:, 16:80])
+    codes += np.uint8(8)
+
+
+def _q3_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
+    low, high = blocks[:, 96:104], blocks[:, 104:108]
+    six = np.concatenate((low & np.uint8(15), low >> np.uint8(4)), axis=1)
+    for quarter in range(4):
+        bits = high >> np.uint8(2 * quarter) & np.uint8(3)
+        six[:, 4 * quarter : 4 * quarter + 4] |= bits << np.uint8(4)
+    np.multiply(
+        six.astype(np.int8) - np.int8(32), _number(blocks, 108), out=scales, dtype=np.float32
+    )
+    third = np.unpackbits(blocks[:, None, :32], axis=1, bitorder="little")
+    codes[:] = _low_pairs(blocks[:, 32:96])
+    codes += third.reshape(codes.shape) << np.uint8(2)
+    codes += np.uint8(4)
 
 
 def _q4_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
@@ -163,27 +190,8 @@ def _k_scales(blocks: _Bytes, scales: _Array, minima: _Array) -> None:
 
 
 def _q6_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
-    """Two scales d sc and d sc', of 16 weights each, become one.
-
-    With g their greatest common divisor, the group's scale is d g and codes are (q - 32) sc / g +
-    128: exact, if that fits into 8 bits for every q. If not, with m the larger of abs(sc) and
-    abs(sc'), it is d m 32/127 and codes are rint((q - 32) (sc / m 127/32)) + 128, each step in
-    fp32.
-    """
-    of_16 = blocks[:, 192:208].view(np.dtype((np.void, 16))).copy().view(np.int8).astype(np.int16)
-    first, second = of_16[:, ::2], of_16[:, 1::2]
-    divisor = np.maximum(np.gcd(first, second), 1)
-    most = np.maximum(np.abs(first), np.abs(second)).astype(np.float32)
-    # q - 32 is -32 .. 31, and -128 .. 127 are there for (q - 32) sc / g.
-    exact = (most <= 4 * divisor) & (np.minimum(first, second) >= -3 * divisor)
-    np.multiply(
-        np.where(exact, divisor, most * np.float32(32 / 127)), _number(blocks, 208), out=scales
-    )
-    unit = np.where(exact, divisor, np.maximum(most, 1)).astype(np.float32)
-    factors = of_16 / np.repeat(unit, 2, axis=1)
-    factors *= np.repeat(np.where(exact, np.float32(1), np.float32(127 / 32)), 2, axis=1)
-    ratio = np.repeat(factors, 16, axis=1)
-
+    of_16 = blocks[:, 192:208].view(np.dtype((np.void, 16))).copy().view(np.int8)
+    np.multiply(of_16, _number(blocks, 208), out=scales, dtype=np.float32)
     run = np.dtype((np.void, 32))
     packed = blocks[:, 128:192].view(np.dtype((np.void, 64))).copy().view(np.uint8)
     high = np.empty_like(codes)
@@ -191,16 +199,20 @@ def _q6_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> Non
         bits = (packed >> np.uint8(2 * quarter) & np.uint8(3)) << np.uint8(4)
         high.view(run)[:, quarter::4] = bits.view(run)
     codes += high
-    codes -= np.uint8(32)
-    values = np.multiply(codes.view(np.int8), ratio, out=ratio)
-    np.copyto(codes.view(np.int8), np.rint(values, out=values), casting="unsafe")
-    codes ^= np.uint8(0x80)
+    codes += np.uint8(96)
 
 
 def _number(blocks: _Bytes, start: int) -> npt.NDArray[np.float16]:
     """The fp16 number at byte ``start`` of each block, ``[B, 1]``."""
     numbers: npt.NDArray[np.float16] = blocks[:, start : start + 2].view("<f2").copy()
     return numbers
+
+
+def _low_pairs(packed: _Bytes) -> _Bytes:
+    """Numbers of two bits of ``[B, 64]`` bytes: ``[B, 256]``."""
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    pairs: _Bytes = packed.reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)
+    return pairs.reshape(-1, 256)
 
 
 def _fifth_bits(packed: _Bytes) -> _Bytes:
@@ -221,7 +233,7 @@ class BlockType:
         halves: first byte, end and run: bytes of a block of which each has the low four bits of two
             codes, ``run`` low halves before ``run`` high ones; (0, 0, 0) if it has none.
         convert: computes the rest.
-        rounded: as :class:`.checkpoint.Entry` has it.
+        group_size: weights that share a scale.
     """
 
     bits: int
@@ -229,13 +241,8 @@ class BlockType:
     offsets: torch.dtype | None
     halves: tuple[int, int, int]
     convert: Callable[[_Bytes, _Bytes, _Array, _Array], None]
-    rounded: str = ""
+    group_size: int = 32
 
-
-_Q6_K_ROUNDED = (
-    "Q6_K may be rounded to codes of 8 bits, by at most 0.13 of its step, which is 0.5 to 0.8 % of "
-    "the weight in all"
-)
 
 BLOCK_TYPES = {
     "Q4_0": BlockType(4, torch.float16, None, (2, 18, 16), _q4_0),
@@ -243,7 +250,9 @@ BLOCK_TYPES = {
     "Q5_0": BlockType(8, torch.float16, None, (6, 22, 16), _q5_0),
     "Q5_1": BlockType(8, torch.float16, torch.float16, (8, 24, 16), _q5_1),
     "Q8_0": BlockType(8, torch.float16, None, (0, 0, 0), _q8_0),
+    "Q2_K": BlockType(4, torch.float32, torch.float32, (0, 0, 0), _q2_k, group_size=16),
+    "Q3_K": BlockType(4, torch.float32, None, (0, 0, 0), _q3_k, group_size=16),
     "Q4_K": BlockType(4, torch.float32, torch.float32, (16, 144, 32), _q4_k),
     "Q5_K": BlockType(8, torch.float32, torch.float32, (48, 176, 32), _q5_k),
-    "Q6_K": BlockType(8, torch.float32, None, (0, 128, 64), _q6_k, rounded=_Q6_K_ROUNDED),
+    "Q6_K": BlockType(8, torch.float32, None, (0, 128, 64), _q6_k, group_size=16),
 }

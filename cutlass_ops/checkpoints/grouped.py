@@ -150,11 +150,9 @@ def entry(
         what = (
             f"has groups of {size}"
             if index is None
-            else "has groups of inputs that are not multiples of 32"
+            else f"has groups of inputs that are not multiples of {formats.SHORT_GROUPS[0]}"
         )
-        return replace(
-            found, problem=f"{what}; sizes of 32, 64, multiples of 128 and all of K are supported"
-        )
+        return replace(found, problem=f"{what}; supported are {formats.GROUP_SIZES}")
     dtypes = {"scales": scales}
     if has_zeros:
         dtypes["zeros"] = torch.uint8
@@ -205,7 +203,7 @@ def express(index: Tensor, size: int) -> Order | None:
 
 def _in_runs(index: Tensor, size: int) -> Order | None:
     k = len(index)
-    for candidate in (size, -1, 128, 64, 32):
+    for candidate in (size, -1, formats.K_PER_TILE, *reversed(formats.SHORT_GROUPS)):
         try:
             run = k if formats.check_group_size(candidate) == -1 else candidate
         except ValueError:

@@ -43,7 +43,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
             }
             described = _quantized_fields(weight.bits, weight.group_size, parts)
             note = _note(weight.bits, weight.group_size, parts)
-        note += "".join(f"; {text}" for text in (entry.rounded, entry.decoded) if text)
+        note += f"; {entry.decoded}" if entry.decoded else ""
         if entry.tied_to:
             note += f"; is also {entry.tied_to}"
         tensors.append(

@@ -53,7 +53,7 @@ def reorder_command(
     group_size: Annotated[
         int | None,
         typer.Option(
-            help="Weights along K that share a scale: 32, 64, a multiple of 128, or -1 for "
+            help="Weights along K that share a scale: 16, 32, 64, a multiple of 128, or -1 for "
             "all.  [default: 128]"
         ),
     ] = None,

@@ -334,7 +334,6 @@ def _experts_steps(
             name=weight.name,
             shape=weight.shape,
             nbytes=sum(member.nbytes for member in members),
-            rounded=next((member.rounded for member in members if member.rounded), ""),
             decoded="",
         )
         steps |= {member.name: () for member in members}
@@ -422,7 +421,7 @@ def as_transposed(entry: Entry) -> Entry:
 def as_values(path: Path, entry: Entry, dtype: torch.dtype | None) -> Entry:
     """A quantised weight as a plain tensor of its values, rounded to ``dtype`` if it is given."""
     if dtype in (None, entry.dtype):
-        return replace(entry, rounded="")
+        return entry
 
     def values() -> Tensor:
         exact = entry.values()
@@ -458,9 +457,7 @@ def as_tensors(path: Path, entry: Entry, dtype: torch.dtype | None = None) -> li
 
         steps.append(
             Step(
-                replace(
-                    entry, shape=entry.shape[:1], dtype=stored, nbytes=0, values=bias, rounded=""
-                ),
+                replace(entry, shape=entry.shape[:1], dtype=stored, nbytes=0, values=bias),
                 f"{name}.bias",
                 None,
             )

@@ -252,13 +252,7 @@ def write_description(checkpoint: Checkpoint, directory: Path) -> list[str]:
         directory / "config.json",
         _json(_config(checkpoint, items, architecture, *_activations(checkpoint), None)),
     )
-    rounded = {
-        step.entry.rounded: step.name
-        for step in planned.steps
-        if step.weight is not None and step.entry.rounded
-    }
-    lines = [f"{how} ({name} and others alike)" for how, name in rounded.items()]
-    return [*checkpoint.warnings, *lines, *([problem] if problem else [])]
+    return [*checkpoint.warnings, *([problem] if problem else [])]
 
 
 def _activations(checkpoint: Checkpoint) -> tuple[str, bool]:

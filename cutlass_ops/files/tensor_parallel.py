@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..weights import formats
 from ..weights.weight import QuantizedWeight, rows_of
 
 STYLES = ("colwise", "rowwise", "replicate")
@@ -111,11 +112,11 @@ def _replicated(*layers: str) -> str:
 def sliced_format(n: int, k: int, group_size: int, style: str, size: int) -> tuple[int, int, int]:
     """N, K and group size of each rank's slice of a weight.
 
-    Where a rank's columns end inside a group, groups become shorter (64 or 32) and repeat their
+    Where a rank's columns end inside a group, groups become shorter (64, 32 or 16) and repeat their
     scales: the values are the same.
 
     Raises:
-        ValueError: ``size`` does not divide it, or a boundary lies inside a run of 32 columns.
+        ValueError: ``size`` does not divide it, or a boundary lies inside a run of 16 columns.
     """
     if style == "colwise":
         if n % size:
@@ -127,12 +128,12 @@ def sliced_format(n: int, k: int, group_size: int, style: str, size: int) -> tup
         if group_size != -1 and size > 1:
             common = math.gcd(k // size, group_size)
             group = common if common % 128 == 0 else math.gcd(common, 64)
-            if group < 32:
+            if group < formats.SHORT_GROUPS[0]:
                 raise ValueError(
                     f"{k} input features in groups of {group_size} cannot be split over "
                     f"{size} ranks: "
-                    f"the parts of {k // size} would share groups of {group}; at least 32 "
-                    "are supported"
+                    f"the parts of {k // size} would share groups of {group}; at least "
+                    f"{formats.SHORT_GROUPS[0]} are supported"
                 )
             group_size = group
         return n, k // size, group_size

@@ -243,15 +243,8 @@ def _tensors(
         )
     checkpoint = load_checkpoint(path)
     steps = plan(checkpoint, options or Options(), architecture, dtype=dtype, or_floats=True).steps
-    rounded = {
-        step.entry.rounded: step.name
-        for step in steps
-        if step.weight is not None and step.entry.rounded
-    }
     for warning in checkpoint.warnings:
         warnings.warn(f"{path}: {warning}", stacklevel=4)
-    for how, name in rounded.items():
-        warnings.warn(f"{path}: {how} ({name} and others alike)", stacklevel=4)
     tied = {
         step.name: step.entry.tied_to
         for step in steps

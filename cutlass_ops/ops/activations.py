@@ -196,8 +196,12 @@ def _check_quantize(x: Tensor, block: int, perm: Tensor | None) -> Tensor:
     check_device(x.device)
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x has shape {tuple(x.shape)}; [..., K] with K at least 1 is expected")
-    if block not in (32, 64, 128, -1):
-        raise ValueError(f"block is {block!r}; supported are 32, 64, 128 and -1 (the whole row)")
+    if block not in (*formats.SHORT_GROUPS, formats.MAX_ACTIVATION_BLOCK, -1):
+        sizes = ", ".join(map(str, formats.SHORT_GROUPS))
+        raise ValueError(
+            f"block is {block!r}; supported are {sizes}, {formats.MAX_ACTIVATION_BLOCK} and -1 "
+            "(the whole row)"
+        )
     if perm is not None and not isinstance(perm, Tensor):
         raise TypeError(f"perm is a {type(perm).__name__}; a torch.Tensor or None is expected")
     if perm is not None and (
@@ -224,7 +228,7 @@ def quantize_activations(
 
     Args:
         x: fp16, bf16 or fp32 ``[..., K]``.
-        block: 32, 64 or 128 columns, or -1 for one block a row. A product wants
+        block: 16, 32, 64 or 128 columns, or -1 for one block a row. A product wants
             :func:`cutlass_ops.weights.formats.activation_block` of its weight's group size, or -1.
         symmetric: whether there are no zero points.
         perm: int32 ``[K]``, the act order of the weight that is to be multiplied

@@ -353,6 +353,8 @@ def _has_kernels(
         and down.k % 8 == 0
         and down.n % 8 == 0
         and torch.cuda.get_device_capability(x.device) == (9, 0)
+        and _C.experts_take(gate_up.weight.native)
+        and _C.experts_take(down.weight.native)
         and not (is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad))
     )
 

@@ -86,10 +86,10 @@ def mixed_gemm(
     """``activation(x @ W^T + bias) + residual`` with a packed weight.
 
     Sums are fp32, whatever the types; the result is rounded once. On a GPU the same input gives
-    the same bits every time. On Hopper weights in groups of 32 and 64, with offsets, with a code
-    book or with scales of another dtype than x's may be rounded once to x's dtype if the result
-    has it too; so may the values of int8 activations with weights of groups of 32 and 64, offsets
-    or 8-bit zero points.
+    the same bits every time. On Hopper weights in groups of 16, 32 and 64, with offsets, with a
+    code book or with scales of another dtype than x's may be rounded once to x's dtype if the
+    result has it too; so may the values of int8 activations with weights of groups of 16, 32 and
+    64, offsets or 8-bit zero points.
     ``exact=True`` keeps integers whole. :func:`explain` names the kernel, and whether it rounds.
     Zero points of activations are subtracted from the integer sums of each group. On Hopper, from
     129 rows on and with a result of 16 bits, they are compensated in fp32 instead, for many

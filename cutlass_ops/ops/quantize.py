@@ -70,9 +70,9 @@ def quantize(
         weight: fp16, bf16 or fp32 ``[N, K]``, or a convolution's, ``[N, C, *kernel]`` of 3 to 5
             dimensions; scales are stored in its dtype.
         bits: 4 or 8.
-        group_size: 32, 64, a multiple of 128, or -1 (one group for all of K). The last group may be
-            short: one size for layers of any K, beyond it too. Groups of a convolution's weight are
-            of channels of one tap.
+        group_size: 16, 32, 64, a multiple of 128, or -1 (one group for all of K). The last group
+            may be short: one size for layers of any K, beyond it too. Groups of a convolution's
+            weight are of channels of one tap.
         symmetric: whether codes are centred on ``2**(bits-1)``; otherwise each group
             has an integer zero
         point.

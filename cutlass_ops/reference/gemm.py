@@ -265,13 +265,13 @@ def _in_turn(values: Tensor, dim: int) -> Tensor:
 
 
 def _run_sums(values: Tensor) -> Tensor:
-    """Sums over the last dimension, a run of 32, 64 or 128 columns, in an order that vectors of a
-    CPU can keep to.
+    """Sums over the last dimension, a run of 16, 32, 64 or 128 columns, in an order that vectors of
+    a CPU can keep to.
 
     Each 64 columns, seen as ``[4, 2, 2, 2, 2]`` (j, b, h, t, c), are added to eight lanes (t, j),
     in the order of h, c, b, those of the second 64 after those of the first. Lanes j = 0 and 1 are
     added, and 2 and 3; of these, those of t = 0 and 1; and then the two sums that are left. A run
-    of 32 columns has j = 0 and 1 alone.
+    of 32 columns has j = 0 and 1 alone, one of 16 has j = 0.
     """
     run = values.shape[-1]
     lead = values.shape[:-1]
@@ -280,9 +280,9 @@ def _run_sums(values: Tensor) -> Tensor:
     base = len(lead)
     order = [base + i for i in (0, 3, 5, 2, 4, 1)]
     lanes = _in_turn(split.permute(*range(base), *order).reshape(*lead, -1, 2, js), -3)
-    pairs = lanes[..., 0::2] + lanes[..., 1::2]
+    pairs = lanes if js == 1 else lanes[..., 0::2] + lanes[..., 1::2]
     halves = pairs[..., 0, :] + pairs[..., 1, :]
-    return halves[..., 0] if js == 2 else halves[..., 0] + halves[..., 1]
+    return halves[..., 0] + halves[..., 1] if js == 4 else halves[..., 0]
 
 
 def _group_sums(values: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def quantize_weight(
     Args:
         weight: fp16, bf16 or fp32 ``[N, K]``.
         bits: 4 or 8.
-        group_size: 32, 64, a multiple of 128, or -1; the last group may be short.
+        group_size: 16, 32, 64, a multiple of 128, or -1; the last group may be short.
         symmetric: whether there are no zero points.
         clip: None or "mse".
 
@@ -132,7 +132,7 @@ def quantize_weight_book(
 
     Args:
         weight: fp16, bf16 or fp32 ``[N, K]``.
-        group_size: 32, 64, a multiple of 128, or -1; the last group may be short.
+        group_size: 16, 32, 64, a multiple of 128, or -1; the last group may be short.
         quant_type, code: as in :func:`quantize_book`; or "mxfp4", of groups of 32
             (:func:`quantize_mxfp4`); or "e4m3" (:func:`quantize_e4m3`).
     """

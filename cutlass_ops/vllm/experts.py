@@ -123,6 +123,10 @@ def _reason(method: Any, layer: Any) -> str | None:
         (bits not in (4, 8), f"codes have {bits} bits; supported are 4 and 8"),
         (order, "the weights have an act order"),
         (kind == "gptq" and has_zeros, "GPTQ experts with zero points are not supported"),
+        (
+            group_size == formats.SHORT_GROUPS[0] and has_zeros,
+            f"group_size is {group_size}, which kernels of experts take without zero points alone",
+        ),
         (activation not in _ACTIVATIONS, f"the activation is {activation}"),
         (getattr(layer, "swiglu_limit", None) is not None, "the activation is clamped"),
         (layer.apply_router_weight_on_input, "router weights are applied to x"),

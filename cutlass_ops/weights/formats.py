@@ -129,6 +129,10 @@ NESTED_BLOCK_SIZE = 256
 
 ROWS_PER_PANEL = 64
 K_PER_TILE = 128
+#: Groups of which several share a tile.
+SHORT_GROUPS = (16, 32, 64)
+#: What group sizes there are, for messages.
+GROUP_SIZES = f"{', '.join(map(str, SHORT_GROUPS))}, multiples of {K_PER_TILE} and -1 (all of K)"
 #: The longest run of K that shares one activation scale in block mode.
 MAX_ACTIVATION_BLOCK = 128
 
@@ -157,17 +161,14 @@ def check_bits(bits: int) -> int:
 def check_group_size(group_size: int) -> int:
     """Return ``group_size``, or raise ``ValueError``.
 
-    Groups of 32 and 64 divide a tile's 128 columns and longer ones are made of whole tiles, so that
-    no step of a kernel ever straddles two groups. -1 is one group for all of K.
+    Groups of 16, 32 and 64 divide a tile's 128 columns and longer ones are made of whole tiles, so
+    that no step of a kernel ever straddles two groups. -1 is one group for all of K.
     """
     if type(group_size) is int and (
-        group_size in (-1, 32, 64) or (group_size > 0 and group_size % K_PER_TILE == 0)
+        group_size in (-1, *SHORT_GROUPS) or (group_size > 0 and group_size % K_PER_TILE == 0)
     ):
         return group_size
-    raise ValueError(
-        f"group_size is {group_size!r:.100}; supported are 32, 64, multiples of 128, and "
-        "-1 (all of K)"
-    )
+    raise ValueError(f"group_size is {group_size!r:.100}; supported are {GROUP_SIZES}")
 
 
 def check_kernel_size(kernel_size: Sequence[int], k: int) -> tuple[int, ...]:
@@ -239,7 +240,7 @@ def packed_bytes(shape: Sequence[int], bits: int) -> int:
 
 def padded_groups(k: int, group_size: int, taps: int = 1) -> int:
     """Groups in a packed group vector: those of the padded K where several share a tile."""
-    if group_size in (32, 64):
+    if group_size in SHORT_GROUPS:
         return padded_k(k, taps) // group_size
     return group_count(k, group_size, taps)
 

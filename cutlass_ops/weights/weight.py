@@ -133,16 +133,16 @@ def flat_group_size(n: int, k: int, blocksize: int) -> int:
     flattened elements have.
 
     Raises:
-        ValueError: blocks that straddle rows in pieces shorter than 32.
+        ValueError: blocks that straddle rows in pieces shorter than 16.
     """
     if n > 1 and blocksize % k == 0:
         return -1
     group_size = blocksize if n == 1 else math.gcd(k, blocksize)
-    if group_size < 32:
+    if group_size < formats.SHORT_GROUPS[0]:
         raise ValueError(
             f"shape is {(n, k)} and blocksize {blocksize}: blocks straddle rows in pieces of "
             f"{group_size} columns; "
-            "groups of at least 32 are supported"
+            f"groups of at least {formats.SHORT_GROUPS[0]} are supported"
         )
     return group_size
 
@@ -166,8 +166,8 @@ class QuantizedWeight:
         zeros: uint8 ``[N, G]`` below ``2**bits``, or None.
         offsets: fp16, bf16 or fp32 ``[N, G]``, or None. At most one of zeros and offsets is given.
         bits: 4 or 8.
-        group_size: 32, 64, a multiple of 128, or -1 (one group). ``G = ceil(K / group_size)``, or
-            ``taps * ceil(C / group_size)``; the last, of each tap, may be short.
+        group_size: 16, 32, 64, a multiple of 128, or -1 (one group). ``G = ceil(K /
+            group_size)``, or ``taps * ceil(C / group_size)``; the last, of each tap, may be short.
         bias: fp16, bf16 or fp32 ``[N]``, or None; added by every product with this weight.
         perm: integer ``[K]``, a permutation, or None: column j of the codes multiplies input
             feature ``perm[j]`` (GPTQ's act order, with columns already sorted by group).
@@ -263,7 +263,7 @@ class QuantizedWeight:
         Raises:
             TypeError: an argument of the wrong dtype.
             ValueError: sizes that do not fit, or blocks that straddle rows in pieces
-                shorter than 32.
+                shorter than 16.
         """
         n, k = shape
         formats.check_flat_block_size(blocksize)

@@ -26,7 +26,7 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
   std::set<std::tuple<std::string, int, int, bool, bool>> used, offered;
   for (Device const& device : kDevices)
     for (int bits : {4, 8})
-      for (int group_size : {-1, 32, 64, 128, 256, 384, 1024})
+      for (int group_size : {-1, 16, 32, 64, 128, 256, 384, 1024})
         for (int m :
              {0, 1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 160, 170, 192, 256, 4097, kMaxM})
           for (auto const& [n, k] : std::vector<std::pair<int, int>>{{1, 1},
@@ -98,6 +98,44 @@ TEST(Dispatch, GivesTheTileThatFitsTheTokens) {
           EXPECT_STREQ(chosen.kernel, int8 ? "mma_gemm_a8" : "mma_gemm_a16");
           EXPECT_EQ(chosen.block_m, block_m);
         }
+}
+
+TEST(Dispatch, GivesGroupsOf16ToKernelsThatHaveRoomForThem) {
+  struct Case {
+    char const* name;
+    bool zeros, offsets, book;
+    DataType scales;
+    bool fits;
+  };
+  for (Case const& c :
+       {Case{"fp16 scales", false, false, false, DataType::kFloat16, true},
+        Case{"fp32 scales", false, false, false, DataType::kFloat32, true},
+        Case{"zero points", true, false, false, DataType::kFloat16, false},
+        Case{"offsets", false, true, false, DataType::kFloat16, false},
+        Case{"a code book", false, false, true, DataType::kFloat16, true},
+        Case{"a code book and fp32 scales", false, false, true, DataType::kFloat32, false}}) {
+    auto const weight = [&](int m) {
+      GemmProblem p = problem(m, 4096, 4096, 4, 16);
+      if (c.zeros) p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
+      if (c.offsets) p.weight.offsets = &some_byte, p.weight.offset_type = DataType::kFloat16;
+      if (c.book) look_up(p.weight);
+      p.weight.scale_type = c.scales;
+      return p;
+    };
+    EXPECT_STREQ(planned(weight(1)).kernel, "wgmma_decode_fold16") << c.name;
+    EXPECT_STREQ(planned(weight(100)).kernel, c.fits ? "wgmma_fold16" : "mma_gemm_a16") << c.name;
+    GemmProblem exact = weight(100);
+    exact.exact = true;
+    EXPECT_STREQ(planned(exact).kernel, "mma_gemm_a16") << c.name;
+    EXPECT_EQ(planned(exact).block_m, 32) << c.name;
+    EXPECT_STREQ(planned(weight(1), kDevices[0]).kernel, "mma_gemm_a16") << c.name;
+    if (c.book) continue;
+    exact.act_quant = ActQuant::kBlock;
+    Plan const plan = planned(exact);
+    EXPECT_STREQ(plan.kernel, "mma_gemm_a8") << c.name;
+    EXPECT_EQ(plan.block_m, 32) << c.name;
+    EXPECT_EQ(plan.layout.block, 16) << c.name;
+  }
 }
 
 // Where int32 sums run over all of K the tiles have separate costs, and BLOCK_M = 256 is available.

@@ -41,8 +41,8 @@ TEST(Dispatch, RefusesArgumentsThatWouldBeMisread) {
       codes, DataType::kFloat16, 576, 17, 576, nullptr, {codes, some_book, nullptr, 128, 32}};
   EXPECT_TRUE(check_quantize(fits).ok());
   QuantizeProblem q = fits;
-  q.out.block = 16;
-  EXPECT_NE(check_quantize(q).text.find("block is 16"), std::string::npos);
+  q.out.block = 8;
+  EXPECT_NE(check_quantize(q).text.find("block is 8"), std::string::npos);
   q = fits;
   q.out.stride = 16;
   EXPECT_NE(check_quantize(q).text.find("stride is 16"), std::string::npos);
@@ -102,10 +102,10 @@ TEST(Dispatch, SaysWhichFieldIsUnsupportedAndWhatIsSupported) {
        {"m is 16777217", std::to_string(kMaxM)}},
       {[](auto& p) { p.weight.group_size = 0; },
        Status::kUnsupported,
-       {"group_size", "0", "32, 64", "128", "-1"}},
-      {[](auto& p) { p.weight.group_size = 16; },
+       {"group_size", "0", "16, 32, 64", "128", "-1"}},
+      {[](auto& p) { p.weight.group_size = 8; },
        Status::kUnsupported,
-       {"group_size", "16", "32, 64"}},
+       {"group_size", "8", "16, 32, 64"}},
       {[](auto& p) { p.weight.group_size = 96; },
        Status::kUnsupported,
        {"group_size", "96", "32, 64"}},
@@ -294,13 +294,22 @@ TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
     forbids(kernel, "int8 x", int8);
     forbids(kernel, "fp32 x", fp32);
   }
-  for (int group_size : {32, 64}) {
+  for (int group_size : {16, 32, 64}) {
     auto const groups = [=](GemmProblem& p) { p.weight.group_size = group_size; };
     forbids("wgmma_gemm_a16", "groups of " + std::to_string(group_size), groups);
     forbids("wgmma_decode", "groups of " + std::to_string(group_size), groups);
-    forbids("decode_gemm", "", groups);
+    forbids("decode_gemm", group_size == 16 ? "groups of 16" : "", groups);
+    forbids("wgmma_decode_fold16", "", groups);
     forbids("wgmma_fold16", "", groups);
   }
+  forbids("wgmma_fold16", "groups of 16", [&](GemmProblem& p) {
+    offsets(p);
+    p.weight.group_size = 16;
+  });
+  forbids("book_gemm_a16", "groups of 16", [&](GemmProblem& p) {
+    book(p);
+    p.weight.group_size = 16;
+  });
   forbids("wgmma_gemm_a16", "offsets", offsets);
   forbids("wgmma_decode", "offsets", offsets);
   forbids("wgmma_gemm_a16", "a code book", book);

@@ -190,7 +190,7 @@ TEST_P(Quantizer, WritesTheSpecificationsCodesScalesAndZeroPoints) {
   auto const [type, symmetric] = GetParam();
   int const m = 33, stride = 48;
   for (int k : {7, 33, 128, 700, 4224})  // 4224: a row's range and its codes are two passes
-    for (int block : {32, 64, 128, -1})
+    for (int block : {16, 32, 64, 128, -1})
       for (bool permuted : {false, true}) {
         SCOPED_TRACE("k " + std::to_string(k) + ", block " + std::to_string(block));
         int const k_pad = int(padded_k(k)), blocks = block == -1 ? 1 : k_pad / block;

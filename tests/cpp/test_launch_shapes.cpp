@@ -442,7 +442,7 @@ struct Part {
 TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
   for (int m : {1, 3, 16, 17, 129, 512, 513, 4097})
     for (int k : {1, 7, 576, 10944})
-      for (int group_size : {-1, 32, 64, 128, 512})
+      for (int group_size : {-1, 16, 32, 64, 128, 512})
         for (ActQuant act_quant : {ActQuant::kNone, ActQuant::kToken, ActQuant::kBlock})
           for (bool symmetric : {true, false})
             for (auto const& [slices, upcasts] : std::vector<std::pair<int, bool>>{

@@ -41,7 +41,7 @@ struct PackedWeight {
   int n = 0;
   int k = 0;
   Format format = Format::kInt4;
-  int group_size = 128;  // 32, 64, a multiple of 128, or -1
+  int group_size = 128;  // 16, 32, 64, a multiple of 128, or -1
   DataType scale_type = DataType::kFloat16;
   DataType offset_type = DataType::kNone;
 
@@ -62,7 +62,7 @@ struct QuantizedActivations {
   int8_t* codes = nullptr;
   float* scales = nullptr;
   int8_t* zeros = nullptr;  // null when symmetric
-  int block = 128;          // columns a scale covers: 32, 64, 128, or -1 for the whole row
+  int block = 128;          // columns a scale covers: 16, 32, 64, 128, or -1 for the whole row
   int stride = 0;           // elements from one block's scales to the next's; a multiple of 16
   int rows = 0;             // allocated rows of codes, if more than m: a kernel may read them all
 
