@@ -9,6 +9,7 @@ built_with_cuda: bool
 cuda_architectures: str
 cutlass_version: str
 max_awq_rows: int
+cpu_panel_rows: int
 max_m: int  # rows of x
 max_norm_k: int  # columns of a norm
 padded_rows: int  # quantised rows up to which they have memory for whole tiles
@@ -59,6 +60,7 @@ class PackedWeight:
         bias_type: DataType,
         device: object,
         gpu: int,
+        parts: object,
     ) -> None: ...
     def set_sums(self, colsums_ptr: int) -> None: ...
 
@@ -246,7 +248,7 @@ def mixed_gemm(
 ) -> Any: ...  # a tensor
 
 # a tensor, or None
-def product(weight: PackedWeight, x: object, act_quant: str, symmetric: bool) -> Any: ...
+def product(weight: object, x: object, act_quant: str, symmetric: bool, buffers: object) -> Any: ...
 def quantize_activations(
     x_ptr: int,
     type: DataType,

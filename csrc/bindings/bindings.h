@@ -5,8 +5,11 @@
 
 #include <cstdint>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "cutlass_ops/ops.h"
+#include "dispatch/plan_cache.h"
 
 namespace cutlass_ops {
 
@@ -23,12 +26,18 @@ inline void check(Status const& status) {
   throw std::invalid_argument(status.text);  // ValueError
 }
 
-// A weight with the properties that `product` needs.
+// A weight with what `product` needs besides.
 struct Weight : PackedWeight {
+  using Parts = std::vector<std::pair<pybind11::object, pybind11::object>>;
+
   void const* bias;
   DataType bias_type;
   pybind11::object device;  // a torch.device
   int gpu;                  // its index, or -1
+  bool on_cpu;
+  Parts parts;                           // what the pointers point into, or None, by name
+  std::vector<pybind11::object> floats;  // of those, which may require a gradient
+  PlanCache plans = {};
 };
 
 // The epilogue's fields of GemmProblem.
@@ -54,6 +63,7 @@ struct Epilogue {
 // Of the file of that name.
 void register_packing(pybind11::module_& m);
 void register_plan(pybind11::module_& m);
+void register_products(pybind11::module_& m);
 void register_experts(pybind11::module_& m);
 void register_conv(pybind11::module_& m);
 

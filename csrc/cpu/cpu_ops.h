@@ -13,6 +13,10 @@ namespace cutlass_ops {
 // Floats to int8 codes in kernel order, with scales (and zero points). All of `out` is written.
 void cpu_quantize_activations(QuantizeProblem const& problem, int threads);
 
+// Rows of x that is not quantised from which torch may be faster, with dequantised panels of the
+// weight.
+constexpr int kCpuPanelRows = 32;
+
 // y = x @ W^T + bias, quantising the activations first where the problem says so. The problem has
 // no activation, no residual, and does not saturate.
 void cpu_mixed_gemm(GemmProblem const& problem, int threads);

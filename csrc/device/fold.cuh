@@ -69,9 +69,10 @@ struct RowPair {
   uint32_t words[F::kNarrow ? 1 : 2] = {};
 
   // `bytes`: of a value; 0 if there is none. Predicated, since branches would keep the compiler
-  // from scheduling what is around them.
+  // from scheduling what is around them. kPresent: there is one.
+  template <bool kPresent>
   __device__ __forceinline__ void load(uint32_t from, int bytes) {
-    if constexpr (F::kNarrow && F::kAffineTerm != AffineTerm::kAny) {
+    if constexpr (F::kNarrow && kPresent) {
       asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(from));
       return;
     }
@@ -132,12 +133,15 @@ struct StoredGroup {
   RowPair<F> scales, offsets;
   uint32_t zeros = 0;
 
-  template <class Params>
+  // kPlain: the caller knows that the weight has neither zero points nor offsets.
+  template <bool kPlain = false, class Params>
   __device__ __forceinline__ void load(GroupAddress from, Params const& p) {
-    scales.load(from.scales, p.scale_bytes);
+    scales.template load<true>(from.scales, p.scale_bytes);
+    if constexpr (kPlain) return;
     if constexpr (F::kOffsets)
-      offsets.load(from.offsets,
-                   F::kAffineTerm == AffineTerm::kOffsets || p.weight.offsets ? p.offset_bytes : 0);
+      offsets.template load<F::kAffineTerm != AffineTerm::kAny>(
+          from.offsets,
+          F::kAffineTerm == AffineTerm::kOffsets || p.weight.offsets ? p.offset_bytes : 0);
     if constexpr (F::kAffineTerm == AffineTerm::kZeros) {
       asm volatile("ld.shared.u16 %0, [%1];" : "=r"(zeros) : "r"(from.zeros));
     } else if constexpr (F::kZeros) {
@@ -153,7 +157,6 @@ struct StoredGroup {
   }
 
   // Operand A of the group's k-slices, or of kSlices from kFirst on, where it is one of 16 columns.
-  // kPlain: the caller knows that the weight has neither zero points nor offsets.
   template <bool kPlain = false, int kFirst = 0, int kSlices = F::kGroupKSlices, class Params>
   __device__ __forceinline__ void decode(uint32_t const* codes, uint32_t table, Params const& p,
                                          uint32_t (&a)[F::kGroupKSlices][4]) const {

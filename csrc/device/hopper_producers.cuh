@@ -88,6 +88,9 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
                                vector + rank * kRowsPerPanel);
         }
       } else if (leader) {
+        if constexpr (C::kGrouped) {
+          if (k == work.first_k(p)) barriers.tiles[ring.stage] = work.stored();
+        }
         TransactionBarrier::arrive_and_expect_tx(full, bytes);
 #pragma unroll
         for (int row_panel = 0; row_panel < C::kWarpgroups; ++row_panel) {

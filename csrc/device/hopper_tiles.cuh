@@ -9,7 +9,7 @@
 #include "device/hopper.cuh"
 #include "device/hopper_x_rows.cuh"
 #include "dispatch/problem.h"
-#include "dispatch/spec.h"
+#include "kernels/ctas.h"
 
 namespace cutlass_ops::hopper {
 
@@ -27,7 +27,7 @@ struct TileConfig {
   static constexpr int kBlockM = kBlockM_;
   static constexpr bool kLoadScales = kScales_;
   static constexpr bool kLoadTokenScales = kTokenScales_;
-  static constexpr bool kLoadTokenZeros = kTokenZeros_ && kLoadTokenScales;
+  static constexpr bool kLoadTokenZeros = kTokenZeros_ && kTokenScales_;
   static constexpr bool kZeros = kZeros_;
   static constexpr int kStages = kStages_;
   static constexpr bool kPrepareScales = false;  // whether prepare_x_rows() prepares
@@ -44,7 +44,7 @@ struct TileConfig {
   static constexpr int kWindowTiles = 0;            // tiles of K between one compensation
                                                     // (zero_compensation.h) and the next; 0: none
   static constexpr int kWarpgroups = kWarpgroups_;  // that multiply
-  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kThreads = wgmma_threads(kWarpgroups);
   // Of a thread of the warpgroup that loads, and of the others, which have what is left of
   // those of a launch.
   static constexpr int kLoadingRegisters = kWarpgroups > 2 ? 32 : 40;
@@ -59,43 +59,21 @@ struct TileConfig {
   static constexpr int kColumnPanels = kKPerTile * kElementBytes / kSwizzleBytes;
   static constexpr int kPanelColumns = kKPerTile / kColumnPanels;
   static constexpr int kPanelBytes = kBlockM * kSwizzleBytes;
-  static constexpr int kActivations = 0;
-  static constexpr int kWeights = kActivations + kColumnPanels * kPanelBytes;
-  static constexpr int kTokenScales = kWeights + kWarpgroups * k_tile_bytes(kBits);
-  static constexpr int kTokenZeros = kTokenScales + (kLoadTokenScales ? kBlockM * 4 : 0);
-  // what prepare_x_rows() makes of both
-  static constexpr int kTokenFactors = kTokenZeros + (kLoadTokenZeros ? kBlockM : 0);
-  static constexpr int kScales =
-      kTokenFactors + (kLoadTokenScales ? kBlockM * 4 : 0) + (kLoadTokenZeros ? kBlockM * 4 : 0);
-  static constexpr int kZeroPoints = kScales + (kLoadScales ? kRows * 4 : 0);
-  static constexpr int kStageBytes =
-      (kZeroPoints + (kZeros ? kRows : 0) + 1023) / 1024 * 1024;  // the swizzle repeats every 1024
 
-  // Rows of x that leave through shared memory at a time, as floats and as lines of 16-bit outputs,
-  // and the lines of one copy. Stages of more than 176 rows of x leave little room: least where
-  // these have two bytes.
-  static constexpr bool kLargeBlockM = kBlockM > 176 && kElementBytes == 2;
-  static constexpr int kStoreRows = kLargeBlockM ? 16 : kBlockM % 32 ? kBlockM / 2 : 32;
-  // floats; keeps the transposing writes off each other's banks
-  static constexpr int kStoreStride = kRowsPerPanel + 4;
-  static constexpr int kLineBytes = kRowsPerPanel * 2;
-  static constexpr int kLineRows = wgmma_gemm_line_rows(kBits, kBlockM, kElementBytes);
-  static constexpr int kXBoxRows = kLargeBlockM ? 16 : kLineRows;
-  // bytes
-  static constexpr int kStagedFloats = kStoreStride * 4 * kStoreRows,
-                       kStagedLines = kLineBytes * kLineRows;
-  static constexpr int kStoreBytes =
-      kWarpgroups * (kStagedFloats > kStagedLines ? kStagedFloats : kStagedLines);
-  // Behind the staged outputs: token zero points, 16 times where they are an operand (with group
-  // scales), for each warpgroup, then token scales, which are applied at the end, for each.
-  // compute-sanitizer takes an operand whose rows repeat for twice its length, so that much memory
-  // follows the last.
-  static constexpr int kEndScales = kElementBytes == 1 && !kLoadTokenScales ? kBlockM : 0;
-  static constexpr int kEndZeros = kTokenZeros_ ? kEndScales * (kLoadScales ? 16 : 1) : 0;  // bytes
-  static constexpr int kEndScaleBytes = kWarpgroups * kEndScales * 4;
-  static constexpr int kEndBytes =
-      kWarpgroups * kEndZeros + (kEndScaleBytes > kEndZeros ? kEndScaleBytes : kEndZeros);
-  static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + kEndBytes + 256;
+  static constexpr WgmmaCta kCta{kBits,        kBlockM, kElementBytes, kScales_,    kTokenScales_,
+                                 kTokenZeros_, kZeros_, kStages_,      kWarpgroups_};
+  static constexpr int kActivations = 0, kWeights = kCta.weights, kTokenScales = kCta.x_scales,
+                       kTokenZeros = kCta.x_zeros, kTokenFactors = kCta.x_factors,
+                       kScales = kCta.scales, kZeroPoints = kCta.zeros;
+  static constexpr int kStageBytes = kCta.stage_bytes;
+
+  static constexpr int kStoreRows = kCta.store_rows, kStoreStride = kCta.store_stride;
+  static constexpr int kLineBytes = kCta.line_bytes, kLineRows = kCta.line_rows;
+  static constexpr int kXBoxRows = kCta.large ? 16 : kLineRows;  // lines of one copy
+  static constexpr int kStoreBytes = kCta.store_bytes;
+  static constexpr int kEndScales = kCta.end_scales, kEndZeros = kCta.end_zeros,
+                       kEndBytes = kCta.end_bytes;
+  static constexpr int kSharedBytes = kCta.shared_bytes;
   static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
   static_assert(kBlockM / kCluster % 8 == 0, "half of BLOCK_M is whole swizzle atoms");
 };
@@ -278,9 +256,15 @@ struct GroupedWork {
   using Part = hopper::Part;
   int expert, pair, first_x_row, end_x_row;
   __device__ __forceinline__ GroupedWork(int index, GroupedParams const& p,
-                                         int const band_tiles = 16) {
+                                         int const band_tiles = 16)
+      : GroupedWork(index, p, band_tiles, read(index, p)) {}
+  // `stored`: of the tile's rows, read ahead.
+  static __device__ __forceinline__ int4 read(int index, GroupedParams const& p) {
     // No __ldg(), which the compiler may move before pdl_wait().
-    int4 const stored = reinterpret_cast<int4 const*>(p.groups.tiles)[index / p.row_pairs];
+    return reinterpret_cast<int4 const*>(p.groups.tiles)[index / p.row_pairs];
+  }
+  __device__ __forceinline__ GroupedWork(int index, GroupedParams const& p, int const band_tiles,
+                                         int4 const& stored) {
     int const rows = uniform(stored.z);
     expert = uniform(stored.x), first_x_row = uniform(stored.y), end_x_row = first_x_row + rows;
     index -= uniform(stored.w) * p.row_pairs;
@@ -290,6 +274,16 @@ struct GroupedWork {
     int const height = min(band_tiles, tiles - band * band_tiles);
     pair = inside / height;
     first_x_row += (band * band_tiles + inside - pair * height) * kBlockM;
+  }
+  // The producer of weights leaves it in shared memory for those who multiply (StoredTiles): to
+  // find a tile takes a read of global memory and divisions, as many instructions as a tile of K.
+  __device__ __forceinline__ explicit GroupedWork(int4 const& stored)
+      : expert(uniform(stored.x)),
+        pair(uniform(stored.y)),
+        first_x_row(uniform(stored.z)),
+        end_x_row(uniform(stored.w)) {}
+  __device__ __forceinline__ int4 stored() const {
+    return make_int4(expert, pair, first_x_row, end_x_row);
   }
   static __device__ __forceinline__ int count(GroupedParams const& p) {
     return uniform(*p.groups.count) * p.row_pairs;
@@ -325,12 +319,65 @@ __device__ __forceinline__ bool by_index(typename C::Params const& p) {
   }
 }
 
+// The tiles of a cluster, for a warp that loads. Those of experts are read a tile ahead: for short
+// sums the latency would be most of a tile's time.
 template <class C>
-struct Barriers {
+class ClusterTiles {
+  int index_, total_;
+  int4 next_;  // of experts
+
+  __device__ __forceinline__ void read(typename C::Params const& p) {
+    if constexpr (C::kGrouped)
+      if (index_ < total_) next_ = C::Work::read(index_, p);
+  }
+
+ public:
+  __device__ __forceinline__ explicit ClusterTiles(typename C::Params const& p)
+      : index_(blockIdx.x / C::kCluster), total_(C::Work::count(p)) {
+    read(p);
+  }
+  __device__ __forceinline__ bool more() const { return index_ < total_; }
+  __device__ __forceinline__ typename C::Work next(typename C::Params const& p,
+                                                   int band_tiles = 16) {
+    int const index = index_;
+    index_ += gridDim.x / C::kCluster;
+    if constexpr (C::kGrouped) {
+      int4 const stored = next_;
+      read(p);
+      return typename C::Work(index, p, band_tiles, stored);
+    } else {
+      return typename C::Work(index, p, band_tiles);
+    }
+  }
+};
+
+// In shared memory, the tiles of experts that begin with one of kStages stages.
+template <int kStages>
+struct StoredTiles {
+  int4 tiles[kStages];
+};
+template <>
+struct StoredTiles<0> {};
+
+template <class C>
+struct Barriers : StoredTiles<C::kGrouped ? C::kStages : 0> {
   uint64_t full[C::kStages], empty[C::kStages];
   uint64_t prepared[C::kStages];  // where stages bring token scales: they are in the
                                   // accumulators' order
 };
+
+// The tile that a thread which multiplies is to begin.
+template <class C>
+__device__ __forceinline__ typename C::Work next_tile(int index, typename C::Params const& p,
+                                                      Barriers<C> const& barriers,
+                                                      Ring<C::kStages> const& ring) {
+  if constexpr (C::kGrouped) {
+    TransactionBarrier::wait(const_cast<uint64_t*>(&barriers.full[ring.stage]), ring.phase);
+    return typename C::Work(barriers.tiles[ring.stage]);
+  } else {
+    return typename C::Work(index, p);
+  }
+}
 
 // A thread's coordinates in a tile, and the offsets of its operands in a stage. The offsets are
 // pinned in registers: the compiler would recompute them in every turn of the main loop.

@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "cutlass_ops/ops.h"
@@ -90,6 +91,18 @@ Status launch_plan(void (*kernel)(Params...), Plan const& plan, int threads, int
   return launch_clusters(kernel, dim3(unsigned(plan.grid_x), unsigned(plan.grid_y)),
                          plan.cluster_size, dim3(threads), plan.shared_bytes, stream,
                          std::forward<Args>(args)...);
+}
+
+// Calls `launch` with the one of kHeights that is `block_m`, rows of x of a CTA, as a constant.
+template <int... kHeights, class Launch>
+Status launch_height(Plan const& plan, int block_m, Launch const& launch) {
+  Status status;
+  bool const found =
+      ((block_m == kHeights && (status = launch(std::integral_constant<int, kHeights>()), true)) ||
+       ...);
+  if (found) return status;
+  return {Status::kInvalid,
+          std::string(plan.kernel) + " has no tile of " + std::to_string(block_m) + " rows of x"};
 }
 
 template <class... Params, class... Args>

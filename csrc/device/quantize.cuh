@@ -50,6 +50,12 @@ struct Range {
   }
 };
 
+// The range of all x, as find_range() leaves it: the bits of -low and high.
+template <bool kSymmetric>
+__device__ __forceinline__ Range<kSymmetric> given_range(uint32_t const* range) {
+  return {kSymmetric ? 0.0f : -__uint_as_float(__ldcg(range)), __uint_as_float(__ldcg(range + 1))};
+}
+
 // What a lane's values span.
 template <bool kSymmetric, int kCount>
 __device__ __forceinline__ Range<kSymmetric> range_of(float const (&v)[kCount]) {

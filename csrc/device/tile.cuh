@@ -8,6 +8,7 @@
 #include "device/image_tiles.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
+#include "kernels/ctas.h"
 
 namespace cutlass_ops {
 
@@ -16,14 +17,12 @@ namespace cutlass_ops {
 template <int kBlockM_>
 struct BlockTile {
   static constexpr int kBlockM = kBlockM_;
-  static constexpr int kRows = 128;
+  static constexpr int kRows = kMmaRows;
   static constexpr int kRowPanels = kRows / kRowsPerPanel;
-  static constexpr int kThreads = kRows;        // four warps
+  static constexpr int kThreads = kMmaThreads;  // four warps
   static constexpr int kRowBlocks = 2;          // 16-row fragments a warp owns
   static constexpr int kMBlocks = kBlockM / 8;  // 8-token fragments a warp owns
-  static constexpr int kSumStride = kRows + 4;  // the padding keeps the transposing writes off
-                                                // each other's banks
-  static constexpr int kSumBytes = kBlockM * kSumStride * int(sizeof(float));
+  static constexpr int kSumStride = kMmaSumStride;
   static_assert(kMBlocks % 2 == 0, "operand B is loaded for two token blocks at a time");
 
   using Sums = float[kRowBlocks][kMBlocks][4];

@@ -16,8 +16,10 @@ struct alignas(16) StoredTile {
 constexpr int kSlotRows = 16;  // an expert's slots begin at a multiple
 
 // Rows of x of a tile, of the kernels for more rows of an expert than wgmma_decode_fold16's 16: of
-// 16-bit x, and of int8.
-constexpr int kGroupedHeights[] = {64, 96, 144, 208}, kGroupedInt8Heights[] = {64, 96, 144, 176};
+// 16-bit x, and of int8. Of 32 rows there is wgmma_fold16 alone.
+constexpr int kGroupedHeights[] = {32, 64, 96, 144, 208},
+              kGroupedInt8Heights[] = {64, 96, 144, 176};
+constexpr int kLeastExactHeight = 64;  // of wgmma_gemm_a16
 
 // Positions for whose rows wgmma_decode_fold16 finds its tiles from their ids, at most; slots
 // are positions then.

@@ -3,7 +3,9 @@
 #include <algorithm>
 
 #include "cutlass_ops/zero_compensation.h"
+#include "dispatch/decode_shape.h"
 #include "dispatch/problem.h"
+#include "kernels/ctas.h"
 
 namespace cutlass_ops {
 namespace {
@@ -29,7 +31,7 @@ void persistent_grid(GemmProblem const& problem, Device const& device, Candidate
   int const work = tiles - tail_split + tail_split * (plan->tail.parts - 1) + plan->tail.last;
   plan->grid_x = std::min(work, clusters) * tile.cluster_size;
   plan->cluster_size = tile.cluster_size;
-  plan->threads = 128 * (warpgroups(tile) + 1);  // with those that load
+  plan->threads = wgmma_threads(warpgroups(tile));
 }
 
 }  // namespace
@@ -41,7 +43,7 @@ bool shape_mma_gemm_a16(GemmProblem const& problem, Device const& device,
   int const bits = code_bits(w), table = table_bytes(w);
   bool const general = !has_integer_codes(w) || w.offsets || has_short_groups(w);
   auto const bytes = [&](int stages) {
-    return mma_gemm_a16_shared_bytes(bits, tile.block_m, general, table, stages);
+    return MmaA16Cta{bits, tile.block_m, general, table, stages}.shared_bytes;
   };
   plan->stages = mma_gemm_a16_stages(bits, tile.block_m, general, table);
   // Two CTAs per SM are worth more than a third stage; that comes where both fit (sm_90), or
@@ -51,7 +53,7 @@ bool shape_mma_gemm_a16(GemmProblem const& problem, Device const& device,
     plan->stages = 2;
   }
   plan->shared_bytes = bytes(plan->stages);
-  plan->threads = 128;
+  plan->threads = kMmaThreads;
   portable_grid(problem, tile, plan);
   return true;
 }
@@ -68,8 +70,8 @@ bool shape_mma_gemm_a8(GemmProblem const& problem, Device const& device, Candida
   int const crowded = device.shared_memory / ((zeros ? 2 : tile.min_ctas_per_sm) + 1);
   plan->stages = tile.stages;
   plan->shared_bytes = std::max(
-      crowded, mma_gemm_a8_shared_bytes(code_bits(w), tile.block_m, zeros, general, tile.stages));
-  plan->threads = 128;
+      crowded, MmaA8Cta{code_bits(w), tile.block_m, zeros, general, tile.stages}.shared_bytes);
+  plan->threads = kMmaThreads;
   portable_grid(problem, tile, plan);
   return true;
 }
@@ -77,9 +79,9 @@ bool shape_mma_gemm_a8(GemmProblem const& problem, Device const& device, Candida
 bool shape_book_gemm_a16(GemmProblem const& problem, Device const&, Candidate const& candidate,
                          Plan* plan) {
   plan->stages = candidate.tile.stages;
-  plan->shared_bytes =
-      book_gemm_a16_shared_bytes(candidate.tile.block_m, table_bytes(problem.weight));
-  plan->threads = 256;
+  BookA16Cta const cta{candidate.tile.block_m, table_bytes(problem.weight)};
+  plan->shared_bytes = cta.shared_bytes;
+  plan->threads = cta.threads;
   portable_grid(problem, candidate.tile, plan);
   return true;
 }
@@ -92,9 +94,16 @@ bool shape_wgmma_gemm_a8(GemmProblem const& problem, Device const& device,
              zeros = activations_have_zeros(problem) && !candidate.compensates;
   plan->stages = tile.stages;
   int const bits = code_bits(w);
-  plan->shared_bytes = wgmma_gemm_shared_bytes(
-      {bits, cta_block_m(tile), 1, !sums_whole_rows(problem) && !sums_whole_taps(problem), blocks,
-       zeros, w.zeros && !compensates_weight_zeros(problem), tile.stages, warpgroups(tile)});
+  WgmmaCta const cta{bits,
+                     cta_block_m(tile),
+                     1,
+                     !sums_whole_rows(problem) && !sums_whole_taps(problem),
+                     blocks,
+                     zeros,
+                     w.zeros && !compensates_weight_zeros(problem),
+                     tile.stages,
+                     warpgroups(tile)};
+  plan->shared_bytes = cta.shared_bytes;
   int tiles = int(k_tiles(w));
   if (candidate.compensates && blocks) tiles += compensation_windows(tiles, bits);
   persistent_grid(problem, device, candidate, tiles, plan);
@@ -106,9 +115,9 @@ bool shape_wgmma_gemm_a16(GemmProblem const& problem, Device const& device,
   PackedWeight const& w = problem.weight;
   Tile const& tile = candidate.tile;
   plan->stages = tile.stages;
-  plan->shared_bytes =
-      wgmma_gemm_shared_bytes({code_bits(w), cta_block_m(tile), 2, true, false, false,
-                               w.zeros != nullptr, tile.stages, warpgroups(tile)});
+  WgmmaCta const cta{code_bits(w), cta_block_m(tile), 2, true, false, false, w.zeros != nullptr,
+                     tile.stages,  warpgroups(tile)};
+  plan->shared_bytes = cta.shared_bytes;
   persistent_grid(problem, device, candidate, int(k_tiles(w)), plan);
   return true;
 }
@@ -116,10 +125,10 @@ bool shape_wgmma_gemm_a16(GemmProblem const& problem, Device const& device,
 bool shape_wgmma_fold16(GemmProblem const& problem, Device const& device,
                         Candidate const& candidate, Plan* plan) {
   PackedWeight const& w = problem.weight;
-  bool const narrow = folds_narrow_scales(w, problem.x_type);
-  int const bits = code_bits(w), block_m = candidate.tile.block_m;
-  plan->stages = wgmma_fold16_tile(block_m, bits).stages;
-  plan->shared_bytes = wgmma_fold16_shared_bytes(bits, block_m, table_bytes(w), narrow);
+  Fold16Cta const cta{code_bits(w), candidate.tile.block_m, table_bytes(w),
+                      folds_narrow_scales(w, problem.x_type), false};
+  plan->stages = cta.stages;
+  plan->shared_bytes = cta.shared_bytes;
   persistent_grid(problem, device, candidate, int(k_tiles(w)), plan);
   return true;
 }
@@ -149,7 +158,7 @@ bool shape_decode(GemmProblem const& problem, Device const& device, Candidate co
   plan->wgmma_decode = shape;
   plan->grid_x = shape.clusters * shape.cluster;
   plan->cluster_size = shape.cluster;
-  plan->threads = 128 * WgmmaDecodeShape::warpgroups(one_cta) + 32;
+  plan->threads = WgmmaDecodeShape::threads(one_cta);
   plan->stages = shape.stages;
   plan->shared_bytes = shape.shared_bytes;
   return true;

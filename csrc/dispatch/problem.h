@@ -49,6 +49,11 @@ inline bool fits_fold16(PackedWeight const& w) {
   return w.group_size != 16 || !(w.zeros || w.offsets || long_scales);
 }
 
+// Whether sums of codes are exact in wgmma's fp32 and scaled once a tile of K.
+inline bool multiplies_exactly(PackedWeight const& w) {
+  return !has_short_groups(w) && !w.offsets && has_integer_codes(w);
+}
+
 // Whether x is an image, whose pixels are rows as they lie in memory; and how many rows and
 // columns x has there.
 inline bool is_image(GemmProblem const& problem) { return problem.image.batch > 0; }

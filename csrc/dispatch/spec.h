@@ -27,12 +27,6 @@ constexpr int cta_block_m(Tile const& tile) { return tile.block_m / tile.ctas_al
 constexpr int warpgroups(Tile const& tile) {
   return tile.block_n * tile.ctas_along_m / (tile.cluster_size * kRowsPerPanel);
 }
-// Rows of x that leave a CTA's warpgroup of wgmma_gemm_a8 or wgmma_gemm_a16 together, as lines of
-// 16-bit outputs. x_bytes: of an element of x.
-constexpr int wgmma_gemm_line_rows(int bits, int block_m, int x_bytes) {
-  if (block_m <= 176) return block_m;
-  return x_bytes == 2 ? ByWidth<int>(112, 64)[bits] : ByWidth<int>(block_m, block_m / 2)[bits];
-}
 // The same CTAs, both of a cluster along M: half the features, twice the rows of x.
 constexpr Tile along_m(Tile tile) {
   tile.block_n /= 2, tile.block_m *= 2, tile.ctas_along_m = 2;

@@ -145,7 +145,7 @@ Status check_moe(MoeProblem const& p, Device const& device) {
 }
 
 // The kernel for experts of many rows: wgmma_gemm_a8, of int8 codes of x; wgmma_gemm_a16, whose
-// products are exact too; or wgmma_fold16, which takes all formats.
+// products are exact too; or wgmma_fold16, which takes all formats and, alone, tiles of 32 rows.
 enum class Loop { kInt8, kExact, kRounded };
 
 // Whether both products are of int8 codes. (One alone would have other heights of tiles.)
@@ -156,9 +156,9 @@ bool multiplies_codes(MoeProblem const& p) {
   return p.act_quant != ActQuant::kNone && p.act_symmetric && takes(p.gate_up.stack) &&
          takes(p.down.stack);
 }
-Loop loop_of(PackedWeight const& w, bool int8) {
+Loop loop_of(PackedWeight const& w, bool int8, int height) {
   if (int8) return Loop::kInt8;
-  return !has_short_groups(w) && !w.offsets && has_integer_codes(w) ? Loop::kExact : Loop::kRounded;
+  return height >= kLeastExactHeight && multiplies_exactly(w) ? Loop::kExact : Loop::kRounded;
 }
 
 Tile tile_of(PackedWeight const& w, Loop loop, int height) {
@@ -169,11 +169,13 @@ Tile tile_of(PackedWeight const& w, Loop loop, int height) {
 
 // Measured times of a tile of kGroupedInt8Heights or kGroupedHeights and 256 features, in tenths of
 // a microsecond for K = 4096 on an H200: those of a weight in dispatch/costs_sm90.inc, and between
-// them what was not measured, 96 and 144 rows of wgmma_fold16. By loop and width.
-constexpr int kTileCosts[3][kWidths][4] = {{{127, 170, 210, 243}, {118, 143, 193, 235}},
-                                           {{149, 176, 230, 329}, {160, 190, 246, 353}},
-                                           {{179, 212, 274, 348}, {180, 220, 293, 383}}};
-static_assert(std::size(kGroupedHeights) == 4 && std::size(kGroupedInt8Heights) == 4);
+// them what was not measured, 96 and 144 rows of wgmma_fold16. By loop and width. Of 32 rows of a
+// weight that kExact takes, what makes the choice between wgmma_fold16's and 64 rows right for
+// layers of groups of 128 (int4: DeepSeek-V3's eighth, 346 us to 448; int8 not measured).
+constexpr int kTileCosts[3][kWidths][5] = {{{127, 170, 210, 243}, {118, 143, 193, 235}},
+                                           {{115, 149, 176, 230, 329}, {124, 160, 190, 246, 353}},
+                                           {{146, 179, 212, 274, 348}, {158, 180, 220, 293, 383}}};
+static_assert(std::size(kGroupedHeights) == 5 && std::size(kGroupedInt8Heights) == 4);
 
 // How many tiles are expected where every expert is as likely as any other: of an expert, the sum
 // over i of the chance that it has more than `height` * i rows. Those are binomially distributed,
@@ -195,26 +197,28 @@ double expected_tiles(RouteProblem const& r, int height) {
 // BLOCK_M of both products: smaller tiles waste fewer rows of an expert; larger ones decode its
 // weights less often.
 int tile_height(MoeProblem const& p, Device const& device) {
-  constexpr int kMostDecodeRows = 20;  // of an expert on average, in tiles of 16
   RouteProblem const& r = p.route;
-  int64_t const touched = std::min<int64_t>(r.experts, r.positions());
-  if (r.positions() <= kMostDecodeRows * touched) return WgmmaDecodeShape::kBlockM;
   bool const int8 = multiplies_codes(p);
-  auto const& heights = int8 ? kGroupedInt8Heights : kGroupedHeights;
+  int const most_decode_rows = int8 ? 20 : 12;  // of an expert on average, in tiles of 16
+  int64_t const touched = std::min<int64_t>(r.experts, r.positions());
+  if (r.positions() <= most_decode_rows * touched) return WgmmaDecodeShape::kBlockM;
+  int const* const heights = int8 ? kGroupedInt8Heights : kGroupedHeights;
+  size_t const count = int8 ? std::size(kGroupedInt8Heights) : std::size(kGroupedHeights);
   int best = 0;
   double least = 0;
-  for (size_t i = 0; i < std::size(heights); ++i) {
+  for (size_t i = 0; i < count; ++i) {
     double const tiles = expected_tiles(r, heights[i]);
     double time = 0;
     for (PackedExperts const* experts : {&p.gate_up, &p.down}) {
       PackedWeight const& w = experts->stack;
-      Loop const loop = loop_of(w, int8);
-      Tile const tile = tile_of(w, loop, heights[i]);
+      Tile const tile = tile_of(w, loop_of(w, int8, heights[i]), heights[i]);
+      Loop const costs = loop_of(w, int8, kLeastExactHeight);
       double const waves = tiles * ceil_div(padded_rows(experts->n), tile.block_n) /
                            std::max(1, device.multiprocessors / tile.cluster_size);
       // The last wave is half full on average.
-      time += (waves <= 1 ? 1 : waves + 0.5) * kTileCosts[int(loop)][width_index(code_bits(w))][i] *
-              tile.block_n / 256 * k_tiles(w);
+      time += (waves <= 1 ? 1 : waves + 0.5) *
+              kTileCosts[int(costs)][width_index(code_bits(w))][i] * tile.block_n / 256 *
+              k_tiles(w);
     }
     if (best && time >= least) continue;
     best = heights[i], least = time;
@@ -262,11 +266,11 @@ bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& 
     if (!shape.cluster) return false;
     plan->block_n = shape.most_row_panels * kRowsPerPanel, plan->cluster_size = shape.cluster;
     plan->grid_x = (shape.dealt ? 1 : tiles) * shape.clusters * shape.cluster;
-    plan->threads = 32 * (4 * WgmmaDecodeShape::warpgroups(false) + 1);
+    plan->threads = WgmmaDecodeShape::threads(false);
     plan->shared_bytes = shape.shared_bytes, plan->stages = shape.stages;
     return true;
   }
-  Loop const loop = loop_of(w, moe.int8);
+  Loop const loop = loop_of(w, moe.int8, height);
   Tile const tile = tile_of(w, loop, height);
   plan->kernel = loop == Loop::kInt8    ? "wgmma_gemm_a8"
                  : loop == Loop::kExact ? "wgmma_gemm_a16"
@@ -327,7 +331,7 @@ Status launch_product(GroupedGemm const& gemm, Plan const& plan, Stream stream) 
       return launch_grouped_decode_fold16<decltype(format)>(gemm, plan, stream);
     });
   }
-  switch (loop_of(w, gemm.x_codes != ActQuant::kNone)) {
+  switch (loop_of(w, gemm.x_codes != ActQuant::kNone, plan.block_m)) {
     case Loop::kInt8:
       return launch_grouped_gemm_a8(gemm, plan, stream);
     case Loop::kExact:

@@ -19,8 +19,7 @@
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
-#include "dispatch/launch_shape.h"
-#include "kernels/kernels.h"
+#include "kernels/ctas.h"
 
 namespace cutlass_ops {
 namespace {
@@ -43,19 +42,16 @@ struct Config {
   static constexpr Operand kOperand =
       std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
   static constexpr int kBlockM = kBlockM_;
-  static constexpr bool kPairs = kBlockM == 4;  // rows of x take two columns of operand B
+  // From the table on, x.
+  static constexpr int kX = decode::Int4Codebook::kTableBytes;
+  static constexpr BookA16Cta kCta{kBlockM, kX};
+  static constexpr bool kPairs = kCta.pairs;
   static constexpr int kSteps = kSteps_;
-  static constexpr int kWarps = 8;
-  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kWarps = kCta.warps, kThreads = kCta.threads;
   static constexpr int kRows = kRowsPerPanel * kWarps;
   static constexpr int kSumStride = kRows + 4;
-  static constexpr int kTilesAtOnce = kPairs ? 8 : 16;              // of x in shared memory
-  static constexpr int kXBytes = 32 * (kPairs ? 32 : 2 * kBlockM);  // of 32 columns
-
-  // The table starts on a multiple of its size, which dynamic shared memory does not.
-  static constexpr int kX = decode::Int4Codebook::kTableBytes;  // from the table on
-  static constexpr int kSharedBytes =
-      decode::Int4Codebook::kTableBytes - 1024 + kX + kTilesAtOnce * kKPerTile / 32 * kXBytes;
+  static constexpr int kTilesAtOnce = kCta.tiles_at_once, kXBytes = kCta.x_bytes,
+                       kSharedBytes = kCta.shared_bytes;
   static_assert(kSharedBytes <= book_gemm_a16_tile(kBlockM).shared_bytes,
                 "its tile promises less shared memory");
   static_assert(kSharedBytes >= kBlockM * kSumStride * int(sizeof(float)),
@@ -361,8 +357,6 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
            int(padded_rows(w.n)),
            plan.slices,
            aligned && !w.perm};
-  static_assert(C::kSharedBytes == book_gemm_a16_shared_bytes(C::kBlockM, C::kX),
-                "the plan has other shared memory");
   return launch_plan(book_gemm_a16<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
@@ -377,8 +371,9 @@ Status launch_groups(GemmProblem const& problem, Plan const& plan, float* splitk
 template <class Element>
 Status launch_element(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                       Stream stream) {
-  return plan.block_m == 4 ? launch_groups<Element, 4>(problem, plan, splitk_workspace, stream)
-                           : launch_groups<Element, 8>(problem, plan, splitk_workspace, stream);
+  return launch_height<4, 8>(plan, plan.block_m, [&](auto height) {
+    return launch_groups<Element, height()>(problem, plan, splitk_workspace, stream);
+  });
 }
 
 }  // namespace

@@ -85,7 +85,7 @@ constexpr Tile wgmma_gemm_a16_tile(int bits, int block_m, int warpgroups = 2) {
 }
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                              Stream stream);
-// Of experts: tiles of one of kGroupedHeights, of two warpgroups.
+// Of experts: tiles of one of kGroupedHeights from kLeastExactHeight on, of two warpgroups.
 Status launch_grouped_gemm_a16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // wgmma_fold16.cuh: 16-bit activations x weights of every format, rounded once to their type;

@@ -19,10 +19,9 @@
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
-#include "dispatch/launch_shape.h"
 #include "dispatch/problem.h"
 #include "formats/formats.h"
-#include "kernels/kernels.h"
+#include "kernels/ctas.h"
 
 #pragma nv_diag_suppress 177  // not every kernel reads every member of its Config
 
@@ -59,20 +58,14 @@ struct Config : BlockTile<kBlockM> {
       kAhead || (kBlockM == 16 && !kGeneral && ByWidth<bool>(false, true)[kBits]) ? 3 : 1;
   static constexpr int kMinBlocks =
       kGeneral && kBlockM == 16 ? 2 : mma_gemm_a16_tile(kBits, kBlockM).min_ctas_per_sm;
-  static constexpr int kRowBytes = kKPerTile * 2;   // of a token
-  static constexpr int kGroups = kGeneral ? 4 : 1;  // in a tile of K, at most
+  static constexpr int kRowBytes = kKPerTile * 2;  // of a token
 
-  static constexpr int kWeights = 0;
-  static constexpr int kActivations = kWeights + Tile::kRowPanels * k_tile_bytes(kBits);
-  static constexpr int kScales = kActivations + kBlockM * kRowBytes;
-  static constexpr int kZeros = kScales + kGroups * Tile::kRows * 4;
-  static constexpr int kOffsets = kZeros + (kHasCodebook ? 0 : kGroups * Tile::kRows);
-  static constexpr int kStageBytes =
-      kOffsets + (kGeneral && !kHasCodebook ? kGroups * Tile::kRows * 4 : 0);
-  static constexpr int kTable =
-      kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
-  static constexpr int kTableBytes = Format::kTableBytes;
-  static constexpr int kSharedBytes = kTable + kTableBytes;
+  static constexpr MmaA16Cta kCta{kBits, kBlockM, kGeneral, Format::kTableBytes, kStages};
+  static constexpr int kGroups = kCta.groups;
+  static constexpr int kWeights = 0, kActivations = kCta.activations, kScales = kCta.scales,
+                       kZeros = kCta.zeros, kOffsets = kCta.offsets;
+  static constexpr int kStageBytes = kCta.stage_bytes, kTable = kCta.table,
+                       kSharedBytes = kCta.shared_bytes;
   static_assert(kStageBytes % 128 == 0, "ldmatrix rows and their swizzle start on 128 bytes");
   static_assert(kSharedBytes <= mma_gemm_a16_tile(kBits, kBlockM).shared_bytes,
                 "its tile promises less shared memory");
@@ -504,9 +497,6 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
   Params p{TileParams(problem, plan, splitk_workspace, C::kRows, C::kBlockM),
            static_cast<uint16_t const*>(problem.x), problem.x_stride, vector_loads,
            vector_loads && w.k % kKPerTile == 0 && !is_image(problem)};
-  static_assert(C::kSharedBytes == mma_gemm_a16_shared_bytes(C::kBits, C::kBlockM, C::kGeneral,
-                                                             C::kTableBytes, C::kStages),
-                "the plan has other shared memory");
   return launch_plan(mma_gemm_a16<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
@@ -532,11 +522,9 @@ Status launch_groups(GemmProblem const& problem, Plan const& plan, float* splitk
 template <class Element, class Format>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream) {
-  return plan.block_m == 16
-             ? launch_groups<Element, Format, 16>(problem, plan, splitk_workspace, stream)
-         : plan.block_m == 32
-             ? launch_groups<Element, Format, 32>(problem, plan, splitk_workspace, stream)
-             : launch_groups<Element, Format, 64>(problem, plan, splitk_workspace, stream);
+  return launch_height<16, 32, 64>(plan, plan.block_m, [&](auto height) {
+    return launch_groups<Element, Format, height()>(problem, plan, splitk_workspace, stream);
+  });
 }
 
 template <class Element>

@@ -32,9 +32,8 @@
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
-#include "dispatch/launch_shape.h"
 #include "formats/formats.h"
-#include "kernels/kernels.h"
+#include "kernels/ctas.h"
 
 namespace cutlass_ops {
 namespace {
@@ -76,22 +75,14 @@ struct Config : BlockTile<kBlockM> {
                         kGroupsOf16 = kForm == Form::kGeneral32 && kBlockM <= 32;
   // the multiplication takes all registers
   static constexpr bool kCopiesFirst = kForm == Form::kZeroPoints && kBlockM == 64;
-  static constexpr int kSteps = kGeneral ? 4 : 1;  // steps in a tile of K, at most
 
-  static constexpr int kWeights = 0;
-  static constexpr int kActivations = kWeights + Tile::kRowPanels * k_tile_bytes(kBits);
-  static constexpr int kActivationScales = kActivations + kBlockM * kKPerTile;
-  static constexpr int kScales = kActivationScales + kSteps * kBlockM * 4;
-  static constexpr int kZeros = kScales + kSteps * Tile::kRows * 4;
-  static constexpr int kActivationZeros =
-      kZeros + (kForm != Form::kSymmetric ? kSteps * Tile::kRows : 0);
-  static constexpr int kOffsets =
-      kActivationZeros + (kForm != Form::kSymmetric ? kSteps * kBlockM : 0);
-  // ldmatrix rows and their swizzle want every stage to start on 128 bytes.
-  static constexpr int kStageBytes =
-      (kOffsets + (kGeneral ? kSteps * Tile::kRows * 4 : 0) + 127) / 128 * 128;
-  static constexpr int kSharedBytes =
-      kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
+  static constexpr MmaA8Cta kCta{kBits, kBlockM, kForm != Form::kSymmetric, kGeneral, kStages};
+  static constexpr int kSteps = kCta.steps;
+  static constexpr int kWeights = 0, kActivations = kCta.activations,
+                       kActivationScales = kCta.activation_scales, kScales = kCta.scales,
+                       kZeros = kCta.zeros, kActivationZeros = kCta.activation_zeros,
+                       kOffsets = kCta.offsets;
+  static constexpr int kStageBytes = kCta.stage_bytes, kSharedBytes = kCta.shared_bytes;
   static_assert(kSharedBytes <= mma_gemm_a8_tile(kBits, kBlockM).shared_bytes,
                 "its tile promises less shared memory");
   static_assert(kSteps * Tile::kRows / 4 <= Tile::kThreads,
@@ -420,10 +411,6 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
                      Stream stream) {
   Params p{TileParams(problem, plan, splitk_workspace, C::kRows, C::kBlockM), problem.quantized,
            VectorRows(problem.quantized.block)};
-  static_assert(C::kSharedBytes == mma_gemm_a8_shared_bytes(C::kBits, C::kBlockM,
-                                                            C::kForm != Form::kSymmetric,
-                                                            C::kGeneral, C::kStages),
-                "the plan has other shared memory");
   return launch_plan(mma_gemm_a8<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
@@ -448,9 +435,9 @@ Status launch_form(GemmProblem const& problem, Plan const& plan, float* splitk_w
 template <class Format>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream) {
-  return plan.block_m == 16   ? launch_form<Format, 16>(problem, plan, splitk_workspace, stream)
-         : plan.block_m == 32 ? launch_form<Format, 32>(problem, plan, splitk_workspace, stream)
-                              : launch_form<Format, 64>(problem, plan, splitk_workspace, stream);
+  return launch_height<16, 32, 64>(plan, plan.block_m, [&](auto height) {
+    return launch_form<Format, height()>(problem, plan, splitk_workspace, stream);
+  });
 }
 
 }  // namespace

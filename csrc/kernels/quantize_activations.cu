@@ -253,12 +253,6 @@ __device__ __forceinline__ void store_zero_values(Params const& p,
   }
 }
 
-// The range of all x, as find_range() leaves it: the bits of -low and high.
-template <bool kSymmetric>
-__device__ __forceinline__ Range<kSymmetric> given_range(uint32_t const* range) {
-  return {kSymmetric ? 0.0f : -__uint_as_float(__ldcg(range)), __uint_as_float(__ldcg(range + 1))};
-}
-
 // A scale and a zero point of a row's block.
 template <bool kSymmetric>
 __device__ __forceinline__ void store_vectors(QuantizedActivations const& out, int row, int block,

@@ -53,8 +53,7 @@ __global__ void __launch_bounds__(kThreads) round_to_codes(__grid_constant__ Par
   int const lane = int(thread) & (lanes - 1);
   Range<kSymmetric> range{};
   if (q.range) {
-    range = {kSymmetric ? 0.0f : -__uint_as_float(__ldcg(q.range)),
-             __uint_as_float(__ldcg(q.range + 1))};
+    range = given_range<kSymmetric>(q.range);
   } else {
 #pragma unroll 2
     for (int i = lane; i < count; i += lanes) {

@@ -472,11 +472,6 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   Part part = [&] {
     if constexpr (C::kGrouped) {
-      // which expert's weights to copy is known late
-      if (warp == C::kWarps && cute::elect_one_sync()) {
-        cute::prefetch_tma_descriptor(&maps.codes);
-        cute::prefetch_tma_descriptor(&maps.scales);
-      }
       if (p.groups.top) pdl_wait();  // what `route` or another kernel before this one wrote
       if (warp == C::kWarps) {
         auto const store = [&](int count, auto const& store_tile) {

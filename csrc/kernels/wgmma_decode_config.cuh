@@ -39,7 +39,7 @@ struct StageConfig {
   static constexpr int kWarpgroups = WgmmaDecodeShape::warpgroups(kOneCta),
                        kWarps = 4 * kWarpgroups;
   static constexpr int kMostRowPanels = WgmmaDecodeShape::most_row_panels_of(kOneCta, kTokenZeros);
-  static constexpr int kThreads = 32 * kWarps + 32;
+  static constexpr int kThreads = WgmmaDecodeShape::threads(kOneCta);
   static constexpr int kSums = kBlockM / 2;                         // registers of a row panel
   static constexpr int kColumns = kBlockM + (kTokenZeros ? 8 : 0);  // of operand B
   static constexpr int kXBytes = kBlockM * kKPerTile * int(sizeof(Element));

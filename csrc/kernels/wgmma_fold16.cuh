@@ -22,8 +22,7 @@
 
 #include "device/fold.cuh"
 #include "device/hopper_gemm.cuh"
-#include "dispatch/launch_shape.h"
-#include "kernels/kernels.h"
+#include "kernels/ctas.h"
 
 // for other GPUs the kernels have no bodies, which read the members of Config
 #pragma nv_diag_suppress 177
@@ -46,12 +45,16 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   // With few rows of x MMAs are short, and the latency of decoding shows: as many warps hide it as
   // there are registers for.
   static constexpr int kBits = Format::kBits, kBlockM = kBlockM_, kCluster = 2;
-  static constexpr int kWarpgroups =
-      wgmma_fold16_tile(kBlockM, kBits).block_n / (kCluster * kRowsPerPanel);
-  static constexpr int kRows = kRowsPerPanel * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
+  static constexpr Fold16Cta kCta{kBits, kBlockM, Format::kTableBytes, kNarrow_, kGrouped};
+  static constexpr int kWarpgroups = kCta.warpgroups;
+  static constexpr int kRows = kCta.rows, kThreads = wgmma_threads(kWarpgroups);
   // The warpgroups issue MMAs in turn, so that the others decode meanwhile. Four are apart by
   // themselves, and short sums would wait for one another's ends.
   static constexpr bool kTakesTurns = kWarpgroups < 4;
+  // Instructions are what few rows of x wait for: a separate loop, without those that look for zero
+  // points and offsets, for weights that have none. (It takes twice as long to compile.)
+  static constexpr bool kTwoLoops =
+      kBlockM <= 64 && kNarrow_ && Fold::kAffineTerm != AffineTerm::kNone;
   // Of a thread of the warpgroup that loads, and of the others.
   static constexpr int kLoadingRegisters = kWarpgroups == 4 ? 32 : 40;
   static constexpr int kRegisters = kWarpgroups == 4 ? 112 : kWarpgroups == 3 ? 152 : 232;
@@ -60,40 +63,24 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr int kKSlices = Fold::kGroups * Fold::kGroupKSlices;
   static constexpr int kSteps = kKPerTile / 16 / kKSlices;  // of a K tile
 
-  // Results leave through shared memory, kLineRows rows of x at a time; fp32 ones
-  // kStoreRows at a time.
-  static constexpr int kStoreRows = 16, kStoreStride = kRowsPerPanel + 4;
-  static constexpr int kLineRows = kCodebook || kBlockM < 64 ? 32 : 64,
-                       kLineBytes = kRowsPerPanel * 2;
+  static constexpr int kStoreRows = kCta.store_rows, kStoreStride = kCta.store_stride;
+  static constexpr int kLineRows = kCta.line_rows, kLineBytes = kCta.line_bytes;
   static constexpr int kXBoxRows = kGrouped ? kSlotRows : kBlockM % kLineRows ? 16 : kLineRows;
-  static constexpr int kLinesBytes = kLineRows * kLineBytes,
-                       kFloatsBytes = kStoreStride * 4 * kStoreRows;
-  static constexpr int kStoreBytes =
-      kWarpgroups * (kLinesBytes > kFloatsBytes ? kLinesBytes : kFloatsBytes);
+  static constexpr int kStoreBytes = kCta.store_bytes;
 
-  // A K tile: codes, then for each group scales, offsets and zero points.
-  static constexpr int kCodeBytes = kWarpgroups * k_tile_bytes(kBits),
-                       kValueBytes = kNarrow_ ? 2 : 4;
+  // Of a K tile.
+  static constexpr int kCodeBytes = kCta.code_bytes, kValueBytes = kCta.value_bytes;
   static constexpr int kWeights = 0, kScales = kCodeBytes, kOffsets = kScales + kRows * kValueBytes;
   static constexpr int kZeroPoints = kOffsets + kRows * kValueBytes;
-  static constexpr int kGroupBytes =
-      kCodebook ? kRows * kValueBytes : kRows * (2 * kValueBytes + 1);
-  static constexpr int kChunkBytes = kCodeBytes + kSteps * Fold::kGroups * kGroupBytes;
+  static constexpr int kGroupBytes = kCta.group_bytes, kChunkBytes = kCta.chunk_bytes;
   // Where groups have 16 columns, a tile has twice as many, of scales alone (fits_fold16).
   static constexpr int kGroupOf16Bytes = kGroupBytes / 2;
-  static constexpr int kChunks = wgmma_fold16_tile(kBlockM, kBits).stages;
-  static constexpr int kBarrierBytes = 256, kMostBytes = 227 * 1024;
-  static constexpr int kPanelBytes = kBlockM * 128;
-  static constexpr int kPanelsThatFit = (kMostBytes - kBarrierBytes - kStoreBytes -
-                                         Format::kTableBytes - kChunks * kChunkBytes - 1023) /
-                                        kPanelBytes;
-  static constexpr int kMostPanels = kBarrierBytes / 16 - kChunks;
-  static constexpr int kPanels = kPanelsThatFit < kMostPanels ? kPanelsThatFit : kMostPanels;
-  static constexpr int kFirstChunk = kPanels * kPanelBytes;
-  static constexpr int kTable = kFirstChunk + kChunks * kChunkBytes;
-  static constexpr int kStaging = (kTable + Format::kTableBytes + 1023) / 1024 * 1024;
-  static constexpr int kSharedBytes = kStaging + kStoreBytes + kBarrierBytes;
-  static_assert(kPanels >= 3 && kSharedBytes <= kMostBytes,
+  static constexpr int kChunks = kCta.stages, kTiles = kCta.tiles;
+  static constexpr int kPanelBytes = kCta.panel_bytes, kPanels = kCta.panels,
+                       kFirstChunk = kCta.first_chunk, kTable = kCta.table, kStaging = kCta.staging;
+  static constexpr int kBarrierBytes = kCta.barrier_bytes, kSharedBytes = kCta.shared_bytes;
+  static_assert(kSteps * Fold::kGroups == kKPerTile / 32, "a chunk has vectors of every group");
+  static_assert(kPanels >= 3 && kSharedBytes <= kHopperSharedBytes,
                 "more shared memory than a CTA may have");
   // Of tiles along M that are computed together: with wide ones few, since a row of x has four
   // times the bytes of a row of int4 weights.
@@ -104,65 +91,106 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
 };
 
 template <class C>
-struct Barriers {
+struct Barriers : hopper::StoredTiles<C::kTiles> {
   uint64_t full_panels[C::kPanels], empty_panels[C::kPanels], full_chunks[C::kChunks],
       empty_chunks[C::kChunks];
 };
 
-// One warp copies codes, scales, offsets and zero points. They do not depend on the kernel before:
-// the copies start at once.
+// A tile's row panels that this CTA copies. The last pair may reach beyond N.
 template <class C>
-__device__ __forceinline__ void produce_weights(uint8_t* shared, Barriers<C>& barriers,
-                                                typename C::Params const& p, int rank) {
-  using Copy = cute::SM90_BULK_COPY_G2S;
+struct TilePanels {
+  int first, count;  // first: of all weights'
+
+  __device__ __forceinline__ TilePanels(typename C::Work const& work, typename C::Params const& p,
+                                        int rank) {
+    first = (work.pair * C::kCluster + rank) * C::kWarpgroups;
+    count = max(0, min(C::kWarpgroups, hopper::rows_of_weight<C>(p) / kRowsPerPanel - first));
+    if constexpr (C::kGrouped) first += work.expert * p.groups.row_panels;
+  }
+};
+
+// One warp copies codes. These, and what belongs to groups, do not depend on the kernel before: the
+// copies start at once.
+template <class C>
+__device__ __forceinline__ void produce_codes(uint8_t* shared, Barriers<C>& barriers,
+                                              typename C::Params const& p, int rank) {
   constexpr int kChunk = k_tile_bytes(C::kBits);
   PackedWeight const& w = p.weight;
-  bool const leader = cute::elect_one_sync(), offsets = !C::kCodebook && w.offsets,
-             zeros = !C::kCodebook && w.zeros;
+  int const row_bytes =
+      p.tile_groups * (p.scale_bytes + (!C::kCodebook && w.offsets ? p.offset_bytes : 0) +
+                       (!C::kCodebook && w.zeros ? 1 : 0));
+  bool const leader = cute::elect_one_sync();
   hopper::Ring<C::kChunks> ring;
-  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
-  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
-    typename C::Work const work(index, p, C::kBand);
-    int const end = work.end_k(p);
-    int row0 = (work.pair * C::kCluster + rank) * C::kRows;
-    // The last pair may reach beyond N.
-    int const row_panels =
-        max(0, min(C::kWarpgroups, (hopper::rows_of_weight<C>(p) - row0) / kRowsPerPanel));
-    if constexpr (C::kGrouped) row0 += work.expert * p.groups.row_panels * kRowsPerPanel;
-    int const rows = row_panels * kRowsPerPanel;
-    int const next_group = p.tile_groups == 8 ? C::kGroupOf16Bytes : C::kGroupBytes;
-    int const group_bytes =
-        rows * (p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0));
+  hopper::ClusterTiles<C> tiles(p);
+  int64_t const panel_bytes = int64_t(p.k_tiles) * kChunk;
+  while (tiles.more()) {
+    typename C::Work const work = tiles.next(p, C::kBand);
+    TilePanels<C> const panels(work, p, rank);
+    int const bytes = panels.count * (kChunk + kRowsPerPanel * row_bytes);
+    int const start = work.first_k(p), end = work.end_k(p);
+    uint8_t const* from = w.codes + panels.first * panel_bytes + int64_t(start) * kChunk;
 #pragma unroll 1
-    for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
-      uint8_t* const chunk = shared + C::kFirstChunk + ring.stage * C::kChunkBytes;
-      uint64_t* full = &barriers.full_chunks[ring.stage];
+    for (int k = start; k < end; ++k, ring.advance(), from += kChunk) {
+      uint64_t* const full = &barriers.full_chunks[ring.stage];
       ClusterBarrier::wait(&barriers.empty_chunks[ring.stage], ring.phase ^ 1);
-      if (leader) {
-        TransactionBarrier::arrive_and_expect_tx(full,
-                                                 row_panels * kChunk + p.tile_groups * group_bytes);
-        for (int row_panel = 0; row_panel < row_panels; ++row_panel) {
-          Copy::copy(w.codes + (int64_t(row0 / kRowsPerPanel + row_panel) * p.k_tiles + k) * kChunk,
-                     full, chunk + row_panel * kChunk, kChunk);
-        }
-        int64_t from = int64_t(k / p.group_tiles * p.tile_groups) * p.n_pad + row0;
-        uint8_t* group_chunk = chunk;
-        for (int group = 0; rows > 0 && group < p.tile_groups;
-             ++group, from += p.n_pad, group_chunk += next_group) {
-          Copy::copy(static_cast<uint8_t const*>(w.scales) + from * p.scale_bytes, full,
-                     group_chunk + C::kScales, rows * p.scale_bytes);
-          if (offsets) {
-            Copy::copy(static_cast<uint8_t const*>(w.offsets) + from * p.offset_bytes, full,
-                       group_chunk + C::kOffsets, rows * p.offset_bytes);
-          }
-          if (zeros) Copy::copy(w.zeros + from, full, group_chunk + C::kZeroPoints, rows);
-        }
+      if (!leader) continue;
+      if constexpr (C::kGrouped) {
+        if (k == start) barriers.tiles[ring.stage] = work.stored();
+      }
+      TransactionBarrier::arrive_and_expect_tx(full, bytes);
+      uint8_t* const chunk = shared + C::kFirstChunk + ring.stage * C::kChunkBytes;
+#pragma unroll
+      for (int i = 0; i < C::kWarpgroups; ++i) {
+        if (i < panels.count)
+          cute::SM90_BULK_COPY_G2S::copy(from + i * panel_bytes, full, chunk + i * kChunk, kChunk);
       }
     }
   }
 }
 
-// Another copies x: this CTA's half of the tile's rows, for both CTAs.
+// Another copies what belongs to groups: scales, offsets and zero points. For one warp the copies
+// of groups of 32 and of codes take as long as products with 32 rows of x.
+template <class C>
+__device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers<C>& barriers,
+                                               typename C::Params const& p, int rank) {
+  using Copy = cute::SM90_BULK_COPY_G2S;
+  PackedWeight const& w = p.weight;
+  bool const leader = cute::elect_one_sync(), offsets = !C::kCodebook && w.offsets,
+             zeros = !C::kCodebook && w.zeros;
+  hopper::Ring<C::kChunks> ring;
+  int const next_group = p.tile_groups == 8 ? C::kGroupOf16Bytes : C::kGroupBytes;
+  hopper::ClusterTiles<C> tiles(p);
+  while (tiles.more()) {
+    typename C::Work const work = tiles.next(p, C::kBand);
+    TilePanels<C> const panels(work, p, rank);
+    int const rows = panels.count * kRowsPerPanel, end = work.end_k(p);
+    int k = work.first_k(p), group = k / p.group_tiles,
+        until_next = (group + 1) * p.group_tiles - k;
+    int64_t vector = int64_t(group * p.tile_groups) * p.n_pad + panels.first * kRowsPerPanel;
+#pragma unroll 1
+    for (; k < end; ++k, ring.advance()) {
+      uint64_t* const full = &barriers.full_chunks[ring.stage];
+      ClusterBarrier::wait(&barriers.empty_chunks[ring.stage], ring.phase ^ 1);
+      bool const ends = --until_next == 0;
+      if (leader && rows > 0) {
+        uint8_t* to = shared + C::kFirstChunk + ring.stage * C::kChunkBytes;
+        int64_t from = vector;
+#pragma unroll 1
+        for (int i = 0; i < p.tile_groups; ++i, from += p.n_pad, to += next_group) {
+          Copy::copy(static_cast<uint8_t const*>(w.scales) + from * p.scale_bytes, full,
+                     to + C::kScales, rows * p.scale_bytes);
+          if (offsets)
+            Copy::copy(static_cast<uint8_t const*>(w.offsets) + from * p.offset_bytes, full,
+                       to + C::kOffsets, rows * p.offset_bytes);
+          if (zeros) Copy::copy(w.zeros + from, full, to + C::kZeroPoints, rows);
+        }
+      }
+      if (ends) until_next = p.group_tiles, vector += int64_t(p.tile_groups) * p.n_pad;
+    }
+  }
+}
+
+// A third copies x: this CTA's half of the tile's rows, for both CTAs.
 template <class C>
 __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& barriers,
                                                typename C::Params const& p, CUtensorMap const& map,
@@ -172,9 +200,9 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
   pdl_wait_and_launch_dependents();
   bool const leader = cute::elect_one_sync();
   hopper::Ring<C::kPanels> ring;
-  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
-  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
-    typename C::Work const work(index, p, C::kBand);
+  hopper::ClusterTiles<C> tiles(p);
+  while (tiles.more()) {
+    typename C::Work const work = tiles.next(p, C::kBand);
     int const end = work.end_k(p) * C::kSteps;
     hopper::XRows<C::kKSlices * 16, !C::kGrouped> x_rows(
         p.image, hopper::first_x_row<C>(work, rank, p) + rank * half, work.first_k(p));
@@ -196,9 +224,9 @@ __device__ __forceinline__ void produce_panels_by_index(uint8_t* shared, Barrier
                                                         typename C::Params const& p, int warp) {
   uint32_t const first = cute::cast_smem_ptr_to_uint(shared);
   hopper::Ring<C::kPanels> ring;
-  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
-  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
-    typename C::Work const work(index, p, C::kBand);
+  hopper::ClusterTiles<C> tiles(p);
+  while (tiles.more()) {
+    typename C::Work const work = tiles.next(p, C::kBand);
     hopper::RowsByIndex<C::kBlockM, 1, C::kPanelBytes, hopper::kIndexWarps> const rows(
         p.groups, p.rows, warp, [&](int row) { return hopper::slot_of_row(work, row); });
     int const end = work.end_k(p) * C::kSteps;
@@ -227,7 +255,8 @@ __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, typename C::
   cutlass::arch::NamedBarrier::sync(kMultiplying, C::kWarpgroups + 1);
 }
 
-template <class C>
+// kPlain: weights are known to have neither zero points nor offsets.
+template <class C, bool kPlain>
 __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
                                         CUtensorMap const& out_map, typename C::Params const& p,
                                         hopper::ThreadCoord<C> const& coord) {
@@ -257,8 +286,16 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
             next_turn = kTurnBarrier + (coord.warpgroup + 1) % C::kWarpgroups;
   if (C::kTakesTurns && coord.warpgroup == C::kWarpgroups - 1)
     cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);
+  auto const next_tile = [&](int index) {
+    if constexpr (C::kGrouped) {
+      TransactionBarrier::wait(&barriers.full_chunks[chunks.stage], chunks.phase);
+      return typename C::Work(barriers.tiles[chunks.stage]);
+    } else {
+      return typename C::Work(index, p, C::kBand);
+    }
+  };
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
-    typename C::Work const work(index, p, C::kBand);
+    typename C::Work const work = next_tile(index);
     int const row0 = (work.pair * C::kCluster + coord.rank) * C::kRows;
     int const m0 = hopper::first_x_row<C>(work, coord.rank, p);
     int const count = work.end_k(p) - work.first_k(p);
@@ -274,21 +311,21 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
         if (groups_of_16) {
 #pragma unroll
           for (int i = 0; i < C::kKSlices; ++i)
-            vectors[i].scales.load(chunk + step * next_step + i * C::kGroupOf16Bytes + coord.scales,
-                                   p.scale_bytes);
+            vectors[i].scales.template load<true>(
+                chunk + step * next_step + i * C::kGroupOf16Bytes + coord.scales, p.scale_bytes);
           return;
         }
       }
 #pragma unroll
       for (int i = 0; i < C::kGroups; ++i) {
         uint32_t const group = chunk + step * next_step + i * next_group;
-        vectors[i].load({group + coord.scales, group + offsets, group + coord.zeros}, p);
+        vectors[i].template load<kPlain>(
+            {group + coord.scales, group + offsets, group + coord.zeros}, p);
       }
     };
     // A branch around all of a step's decoding, not selects in it: the compiler then schedules either
     // as one block.
-    bool const plain =
-        C::kAffineTerm == AffineTerm::kNone || (!p.weight.zeros && !p.weight.offsets);
+    bool const plain = kPlain || (!p.weight.zeros && !p.weight.offsets);
     auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
       auto const decode_as = [&](auto is_plain) {
 #pragma unroll
@@ -403,7 +440,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<C::kLoadingRegisters>();
     int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform, as in hopper::run
-    if (warp == 0) produce_weights<C>(shared, barriers, p, rank);
+    if (warp == 0) produce_codes<C>(shared, barriers, p, rank);
+    if (warp == 2) produce_groups<C>(shared, barriers, p, rank);
     if (warp == 1 && !index) produce_panels<C>(shared, barriers, p, map, rank);
     if constexpr (C::kGrouped) {
       if (index && warp % 2 == 1) produce_panels_by_index<C>(shared, barriers, p, warp / 2);
@@ -412,7 +450,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     cutlass::arch::warpgroup_reg_alloc<C::kRegisters>();
     clear_missing_rows<C>(shared, p);
     pdl_wait_and_launch_dependents();
-    consume<C>(shared, barriers, out_map, p, hopper::ThreadCoord<C>(p, rank, warpgroup - 1));
+    hopper::ThreadCoord<C> const coord(p, rank, warpgroup - 1);
+    bool const plain =
+        C::kAffineTerm == AffineTerm::kNone || (!p.weight.zeros && !p.weight.offsets);
+    if (plain && C::kTwoLoops) {
+      consume<C, true>(shared, barriers, out_map, p, coord);
+    } else {
+      consume<C, C::kAffineTerm == AffineTerm::kNone>(shared, barriers, out_map, p, coord);
+    }
     cute::tma_store_wait<0>();
   }
   // A CTA's barriers must outlive its neighbour's arrivals and copies.
@@ -424,9 +469,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
-  static_assert(C::kSharedBytes == wgmma_fold16_shared_bytes(C::kBits, C::kBlockM,
-                                                             C::Format::kTableBytes, C::kNarrow),
-                "the plan has other shared memory");
   CUtensorMap map;
   Status status = hopper::encode_x(problem, hopper::half_x_rows<C>(problem.m), &map);
   return status.ok() ? hopper::launch_persistent<C>(wgmma_fold16<C>, problem, plan,
@@ -457,37 +499,16 @@ Status launch_groups(GroupedGemm const& problem, Plan const& plan, Stream stream
 template <class Element, class Format>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream) {
-  switch (plan.block_m) {
-    case 32:
-      return launch_format<Element, Format, 32>(problem, plan, splitk_workspace, stream);
-    case 64:
-      return launch_format<Element, Format, 64>(problem, plan, splitk_workspace, stream);
-    case 128:
-      return launch_format<Element, Format, 128>(problem, plan, splitk_workspace, stream);
-    case 160:
-      return launch_format<Element, Format, 160>(problem, plan, splitk_workspace, stream);
-    case 208:
-      return launch_format<Element, Format, 208>(problem, plan, splitk_workspace, stream);
-    case 256:
-      return launch_format<Element, Format, 256>(problem, plan, splitk_workspace, stream);
-    default:
-      return {Status::kInvalid,
-              "wgmma_fold16 has no tile of " + std::to_string(plan.block_m) + " rows"};
-  }
+  return launch_height<32, 64, 128, 160, 208, 256>(plan, plan.block_m, [&](auto height) {
+    return launch_format<Element, Format, height()>(problem, plan, splitk_workspace, stream);
+  });
 }
 
 template <class Element, class Format>
 Status launch_group_tile(GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  switch (plan.block_m) {
-    case 64:
-      return launch_groups<Element, Format, 64>(problem, plan, stream);
-    case 96:
-      return launch_groups<Element, Format, 96>(problem, plan, stream);
-    case 144:
-      return launch_groups<Element, Format, 144>(problem, plan, stream);
-    default:
-      return launch_groups<Element, Format, 208>(problem, plan, stream);
-  }
+  return launch_height<32, 64, 96, 144, 208>(plan, plan.block_m, [&](auto height) {
+    return launch_groups<Element, Format, height()>(problem, plan, stream);
+  });
 }
 
 }  // namespace

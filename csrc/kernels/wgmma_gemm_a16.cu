@@ -7,10 +7,6 @@ namespace {
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
-  static_assert(
-      C::kSharedBytes == wgmma_gemm_shared_bytes({C::kBits, C::kBlockM, 2, true, false, false,
-                                                  C::kZeros, C::kStages, C::kWarpgroups}),
-      "the plan has other shared memory");
   CUtensorMap map;
   Status status = hopper::encode_x(
       problem, plan.ctas_along_m > 1 ? C::kBlockM : hopper::half_x_rows<C>(problem.m), &map);
@@ -41,22 +37,10 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
     if (plan.block_n == 512)
       return launch_zeros<Element, Format, 64, Element, 4>(problem, plan, splitk_workspace, stream);
   }
-  switch (plan.block_m / plan.ctas_along_m) {
-    case 32:
-      return launch_zeros<Element, Format, 32>(problem, plan, splitk_workspace, stream);
-    case 64:
-      return launch_zeros<Element, Format, 64>(problem, plan, splitk_workspace, stream);
-    case 96:
-      return launch_zeros<Element, Format, 96>(problem, plan, splitk_workspace, stream);
-    case 128:
-      return launch_zeros<Element, Format, 128>(problem, plan, splitk_workspace, stream);
-    case 144:
-      return launch_zeros<Element, Format, 144>(problem, plan, splitk_workspace, stream);
-    case 160:
-      return launch_zeros<Element, Format, 160>(problem, plan, splitk_workspace, stream);
-    default:
-      return launch_zeros<Element, Format, 208>(problem, plan, splitk_workspace, stream);
-  }
+  int const block_m = plan.block_m / plan.ctas_along_m;
+  return launch_height<32, 64, 96, 128, 144, 160, 208>(plan, block_m, [&](auto height) {
+    return launch_zeros<Element, Format, height()>(problem, plan, splitk_workspace, stream);
+  });
 }
 
 }  // namespace

@@ -19,9 +19,8 @@
 
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
-#include "dispatch/launch_shape.h"
 #include "formats/formats.h"
-#include "kernels/kernels.h"
+#include "kernels/ctas.h"
 
 // for other GPUs the kernels have no bodies, which read the members of Config
 #pragma nv_diag_suppress 177
@@ -132,7 +131,7 @@ Config<Element, Format, kBlockM, kZeros, Scale, kWarpgroups, kGrouped>::consume(
   hopper::Ring<C::kStages> ring;
   int const total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += p.clusters) {
-    typename C::Work work(index, p);
+    typename C::Work const work = hopper::next_tile<C>(index, p, barriers, ring);
     int row0 = hopper::first_feature<C>(work.pair, coord.rank, p),
         m0 = hopper::first_x_row<C>(work, coord.rank, p);
     if (work.empty()) break;

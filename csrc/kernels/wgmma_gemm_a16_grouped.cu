@@ -15,16 +15,9 @@ Status launch_zeros(GroupedGemm const& problem, Plan const& plan, Stream stream)
 
 template <class Element, class Format>
 Status launch_tile(GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  switch (plan.block_m) {
-    case 64:
-      return launch_zeros<Element, Format, 64>(problem, plan, stream);
-    case 96:
-      return launch_zeros<Element, Format, 96>(problem, plan, stream);
-    case 144:
-      return launch_zeros<Element, Format, 144>(problem, plan, stream);
-    default:
-      return launch_zeros<Element, Format, 208>(problem, plan, stream);
-  }
+  return launch_height<64, 96, 144, 208>(plan, plan.block_m, [&](auto height) {
+    return launch_zeros<Element, Format, height()>(problem, plan, stream);
+  });
 }
 
 }  // namespace

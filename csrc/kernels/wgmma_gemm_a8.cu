@@ -7,10 +7,6 @@ namespace {
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
-  static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes({C::kBits, C::kBlockM, 1, C::kLoadScales,
-                                                            C::kLoadTokenScales, C::kAsymmetric,
-                                                            C::kZeros, C::kStages, C::kWarpgroups}),
-                "the plan has other shared memory");
   CUtensorMap map;
   Status status = hopper::encode_codes(
       problem, plan.ctas_along_m > 1 ? C::kBlockM : C::kBlockM / C::kCluster, &map);
@@ -91,16 +87,9 @@ Status launch_plain(GemmProblem const& problem, Plan const& plan, float* splitk_
 template <class Format>
 Status launch_compensated_tile(GemmProblem const& problem, Plan const& plan,
                                float* splitk_workspace, Stream stream) {
-  switch (plan.block_m) {
-    case 96:
-      return launch_compensated<Format, 96>(problem, plan, splitk_workspace, stream);
-    case 128:
-      return launch_compensated<Format, 128>(problem, plan, splitk_workspace, stream);
-    case 144:
-      return launch_compensated<Format, 144>(problem, plan, splitk_workspace, stream);
-    default:
-      return launch_compensated<Format, 176>(problem, plan, splitk_workspace, stream);
-  }
+  return launch_height<96, 128, 144, 176>(plan, plan.block_m, [&](auto height) {
+    return launch_compensated<Format, height()>(problem, plan, splitk_workspace, stream);
+  });
 }
 
 template <class Format>
@@ -110,27 +99,15 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
     return launch_compensated_tile<Format>(problem, plan, splitk_workspace, stream);
   if constexpr (kFourWarpgroups[Format::kBits]) {
     if (plan.block_n == 512) {
-      return plan.block_m == 32
-                 ? launch_plain<Format, 32, 4>(problem, plan, splitk_workspace, stream)
-                 : launch_plain<Format, 64, 4>(problem, plan, splitk_workspace, stream);
+      return launch_height<32, 64>(plan, plan.block_m, [&](auto height) {
+        return launch_plain<Format, height(), 4>(problem, plan, splitk_workspace, stream);
+      });
     }
   }
-  switch (plan.block_m / plan.ctas_along_m) {
-    case 32:
-      return launch_plain<Format, 32>(problem, plan, splitk_workspace, stream);
-    case 64:
-      return launch_plain<Format, 64>(problem, plan, splitk_workspace, stream);
-    case 96:
-      return launch_plain<Format, 96>(problem, plan, splitk_workspace, stream);
-    case 128:
-      return launch_plain<Format, 128>(problem, plan, splitk_workspace, stream);
-    case 144:
-      return launch_plain<Format, 144>(problem, plan, splitk_workspace, stream);
-    case 256:
-      return launch_plain<Format, 256>(problem, plan, splitk_workspace, stream);
-    default:
-      return launch_plain<Format, 176>(problem, plan, splitk_workspace, stream);
-  }
+  int const block_m = plan.block_m / plan.ctas_along_m;
+  return launch_height<32, 64, 96, 128, 144, 176, 256>(plan, block_m, [&](auto height) {
+    return launch_plain<Format, height()>(problem, plan, splitk_workspace, stream);
+  });
 }
 
 }  // namespace

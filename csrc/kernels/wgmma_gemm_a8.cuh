@@ -41,7 +41,7 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
       C::kPrepareScales ? __shfl_sync(~0u, cute::cast_smem_ptr_to_uint(stages), 0) : 0;
   hopper::Ring<C::kStages> ring;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
-    typename C::Work work(index, p);
+    typename C::Work const work = hopper::next_tile<C>(index, p, barriers, ring);
     int row0 = hopper::first_feature<C>(work.pair, coord.rank, p),
         m0 = hopper::first_x_row<C>(work, coord.rank, p);
     int count = work.end_k(p) - work.first_k(p);

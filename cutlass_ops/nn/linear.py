@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .. import reference
+from .. import _C, reference
 from ..ops import gemm
 from ..weights import formats
 from ..weights.packed_weight import PackedWeight
@@ -162,9 +162,16 @@ class MixedLinear(WeightBuffers):
             TypeError, ValueError: x or a replaced buffer does not fit; the message has its value.
             RuntimeError: as in :func:`cutlass_ops.mixed_gemm`.
         """
-        return gemm.mixed_gemm(
-            x, self.packed, None, self.activation, self.act_quant, self.act_symmetric
-        )
+        packed, act_quant, act_symmetric = self._packed, self.act_quant, self.act_symmetric
+        if self.activation is None and not is_dynamo_compiling():
+            # As in mixed_gemm, of the buffers as they are.
+            if not act_symmetric:
+                packed.check_sums()
+            buffers = self._buffers
+            product: Tensor | None = _C.product(packed, x, act_quant, act_symmetric, buffers)
+            if product is not None:
+                return product
+        return gemm.mixed_gemm(x, self.packed, None, self.activation, act_quant, act_symmetric)
 
     def extra_repr(self) -> str:
         """Sizes, format and activation mode, as ``print(model)`` shows them."""

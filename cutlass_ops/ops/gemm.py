@@ -21,7 +21,6 @@ from ..weights.packed_weight import PackedWeight
 from ..weights.weight import QuantizedWeight
 from .activations import MAX_M, QuantizedActivations
 from .arguments import (
-    TENSORS,
     any_autocast,
     check_bias,
     check_device,
@@ -171,6 +170,15 @@ def mixed_gemm(
     if weight.kernel_size:
         raise ValueError(reference.CONVOLUTION.format(weight.kernel_size))
     dynamo = is_dynamo_compiling()
+    plain = bias is None and activation is None and residual is None and out_dtype is None
+    if plain and not (saturate or batch_invariant or architecture or exact or dynamo):
+        # The native module checks these arguments and torch's modes itself, in less time than the
+        # checks below take. It returns None where they are unusual or wrong.
+        if not act_symmetric:
+            weight.check_sums()
+        product: Tensor | None = _C.product(weight, x, act_quant, act_symmetric, None)
+        if product is not None:
+            return product
     if not dynamo and (
         jit_state() is not None or forward_ad._current_level >= 0 or func_transforms()
     ):
@@ -190,16 +198,6 @@ def mixed_gemm(
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if not dynamo:
         weight.check_sums()
-    plain = bias is None and activation is None and residual is None and out_dtype is None
-    plain = plain and not (
-        differentiable or saturate or batch_invariant or architecture or exact or dynamo
-    )
-    if plain and type(x) in TENSORS and weight.gpu >= 0:
-        # The fast path of layers: the native module checks these arguments itself, in less time
-        # than the checks below take. It returns None where they are unusual or wrong.
-        product: Tensor | None = _C.product(weight.native, x, act_quant, act_symmetric)
-        if product is not None:
-            return product
     device, n, k = weight.device, weight.n, weight.k
     if isinstance(x, Tensor):
         dtype, shape = x.dtype, x.shape

@@ -38,7 +38,7 @@ _PANEL_VALUES = 1 << 26
 _CPU_PANEL_VALUES = 1 << 20
 #: Rows of x from which a CPU multiplies panels, by their dtype: with fewer, dequantising takes
 #: longer than it gains.
-_CPU_PANEL_ROWS = {torch.bfloat16: 32, torch.float32: 128}
+_CPU_PANEL_ROWS = {torch.bfloat16: _C.cpu_panel_rows, torch.float32: 128}
 
 
 def _launch(

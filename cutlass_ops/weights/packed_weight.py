@@ -346,6 +346,7 @@ class PackedWeight:
             _NATIVE_TYPES[None if self.bias is None else self.bias.dtype],
             self.device,
             self.gpu,
+            {name: getattr(self, name) for name in PARTS},
         )
         if self._sums is None and _kept:
             object.__setattr__(self, "_sums", _kept.get(self._key()))

@@ -551,10 +551,28 @@ TEST(Experts, HaveTilesForAnyNumberOfRows) {
         p.act_quant = act_quant;
         MoePlan chosen;
         ASSERT_TRUE(plan_moe(p, kHopper, &chosen).ok());
-        auto const& heights = chosen.int8 ? kGroupedInt8Heights : kGroupedHeights;
+        auto const has = [&](auto const& heights) {
+          return std::count(std::begin(heights), std::end(heights), chosen.block_m) > 0;
+        };
         EXPECT_TRUE(chosen.block_m == 16 ||
-                    std::count(std::begin(heights), std::end(heights), chosen.block_m));
+                    (chosen.int8 ? has(kGroupedInt8Heights) : has(kGroupedHeights)));
       }
+}
+
+TEST(Experts, HaveTilesOf32RowsBetweenTheirDecodingAndManyRows) {
+  auto const height = [](int tokens, ActQuant act_quant) {
+    MoeProblem p = experts(tokens, 256, 8, 7168, 256);
+    p.act_quant = act_quant;
+    MoePlan chosen;
+    EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+    return std::pair(chosen.block_m, std::string(chosen.gate_up.kernel));
+  };
+  using Choice = std::pair<int, std::string>;
+  EXPECT_EQ(height(384, ActQuant::kNone), Choice(16, "wgmma_decode"));  // 12 rows an expert
+  EXPECT_EQ(height(512, ActQuant::kNone), Choice(32, "wgmma_fold16"));
+  EXPECT_EQ(height(1536, ActQuant::kNone), Choice(64, "wgmma_gemm_a16"));
+  EXPECT_EQ(height(640, ActQuant::kToken).first, 16);
+  EXPECT_EQ(height(672, ActQuant::kToken), Choice(64, "wgmma_gemm_a8"));
 }
 
 TEST(Experts, SayWhatForbidsThem) {

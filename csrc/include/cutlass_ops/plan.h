@@ -78,6 +78,8 @@ struct WgmmaDecodeShape {
   static constexpr int kMostStages = 16;
   // `one_cta`: one CTA per SM.
   static constexpr int warpgroups(bool one_cta) { return one_cta ? 4 : 3; }
+  // And a warp that loads.
+  static constexpr int threads(bool one_cta) { return 128 * warpgroups(one_cta) + 32; }
   // Row panels of a warpgroup: its sums stay in registers, together with those of weights where x
   // has zero points.
   static constexpr int most_row_panels_of(bool one_cta, bool token_zeros) {
