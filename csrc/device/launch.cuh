@@ -43,7 +43,9 @@ inline Status allow_shared_memory(void const* kernel, int bytes) {
 template <class... Params, class... Args>
 Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 threads,
                        int shared_bytes, Stream stream, Args&&... args) {
-  if (shared_bytes > 48 * 1024) {
+  // 48 KB need no asking, of which a kernel's own variables take some.
+  constexpr int kMostOfVariables = 8 * 1024;
+  if (shared_bytes > 48 * 1024 - kMostOfVariables) {
     Status status = allow_shared_memory(reinterpret_cast<void const*>(kernel), shared_bytes);
     if (!status.ok()) return status;
   }
