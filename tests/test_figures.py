@@ -242,7 +242,7 @@ def test_a_slower_cell_of_a_heat_map_is_framed_and_every_cell_has_its_number(
 
 def test_heat_maps_are_those_of_the_results() -> None:
     """Read here without the tool's help, for one cell of each."""
-    experts = json.loads((ROOT / "results/experts_h200.json").read_text())["rows"]
+    experts = json.loads((ROOT / "results/experts_h100.json").read_text())["rows"]
     cell = ("qwen3-30b", 1024, "w4a16")
     us = {
         row["peer"]: row["us"] for row in experts if (row["shape"], row["m"], row["format"]) == cell

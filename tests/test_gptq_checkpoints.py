@@ -227,7 +227,7 @@ def test_gptq_groups_of_other_lengths(tmp_path: Path) -> None:
     assert check(checkpoint, "m", values).group_size == 64
     # 63 and 65 inputs: nothing does.
     checkpoint, values = act_order(tmp_path, (torch.arange(128) >= 63).long(), 64)
-    assert "groups of inputs that are not multiples of 32" in checkpoint.entries["m"].problem
+    assert "groups of inputs that are not multiples of 16" in checkpoint.entries["m"].problem
     assert torch.equal(checkpoint.entries["m"].values(), values)
 
 

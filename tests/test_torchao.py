@@ -326,9 +326,9 @@ INT8 = {"block_size": [1, 32], "dtype": {"_type": "torch.dtype", "_data": "float
         ("Int8Tensor", {}, {"block_size": [1, 1, 32]}, "more than two dimensions"),
         (
             "Int8Tensor",
-            {"scale": torch.ones(4, 4), "zero_point": torch.zeros(4, 4).char()},
-            {"block_size": [1, 16]},
-            "is 16",
+            {"scale": torch.ones(4, 8), "zero_point": torch.zeros(4, 8).char()},
+            {"block_size": [1, 8]},
+            "is 8",
         ),
     ],
 )

@@ -318,7 +318,7 @@ def expert_layers() -> dict[str, dict[int, tuple[float, float]]]:
 
     Of numbers of rows that all layers were timed with.
     """
-    rows = read("experts_h200.json")["rows"]
+    rows = read("experts_h100.json")["rows"]
     us = {(row["shape"], row["format"], row["m"], row["peer"]): row["us"] for row in rows}
     cells = [(shape, form, own) for shape in EXPERTS for form, own in EXPERT_MODES.values()]
     ms = [
@@ -348,7 +348,7 @@ def experts() -> str:
         [name, *(f"{digits(ours)} ({digits(peer)})" for ours, peer in by_m.values())]
         for name, by_m in layers.items()
     ]
-    text = f"{about('experts_h200.json')} Microseconds; ahead in {ahead} of {len(cells)} cells:"
+    text = f"{about('experts_h100.json')} Microseconds; ahead in {ahead} of {len(cells)} cells:"
     return f"{text}\n\n{markdown(['layer, M =', *next(iter(layers.values()))], lines)}"
 
 
