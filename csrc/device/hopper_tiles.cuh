@@ -369,10 +369,10 @@ struct Barriers : StoredTiles<C::kGrouped ? C::kStages : 0> {
 // The tile that a thread which multiplies is to begin.
 template <class C>
 __device__ __forceinline__ typename C::Work next_tile(int index, typename C::Params const& p,
-                                                      Barriers<C> const& barriers,
+                                                      Barriers<C>& barriers,
                                                       Ring<C::kStages> const& ring) {
   if constexpr (C::kGrouped) {
-    TransactionBarrier::wait(const_cast<uint64_t*>(&barriers.full[ring.stage]), ring.phase);
+    TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
     return typename C::Work(barriers.tiles[ring.stage]);
   } else {
     return typename C::Work(index, p);

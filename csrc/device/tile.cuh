@@ -204,6 +204,27 @@ struct GlobalTile {
   }
 };
 
+// Where four rows of a weight's group begin in its vectors: scales, zero points and offsets.
+template <class Index>
+struct GroupRows {
+  void const* scales;
+  uint8_t const* zeros;
+  void const* offsets;
+  Index index;
+};
+// Of a group that a stage holds; `index`: of the rows there.
+template <class C>
+__device__ __forceinline__ GroupRows<int> staged_rows(uint8_t const* stage, int group, int index) {
+  return {stage + C::kScales, stage + C::kZeros, stage + C::kOffsets, group * C::kRows + index};
+}
+// Of a tile's group in global memory.
+template <class Params>
+__device__ __forceinline__ GroupRows<int64_t> global_rows(GlobalTile const& tile, Params const& p,
+                                                          int group, int index) {
+  return {p.weight.scales, reinterpret_cast<uint8_t const*>(p.weight.zeros), p.weight.offsets,
+          tile.weight_element(p, group, index)};
+}
+
 // All copies that a tile's multiplication issues, before it.
 template <class C, class Beside>
 __device__ __forceinline__ void issue_all(Beside const& beside) {

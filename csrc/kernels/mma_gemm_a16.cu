@@ -169,33 +169,18 @@ struct StepRows {
   float scales[4], offsets[4];
   decode::RowConstants zeros[C::kRowBlocks];
 
-  // `group`: row of the stage's vectors.
-  __device__ __forceinline__ StepRows(uint8_t const* stage, Params const& p,
-                                      ThreadCoord<C> const& at, int group)
-      : StepRows(p, stage + C::kScales, stage + C::kZeros, stage + C::kOffsets,
-                 group * C::kRows + at.group_index) {}
-  // Of a tile's group of 16 columns.
-  __device__ __forceinline__ StepRows(GlobalTile const& tile, Params const& p,
-                                      ThreadCoord<C> const& at, int group)
-      : StepRows(p, p.weight.scales, reinterpret_cast<uint8_t const*>(p.weight.zeros),
-                 p.weight.offsets, tile.weight_element(p, group, at.group_index)) {}
-
- private:
   template <class Index>
-  __device__ __forceinline__ StepRows(Params const& p, void const* scales_from,
-                                      uint8_t const* zeros_from, void const* offsets_from,
-                                      Index index)
-      : offsets() {
+  __device__ __forceinline__ StepRows(Params const& p, GroupRows<Index> const& from) : offsets() {
     int codes[4];
     if constexpr (!C::kHasCodebook) {
-      load_zeros(zeros_from, p.weight.zeros, index, codes);
+      load_zeros(from.zeros, p.weight.zeros, from.index, codes);
 #pragma unroll
       for (int rb = 0; rb < C::kRowBlocks; ++rb)
         zeros[rb] = C::Decode::zero_constants(codes[2 * rb], codes[2 * rb + 1]);
     }
-    load_float4(scales_from, p.weight.scale_type, index, scales);
+    load_float4(from.scales, p.weight.scale_type, from.index, scales);
     if (C::kGeneral && p.weight.offsets)
-      load_float4(offsets_from, p.weight.offset_type, index, offsets);
+      load_float4(from.offsets, p.weight.offset_type, from.index, offsets);
   }
 };
 
@@ -309,7 +294,7 @@ __device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* tab
     issue_all<C>(beside);
 #pragma unroll 1
     for (int piece = 0; piece < C::kPieces; ++piece) {
-      StepRows<C> const rows(tile, p, at, piece);
+      StepRows<C> const rows(p, global_rows(tile, p, piece, at.group_index));
       if (offsets) {
         add_step<C, C::kGeneral, 1>(stage, table, p, at, rows, piece, sums, [](int) {});
       } else {
@@ -320,8 +305,8 @@ __device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* tab
   }
 #pragma unroll
   for (int first = 0; first < C::kPieces; first += C::kStepPieces) {
-    StepRows<C> const rows(stage, p, at,
-                           C::kGeneral ? first * p.weight_rows.count / C::kPieces : 0);
+    int const group = C::kGeneral ? first * p.weight_rows.count / C::kPieces : 0;
+    StepRows<C> const rows(p, staged_rows<C>(stage, group, at.group_index));
     if (offsets) {
       add_step<C, C::kGeneral, C::kStepPieces>(stage, table, p, at, rows, first, sums, beside);
     } else {

@@ -179,27 +179,13 @@ struct StepRows {
   int zeros[4];
   uint32_t sums[C::kRowBlocks][4];  // of c (4 bit: c - zc); registers 1, 3 repeat 0, 2
 
-  // `group`: row of the stage's vectors.
-  __device__ __forceinline__ StepRows(uint8_t const* stage, Params const& p,
-                                      ThreadCoord<C> const& at, int group)
-      : StepRows(p, stage + C::kScales, stage + C::kZeros, stage + C::kOffsets,
-                 group * C::kRows + at.group_index) {}
-  // Of a tile's group of 16 columns.
-  __device__ __forceinline__ StepRows(GlobalTile const& tile, Params const& p,
-                                      ThreadCoord<C> const& at, int group)
-      : StepRows(p, p.weight.scales, reinterpret_cast<uint8_t const*>(p.weight.zeros),
-                 p.weight.offsets, tile.weight_element(p, group, at.group_index)) {}
-
- private:
   template <class Index>
-  __device__ __forceinline__ StepRows(Params const& p, void const* scales_from,
-                                      uint8_t const* zeros_from, void const* offsets_from,
-                                      Index index)
+  __device__ __forceinline__ StepRows(Params const& p, GroupRows<Index> const& from)
       : offsets(), sums() {
-    load_float4(scales_from, p.weight.scale_type, index, scales);
-    load_zeros(zeros_from, (C::kMinusZero || C::kGeneral) && p.weight.zeros, index, zeros);
+    load_float4(from.scales, p.weight.scale_type, from.index, scales);
+    load_zeros(from.zeros, (C::kMinusZero || C::kGeneral) && p.weight.zeros, from.index, zeros);
     if (C::kGeneral && p.weight.offsets)
-      load_float4(offsets_from, p.weight.offset_type, index, offsets);
+      load_float4(from.offsets, p.weight.offset_type, from.index, offsets);
   }
 };
 
@@ -361,7 +347,7 @@ __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p,
         int const group = 2 * piece + half;
         XVectors<C> const x =
             p.activation_rows.count > 1 ? XVectors<C>(tile, p, group) : XVectors<C>(stage, 0);
-        StepRows<C> const rows(tile, p, at, group);
+        StepRows<C> const rows(p, global_rows(tile, p, group, at.group_index));
         if (x_sums) {
           add_step<C, true, half>(stage, p, at, x, rows, piece, sums, [](int) {});
         } else {
@@ -385,7 +371,7 @@ __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p,
   for (int first = 0; first < C::kPieces; first += C::kStepPieces) {
     int const group = C::kGeneral ? first * p.weight_rows.count / C::kPieces : 0;
     XVectors<C> const x(stage, C::kGeneral && p.activation_rows.count > 1 ? group : 0);
-    StepRows<C> const rows(stage, p, at, group);
+    StepRows<C> const rows(p, staged_rows<C>(stage, group, at.group_index));
     if (x_sums) {
       add_step<C, C::kGeneral, -1>(stage, p, at, x, rows, first, sums, beside);
     } else {
