@@ -12,10 +12,22 @@ __device__ __forceinline__ float clamp_keeping_nan(float x, float low, float hig
   return x < low ? low : x > high ? high : x;
 }
 
+// x / 2 * (1 + erf(x / sqrt(2))) = max(x, 0) - h(|x|), where h(a) = a / 2 * erfc(a / sqrt(2)) is
+// a * exp(-a * a / 2) times a polynomial of 1 / (1 + 0.36 a), fitted so that the largest relative
+// error for a up to 14 is least: 9e-7, to which fp32 adds 4e-6 in the negative tail. erff takes
+// twice as many instructions, and more registers than a tile's sums leave.
 struct Gelu {
   static constexpr Activation kActivation = Activation::kGelu;
   __device__ __forceinline__ float operator()(float x) const {
-    return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+    float const a = fabsf(x), t = __fdividef(1.0f, fmaf(0.36f, a, 1.0f));
+    float polynomial = 0.04705644f;
+    polynomial = fmaf(polynomial, t, -0.17976523f);
+    polynomial = fmaf(polynomial, t, 0.18095477f);
+    polynomial = fmaf(polynomial, t, 0.026548767f);
+    polynomial = fmaf(polynomial, t, 0.13971949f);
+    polynomial = fmaf(polynomial, t, 0.14177241f);
+    polynomial = fmaf(polynomial, t, 0.14371305f);
+    return fmaxf(x, 0.0f) - polynomial * t * __expf(x * (x * -0.5f)) * a;
   }
 };
 

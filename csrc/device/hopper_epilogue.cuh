@@ -6,38 +6,41 @@
 
 namespace cutlass_ops::hopper {
 
-// A thread's part of the residual of C::kLineRows rows of x and a warpgroup's 64 features: 16 bytes
-// of every sixteenth line.
+// Ask for a tile's residual, so that it is in the cache when its sums are finished: all tiles of a
+// wave come to it together.
 template <class C>
-struct ResidualLines {
-  static constexpr int kPieces = C::kLineRows / 16;
-
-  int line, piece;
-  uint4 vectors[kPieces];
-
-  __device__ __forceinline__ explicit ResidualLines(ThreadCoord<C> const& coord)
-      : line(coord.warp * 4 + coord.lane / 8), piece(coord.lane % 8) {}
-
-  // From row `first` of x and feature n on.
-  __device__ __forceinline__ void load(EpilogueParams const& e, int first, int n) {
-    uint16_t const* const from = static_cast<uint16_t const*>(e.residual) + n + piece * 8;
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      int const row = first + i * 16 + line;
-      vectors[i] = row < e.m && n + piece * 8 < e.n
-                       ? __ldg(reinterpret_cast<uint4 const*>(from + row * e.residual_stride))
-                       : make_uint4(0, 0, 0, 0);
-    }
+__device__ __forceinline__ void prefetch_residual(Params const& p, ThreadCoord<C> const& coord,
+                                                  int row0, int m0) {
+  EpilogueParams const& e = p.epilogue;
+  if (!e.residual || !p.store_halves) return;
+  int const n = row0 + coord.warpgroup * kRowsPerPanel;
+  for (int row = coord.warp * 32 + coord.lane; row < C::kBlockM; row += 128) {
+    if (m0 + row < e.m && n < e.n)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<uint16_t const*>(e.residual) +
+                                                    (m0 + row) * e.residual_stride + n));
   }
+}
 
-  // In the 128-byte swizzle.
-  __device__ __forceinline__ void store(uint8_t* lines) const {
+// The residual of C::kLineRows rows of x from `first` on and a warpgroup's 64 features from n on,
+// to lines of shared memory in the 128-byte swizzle.
+template <class C>
+__device__ __forceinline__ void load_residual(uint8_t* lines, EpilogueParams const& e,
+                                              ThreadCoord<C> const& coord, int first, int n) {
+  int const line = coord.warp * 4 + coord.lane / 8, piece = coord.lane % 8;
+  uint16_t const* const from = static_cast<uint16_t const*>(e.residual) + n + piece * 8;
+  uint4 vectors[C::kLineRows / 16];
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i)
-      *reinterpret_cast<uint4*>(lines + (i * 16 + line) * C::kLineBytes + (piece ^ line % 8) * 16) =
-          vectors[i];
+  for (int i = 0; i < C::kLineRows / 16; ++i) {
+    int const row = first + i * 16 + line;
+    vectors[i] = row < e.m && n + piece * 8 < e.n
+                     ? __ldg(reinterpret_cast<uint4 const*>(from + row * e.residual_stride))
+                     : make_uint4(0, 0, 0, 0);
   }
-};
+#pragma unroll
+  for (int i = 0; i < C::kLineRows / 16; ++i)
+    *reinterpret_cast<uint4*>(lines + (i * 16 + line) * C::kLineBytes + (piece ^ line % 8) * 16) =
+        vectors[i];
+}
 
 // Add a matrix's residual, which a warp reads where it will store its outputs.
 template <class T>
@@ -90,18 +93,13 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
     for (int j = 0; j < C::kLineRows / 16 && first + 16 * j < C::kBlockM; ++j)
       f(sums + first / 2 + 8 * j, lines + matrix + j * 16 * C::kLineBytes);
   };
-  [[maybe_unused]] ResidualLines<C> residual(coord);
-  if constexpr (!C::kGrouped) {
-    if (e.residual) residual.load(e, m0, n);
-  }
 #pragma unroll
   for (int first = 0; first < C::kBlockM; first += C::kLineRows) {
     if (copies) cute::tma_store_wait<0>();  // the lines before have been read
     cutlass::arch::NamedBarrier::sync(128, barrier);
     if constexpr (!C::kGrouped) {
       if (e.residual) {
-        residual.store(lines);
-        if (first + C::kLineRows < C::kBlockM) residual.load(e, m0 + first + C::kLineRows, n);
+        load_residual<C>(lines, e, coord, m0 + first, n);
         cutlass::arch::NamedBarrier::sync(128, barrier);
         if (e.residual_type == DataType::kFloat16) {
           each_matrix(first, [](float* v, uint8_t* at) { add_residual<__half>(v, at); });
@@ -184,10 +182,24 @@ __device__ __forceinline__ bool add_parts(float (&sums)[C::kSums], Params const&
     flags[coord.lane * kFlags] = 0;
   }
   __syncwarp();
+  // As many slices' sums are in flight as registers allow: each round takes the time that a sum
+  // takes from the cache.
+  constexpr int kAtOnce = C::kSums <= 32 ? (C::kWarpgroups > 2 ? 32 : 64) / C::kSums : 1;
 #pragma unroll 1
-  for (int i = 0; i < others; ++i, parts += kStride) {
+  for (int first = 0; first < others; first += kAtOnce, parts += kAtOnce * kStride) {
+    float found[kAtOnce][C::kSums];
 #pragma unroll
-    for (int j = 0; j < C::kSums; ++j) sums[j] += __ldcg(parts + j * 128);
+    for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+      for (int j = 0; j < C::kSums; ++j)
+        if (kAtOnce == 1 || first + i < others) found[i][j] = __ldcg(parts + i * kStride + j * 128);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+      for (int j = 0; j < C::kSums; ++j)
+        if (kAtOnce == 1 || first + i < others) sums[j] += found[i][j];
+    }
   }
   return true;
 }
