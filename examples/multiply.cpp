@@ -6,13 +6,13 @@
 //       -L CUDA/lib64 -lcudart_static -ldl -lrt -lpthread
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <vector>
 
-#include "cutlass_ops/layout.h"
 #include "cutlass_ops/ops.h"
-#include "cutlass_ops/pack.h"
+#include "cutlass_ops/weight.h"
 
 // A copy on the device, which lives as long as the process. Addresses of cudaMalloc are multiples
 // of 256, more than any argument needs.
@@ -48,19 +48,22 @@ int main() {
   }
 
   constexpr int m = 16, n = 192, k = 576, group_size = 32, groups = k / group_size;
-  constexpr auto format = cutlass_ops::Format::kInt4;
-  int const bits = cutlass_ops::info(format).bits;
-  std::vector<uint8_t> codes(n * k), packed(cutlass_ops::packed_bytes(n, k, bits));
-  for (int i = 0; i < n * k; ++i) codes[i] = i * 7 % 16;
-  cutlass_ops::pack(codes.data(), packed.data(), n, k, bits);
-
   uint16_t const one = 0x3c00;  // 1.0 in fp16
+  std::vector<uint8_t> codes(n * k);
+  for (int i = 0; i < n * k; ++i) codes[i] = i * 7 % 16;
+  std::vector<uint16_t> const scales(n * groups, one);
+  cutlass_ops::CanonicalWeight weight;
+  weight.n = n, weight.k = k;
+  weight.format = cutlass_ops::Format::kInt4, weight.group_size = group_size;
+  weight.codes = codes.data(), weight.scales = scales.data();
+  std::vector<std::max_align_t> packed(
+      cutlass_ops::weight_bytes(weight) / sizeof(std::max_align_t) + 1);
+  if (cutlass_ops::Status const status = cutlass_ops::pack_weight(weight, packed.data());
+      !status.ok())
+    return std::puts(status.text.c_str()), 1;
+
   cutlass_ops::GemmProblem problem;
-  problem.weight.codes = on_device(packed);
-  problem.weight.scales =
-      on_device(std::vector<uint16_t>(groups * cutlass_ops::padded_rows(n), one));
-  problem.weight.n = n, problem.weight.k = k;
-  problem.weight.format = format, problem.weight.group_size = group_size;
+  problem.weight = cutlass_ops::make_weight(weight, on_device(packed));
   problem.m = m;
   problem.x = on_device(std::vector<uint16_t>(m * k, one)), problem.x_stride = k;
   float* const out = on_device(std::vector<float>(m * n));
