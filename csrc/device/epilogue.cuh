@@ -97,11 +97,10 @@ __device__ __forceinline__ void activate(float (&v)[kCount], P const& p) {
   }
 }
 
-// What comes after the bias.
+// What comes after the activation.
 template <int kCount>
-__device__ __forceinline__ void finish_biased(float (&v)[kCount], int m, int n,
-                                              EpilogueParams const& p) {
-  activate(v, p);
+__device__ __forceinline__ void finish_activated(float (&v)[kCount], int m, int n,
+                                                 EpilogueParams const& p) {
   if (p.residual) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
@@ -112,6 +111,14 @@ __device__ __forceinline__ void finish_biased(float (&v)[kCount], int m, int n,
 #pragma unroll
     for (float& x : v) x = clamp_keeping_nan(x, -p.limit, p.limit);
   }
+}
+
+// What comes after the bias.
+template <int kCount>
+__device__ __forceinline__ void finish_biased(float (&v)[kCount], int m, int n,
+                                              EpilogueParams const& p) {
+  activate(v, p);
+  finish_activated(v, m, n, p);
 }
 
 // Neighbouring sums of row m, the first at column n, become outputs. Every choice is made once

@@ -38,6 +38,8 @@ Status check_activation(Activation activation, float clamp_low, float clamp_high
 Status check_act_quant(ActQuant act_quant, bool of_image = false);
 
 Status check_weight(PackedWeight const& weight);
+// That a weight is not gated, for an operation without gated outputs.
+Status check_plain_rows(PackedWeight const& weight, char const* operation);
 Status check_gemm(GemmProblem const& problem, Device const& device);
 // What a plan does not say: the result's memory and the workspace, of one row or more.
 Status check_launch(GemmProblem const& problem, Plan const& plan, Workspace workspace);

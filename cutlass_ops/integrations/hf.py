@@ -282,6 +282,11 @@ def _state(
             experts.add(layer)
             weights[layer] = _add(state, layer, value)
             continue
+        if value.gated:
+            raise ValueError(
+                f"{path}: {name!r} is a gated weight, which takes no layer's place: store gate and "
+                "up apart (reorder(weight.unpack()) has the rows of both); load_model packs them so"
+            )
         layer, reason = architecture.place(name)
         if architecture.is_embedding(name):
             reason = architecture.reason_to_keep(name)

@@ -231,6 +231,7 @@ def replace_linears(
             raise TypeError(
                 f"{name!r}: the weight is a {type(weight).__name__}; a PackedWeight is expected"
             )
+        weight.check_plain("replace_linears")
         linear = modules.get(name)
         if not name or linear is None:
             raise ValueError(f"{name!r}: the model has no module of that name inside it")
