@@ -162,9 +162,9 @@ def load_model(
         if isinstance(module, MixedLinear | MixedExperts):
             module.act_quant = module.act_quant if act_quant is None else act_quant
             module.act_symmetric = module.act_symmetric if act_symmetric is None else act_symmetric
-    if fuse:
-        fuse_linears(model)
     loaded: nn.Module = model.to(device).eval()
+    if fuse:
+        fuse_linears(loaded)  # there, where a GPU packs them
     return loaded
 
 
