@@ -17,8 +17,9 @@ from torch.compiler import is_dynamo_compiling
 from .. import _C, reference
 from ..ops import gemm
 from ..weights import formats
-from ..weights.packed_weight import PackedWeight, gate_first
-from ..weights.reorder import reorder
+from ..weights.eights import gate_first
+from ..weights.packed_weight import PackedWeight
+from ..weights.reorder import join_gated, reorder
 from ..weights.weight import rows_of
 from .architecture import features
 from .buffers import PackedState, WeightBuffers
@@ -519,8 +520,6 @@ def _as_one(weights: Sequence[PackedWeight], gated: bool) -> PackedWeight:
     """What :func:`cutlass_ops.reorder` makes of the canonical weights as a list; ValueError if
     they cannot be one.
     """
-    if gated:
-        return reorder([w.unpack() for w in weights], gated=True)
     first = weights[0]
     dtypes = {part: tensor.dtype for part, tensor in first.tensors().items()}
     alike = all(
@@ -534,6 +533,8 @@ def _as_one(weights: Sequence[PackedWeight], gated: bool) -> PackedWeight:
         )
         for w in weights
     )
+    if gated:
+        return join_gated(*weights) if alike else reorder([w.unpack() for w in weights], gated=True)
     # Row panels are the outermost order, so whole ones need not be unpacked.
     if not alike or any(w.n % formats.ROWS_PER_PANEL for w in weights[:-1]):
         return reorder([w.unpack() for w in weights])

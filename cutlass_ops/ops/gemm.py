@@ -17,7 +17,8 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from .. import _C, reference
 from ..weights import formats
-from ..weights.packed_weight import PackedWeight, in_eights
+from ..weights.eights import in_eights
+from ..weights.packed_weight import PackedWeight
 from ..weights.weight import QuantizedWeight
 from .activations import MAX_M, QuantizedActivations
 from .arguments import (

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .. import reference
 from ..weights import formats
-from ..weights.packed_weight import PackedWeight, gate_first
+from ..weights.eights import gate_first
+from ..weights.packed_weight import PackedWeight
 from . import arguments, library, products
 from .call import Call
 from .gemm_library import OF_FLOATS

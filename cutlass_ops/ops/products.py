@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .. import _C, reference
 from ..weights import formats
-from ..weights.packed_weight import PackedWeight, gate_first
+from ..weights.eights import gate_first
+from ..weights.packed_weight import PackedWeight
 from .activations import QuantizedActivations
 from .arguments import without_autocast
 from .call import Call

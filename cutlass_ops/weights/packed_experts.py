@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from . import formats
+from .eights import gated_order
 from .packed_weight import (
     PackedWeight,
-    gated_order,
     group_vector_positions,
     pack_codes,
     unpack_codes,

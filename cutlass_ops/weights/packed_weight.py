@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import _C
 from . import formats
+from .eights import gated_order
 from .weight import (
     FLOAT_TYPES,
     PARTS,
@@ -144,29 +145,6 @@ def positions_of_rows(rows: Tensor) -> Tensor:
     """
     inside = rows % formats.ROWS_PER_PANEL
     return rows - inside + 8 * (inside % 8) + inside // 8
-
-
-def gated_order(n: int, device: torch.device) -> Tensor:
-    """The rows, gate's before up's, in the order in which they are packed: int64 ``[n]``; fewer
-    than eight come last.
-    """
-    rows = torch.arange(n, device=device)
-    features = rows % (n // 2)
-    return (features // 8 * 16 + rows // (n // 2) * 8 + features % 8).argsort()
-
-
-def in_eights(values: Tensor) -> Tensor:
-    """Values of the rows of gate and then of up, ``[rows]``, in the order of a gated weight."""
-    return values.view(2, -1, formats.GATED_ROWS).transpose(0, 1).reshape(-1)
-
-
-def gate_first(values: Tensor, dim: int) -> Tensor:
-    """The inverse of :func:`in_eights` along a dimension that is not negative."""
-    before, rows, after = values.shape[:dim], values.shape[dim], values.shape[dim + 1 :]
-    eights = values.reshape(
-        *before, rows // (2 * formats.GATED_ROWS), 2, formats.GATED_ROWS, *after
-    )
-    return eights.transpose(dim, dim + 1).reshape(*before, rows, *after)
 
 
 class ColumnSums:

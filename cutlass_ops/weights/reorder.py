@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from . import formats
-from .packed_weight import PackedWeight, gated_order, group_vector_positions, pack_codes
+from .eights import in_eights, join_codes, join_vectors
+from .packed_weight import PackedWeight, group_vector_positions, pack_codes
 from .weight import QuantizedWeight, not_finite, rows_of
 
 
@@ -117,8 +118,23 @@ def _gated(pair: Any) -> PackedWeight:
             f"gate is {list(gate.shape)} and up {list(up.shape)}; as gated weights, the same N, "
             f"a multiple of {formats.GATED_ROWS}, is expected"
         )
-    packed = reorder(rows_of(whole, gated_order(whole.n, whole.device)))
-    return replace(packed, n=gate.n, gated=True)
+    return join_gated(
+        *(reorder(rows_of(whole, rows)) for rows in (slice(gate.n), slice(gate.n, None)))
+    )
+
+
+def join_gated(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
+    """The gated weight of two packed ones, which have the same form, act order and code book, and N
+    a multiple of 8; what :func:`reorder` makes of the weights they were packed from.
+    """
+    n = gate.n
+    joined: dict[str, Any] = {"codes": join_codes(gate.codes, up.codes, n, gate.bits)}
+    for part in ("scales", "zeros", "offsets"):
+        if (vector := getattr(gate, part)) is not None:
+            joined[part] = join_vectors(vector, getattr(up, part), n)
+    if gate.bias is not None and up.bias is not None:
+        joined["bias"] = in_eights(torch.cat((gate.bias, up.bias)))
+    return replace(gate, gated=True, **joined)
 
 
 def one_weight(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
