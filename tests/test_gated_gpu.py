@@ -94,7 +94,7 @@ def test_activations(activation: Any, m: int) -> None:
     assert whole.bias is not None
     sums, nothing = oracle(x, whole), torch.zeros(m, 256, device=GPU)
     expected = gated(sums, whole.bias, activation, nothing, FLOAT)
-    torch.testing.assert_close(y, expected, rtol=2e-6, atol=1e-5)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=TYPE_NAMES.__getitem__)

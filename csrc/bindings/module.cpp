@@ -79,13 +79,8 @@ PYBIND11_MODULE(_C, m) {
       .value("token", ActQuant::kToken)
       .value("block", ActQuant::kBlock)
       .value("tensor", ActQuant::kTensor);
-  py::enum_<Activation>(m, "Activation")
-      .value("none", Activation::kNone)
-      .value("relu", Activation::kRelu)
-      .value("relu6", Activation::kRelu6)
-      .value("gelu", Activation::kGelu)
-      .value("silu", Activation::kSilu)
-      .value("clamp", Activation::kClamp);
+  py::enum_<Activation> activations(m, "Activation");
+  for (ActivationInfo const& info : kActivations) activations.value(info.name, info.activation);
 
   py::class_<Weight>(m, "PackedWeight",
                      "Pointers and sizes of a packed weight. Of the tensors that are not among its "

@@ -5,25 +5,10 @@
 #include <cfloat>
 #include <cmath>
 
+#include "device/activation.cuh"
 #include "device/scalar.cuh"
 
 namespace cutlass_ops {
-
-// Whether an activation is a clamp to EpilogueParams::low and high, which the store of whole 16-bit
-// lines can do. An activation that is not named here does not compile (-Werror=switch).
-inline bool is_clamp(Activation activation) {
-  switch (activation) {
-    case Activation::kNone:
-    case Activation::kGelu:
-    case Activation::kSilu:
-      return false;
-    case Activation::kRelu:
-    case Activation::kRelu6:
-    case Activation::kClamp:
-      return true;
-  }
-  return false;
-}
 
 // The part of a GemmProblem that the epilogue reads, small enough for kernel parameters.
 struct EpilogueParams {
@@ -32,12 +17,13 @@ struct EpilogueParams {
   void const* residual;
   int64_t residual_stride;
   int m, n;
-  float low, high;  // clamp; relu is the one from 0 to infinity
-  float limit;      // of the output's magnitude: its type's largest number where it
-                    // saturates, or infinity
+  ActivationBounds bounds;
+  float limit;  // of the output's magnitude: its type's largest number where it
+                // saturates, or infinity
   DataType out_type, bias_type, residual_type;
   Activation activation;
-  bool vector_store;  // rows of `out` start on 16-byte boundaries
+  bool vector_store;     // rows of `out` start on 16-byte boundaries
+  bool vector_residual;  // there is no residual, or one of 16 bits whose rows do, too
 
   static float largest(DataType type) {
     return type == DataType::kFloat16    ? 65504.0f
@@ -52,50 +38,22 @@ struct EpilogueParams {
         residual_stride(p.residual_stride),
         m(p.m),
         n(p.weight.n),
-        low(p.activation == Activation::kClamp ? p.clamp_low : 0.0f),
-        high(p.activation == Activation::kClamp   ? p.clamp_high
-             : p.activation == Activation::kRelu6 ? 6.0f
-                                                  : HUGE_VALF),
+        bounds(p.activation, p.clamp_low, p.clamp_high),
         limit(p.saturate ? largest(p.out_type) : HUGE_VALF),
         out_type(p.out_type),
         bias_type(p.bias_type),
         residual_type(p.residual_type),
         activation(p.activation),
         vector_store(int64_t(p.weight.n) * size_of(p.out_type) % 16 == 0 &&
-                     reinterpret_cast<uintptr_t>(p.out) % 16 == 0) {}
+                     reinterpret_cast<uintptr_t>(p.out) % 16 == 0),
+        vector_residual(!p.residual ||
+                        (p.residual_type != DataType::kFloat32 && p.residual_stride % 8 == 0 &&
+                         reinterpret_cast<uintptr_t>(p.residual) % 16 == 0)) {}
 };
 
 // A sum that is not finite is NaN from the start: a NaN or infinity in x shows in its whole row,
 // also after relu.
 __device__ __forceinline__ float nan_unless_finite(float x) { return fmaf(x, 0.0f, x); }
-
-// Comparisons are written so that NaN falls through them: nothing turns a NaN into a number.
-__device__ __forceinline__ float clamp_keeping_nan(float x, float low, float high) {
-  return x < low ? low : x > high ? high : x;
-}
-
-// `p`: EpilogueParams, or others with an activation and its bounds.
-template <int kCount, class P>
-__device__ __forceinline__ void activate(float (&v)[kCount], P const& p) {
-  switch (p.activation) {
-    case Activation::kNone:
-      break;
-    case Activation::kRelu:
-    case Activation::kRelu6:
-    case Activation::kClamp:
-#pragma unroll
-      for (float& x : v) x = clamp_keeping_nan(x, p.low, p.high);
-      break;
-    case Activation::kGelu:
-#pragma unroll
-      for (float& x : v) x = 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
-      break;
-    case Activation::kSilu:
-#pragma unroll
-      for (float& x : v) x = x / (1.0f + __expf(-x));
-      break;
-  }
-}
 
 // What comes after the activation.
 template <int kCount>
@@ -117,7 +75,10 @@ __device__ __forceinline__ void finish_activated(float (&v)[kCount], int m, int 
 template <int kCount>
 __device__ __forceinline__ void finish_biased(float (&v)[kCount], int m, int n,
                                               EpilogueParams const& p) {
-  activate(v, p);
+  visit_activation(p.activation, p.bounds, [&](auto const& function) {
+#pragma unroll
+    for (float& x : v) x = function(x);
+  });
   finish_activated(v, m, n, p);
 }
 

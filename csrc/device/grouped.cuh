@@ -148,25 +148,13 @@ struct RowPieces {
 // activation(gate) * up takes gate's place. Each choice is made once for all of them.
 template <int kSums>
 __device__ __forceinline__ void gate(float (&sums)[kSums], Groups const& groups) {
-  auto const each = [&](auto activation) {
+  visit_activation(groups.activation, groups.bounds, [&](auto const& function) {
 #pragma unroll
     for (int i = 0; i < kSums; i += 4) {
-      sums[i] = activation(sums[i]) * sums[i + 2];
-      sums[i + 1] = activation(sums[i + 1]) * sums[i + 3];
+      sums[i] = function(sums[i]) * sums[i + 2];
+      sums[i + 1] = function(sums[i + 1]) * sums[i + 3];
     }
-  };
-  switch (groups.activation) {
-    case Activation::kNone:
-      return each([](float x) { return x; });
-    case Activation::kRelu:
-    case Activation::kRelu6:
-    case Activation::kClamp:
-      return each([&](float x) { return clamp_keeping_nan(x, groups.low, groups.high); });
-    case Activation::kGelu:
-      return each([](float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f)); });
-    case Activation::kSilu:
-      return each([](float x) { return __fdividef(x, 1.0f + __expf(-x)); });
-  }
+  });
 }
 
 // Four sums of neighbouring features from n on to outputs of a row of the tile.

@@ -6,11 +6,57 @@
 
 namespace cutlass_ops::hopper {
 
+// Ask for a tile's residual, so that it is in the cache when its sums are finished: all tiles of a
+// wave come to it together.
+template <class C>
+__device__ __forceinline__ void prefetch_residual(Params const& p, ThreadCoord<C> const& coord,
+                                                  int row0, int m0) {
+  EpilogueParams const& e = p.epilogue;
+  if (!e.residual || !p.store_halves) return;
+  int const n = row0 + coord.warpgroup * kRowsPerPanel;
+  for (int row = coord.warp * 32 + coord.lane; row < C::kBlockM; row += 128) {
+    if (m0 + row < e.m && n < e.n)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<uint16_t const*>(e.residual) +
+                                                    (m0 + row) * e.residual_stride + n));
+  }
+}
+
+// The residual of C::kLineRows rows of x from `first` on and a warpgroup's 64 features from n on,
+// to lines of shared memory in the 128-byte swizzle.
+template <class C>
+__device__ __forceinline__ void load_residual(uint8_t* lines, EpilogueParams const& e,
+                                              ThreadCoord<C> const& coord, int first, int n) {
+  int const line = coord.warp * 4 + coord.lane / 8, piece = coord.lane % 8;
+  uint16_t const* const from = static_cast<uint16_t const*>(e.residual) + n + piece * 8;
+  uint4 vectors[C::kLineRows / 16];
+#pragma unroll
+  for (int i = 0; i < C::kLineRows / 16; ++i) {
+    int const row = first + i * 16 + line;
+    vectors[i] = row < e.m && n + piece * 8 < e.n
+                     ? __ldg(reinterpret_cast<uint4 const*>(from + row * e.residual_stride))
+                     : make_uint4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int i = 0; i < C::kLineRows / 16; ++i)
+    *reinterpret_cast<uint4*>(lines + (i * 16 + line) * C::kLineBytes + (piece ^ line % 8) * 16) =
+        vectors[i];
+}
+
+// Add a matrix's residual, which a warp reads where it will store its outputs.
+template <class T>
+__device__ __forceinline__ void add_residual(float* sums, uint8_t const* matrix) {
+  uint32_t pairs[4];
+  cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<cute::uint128_t const*>(matrix), pairs[0],
+                                pairs[1], pairs[2], pairs[3]);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sums[i] += unpack_half<T>(pairs[i / 2], i % 2);
+}
+
 // The usual outputs: a thread finishes and rounds its own sums, whose rows it holds two of;
 // transposing stores put each token's 64 outputs side by side, in the 128-byte swizzle, and one
-// thread's copy stores them while the next tile is begun. The general path below takes many
-// times as long, and meanwhile the ring of stages stands still for both blocks. `end`: of an
-// expert's rows of x.
+// thread's copy stores them while the next tile is begun. A residual takes the same way back. The
+// general path below takes many times as long, and meanwhile the ring of stages stands still for
+// both blocks. `end`: of an expert's rows of x.
 template <class C>
 __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* staging,
                                              CUtensorMap const& map, Params const& p,
@@ -19,9 +65,6 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
   EpilogueParams const& e = p.epilogue;
   int n = row0 + coord.warpgroup * kRowsPerPanel, barrier = 1 + coord.warpgroup;
   bool copies = coord.warp == 0 && coord.lane == 0;
-  // Each choice is made once for all sums: made for each of them, they take twice as
-  // many instructions.
-  bool clamped = e.activation != Activation::kNone;
 #pragma unroll
   for (float& sum : sums) sum = nan_unless_finite(sum);
   if (e.bias) {
@@ -35,35 +78,50 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
       }
     }
   }
-  if (clamped || e.limit < HUGE_VALF) {
-    float low = fmaxf(clamped ? e.low : -HUGE_VALF, -e.limit),
-          high = fminf(clamped ? e.high : HUGE_VALF, e.limit);
+  visit_activation(e.activation, e.bounds, [&](auto const& function) {
 #pragma unroll
-    for (float& sum : sums) sum = clamp_keeping_nan(sum, low, high);
-  }
+    for (float& sum : sums) sum = function(sum);
+  });
+  uint8_t* const lines =
+      reinterpret_cast<uint8_t*>(staging) + coord.warpgroup * C::kLineRows * C::kLineBytes;
+  // Four 8 x 8 matrices an instruction: rows g and g + 8 of eight rows of x, then of the next
+  // eight. The lane gives the address of one line of one.
+  int const matrix = (coord.lane / 16 * 8 + coord.lane % 8) * C::kLineBytes +
+                     ((coord.warp * 2 + coord.lane / 8 % 2) ^ coord.lane % 8) * 16;
+  auto const each_matrix = [&](int first, auto const& f) {
+#pragma unroll
+    for (int j = 0; j < C::kLineRows / 16 && first + 16 * j < C::kBlockM; ++j)
+      f(sums + first / 2 + 8 * j, lines + matrix + j * 16 * C::kLineBytes);
+  };
 #pragma unroll
   for (int first = 0; first < C::kBlockM; first += C::kLineRows) {
     if (copies) cute::tma_store_wait<0>();  // the lines before have been read
     cutlass::arch::NamedBarrier::sync(128, barrier);
-    uint8_t* lines =
-        reinterpret_cast<uint8_t*>(staging) + coord.warpgroup * C::kLineRows * C::kLineBytes;
-    // Four 8 x 8 matrices an instruction: rows g and g + 8 of eight rows of x, then of the next
-    // eight. The lane gives the address of one line of one.
-    int matrix = (coord.lane / 16 * 8 + coord.lane % 8) * C::kLineBytes +
-                 ((coord.warp * 2 + coord.lane / 8 % 2) ^ coord.lane % 8) * 16;
-    auto const stage = [&](auto type) {
+    if constexpr (!C::kGrouped) {
+      if (e.residual) {
+        load_residual<C>(lines, e, coord, m0 + first, n);
+        cutlass::arch::NamedBarrier::sync(128, barrier);
+        if (e.residual_type == DataType::kFloat16) {
+          each_matrix(first, [](float* v, uint8_t* at) { add_residual<__half>(v, at); });
+        } else {
+          each_matrix(first, [](float* v, uint8_t* at) { add_residual<__nv_bfloat16>(v, at); });
+        }
+      }
+    }
+    if (e.limit < HUGE_VALF) {
+      each_matrix(first, [&](float* v, uint8_t*) {
 #pragma unroll
-      for (int j = 0; j < C::kLineRows / 16 && first + 16 * j < C::kBlockM; ++j) {
+        for (int i = 0; i < 8; ++i) v[i] = clamp_keeping_nan(v[i], -e.limit, e.limit);
+      });
+    }
+    auto const stage = [&](auto type) {
+      each_matrix(first, [&](float const* v, uint8_t* at) {
         uint32_t pairs[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float const* pair = sums + first / 2 + 8 * j + 2 * i;
-          pairs[i] = pack_pair<decltype(type)>(pair[0], pair[1]);
-        }
-        cute::SM90_U16x8_STSM_T::copy(
-            pairs[0], pairs[1], pairs[2], pairs[3],
-            *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * C::kLineBytes));
-      }
+        for (int i = 0; i < 4; ++i) pairs[i] = pack_pair<decltype(type)>(v[2 * i], v[2 * i + 1]);
+        cute::SM90_U16x8_STSM_T::copy(pairs[0], pairs[1], pairs[2], pairs[3],
+                                      *reinterpret_cast<cute::uint128_t*>(at));
+      });
     };
     if (e.out_type == DataType::kFloat16) {
       stage(__half());
@@ -124,10 +182,24 @@ __device__ __forceinline__ bool add_parts(float (&sums)[C::kSums], Params const&
     flags[coord.lane * kFlags] = 0;
   }
   __syncwarp();
+  // As many slices' sums are in flight as registers allow: each round takes the time that a sum
+  // takes from the cache.
+  constexpr int kAtOnce = C::kSums <= 32 ? (C::kWarpgroups > 2 ? 32 : 64) / C::kSums : 1;
 #pragma unroll 1
-  for (int i = 0; i < others; ++i, parts += kStride) {
+  for (int first = 0; first < others; first += kAtOnce, parts += kAtOnce * kStride) {
+    float found[kAtOnce][C::kSums];
 #pragma unroll
-    for (int j = 0; j < C::kSums; ++j) sums[j] += __ldcg(parts + j * 128);
+    for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+      for (int j = 0; j < C::kSums; ++j)
+        if (kAtOnce == 1 || first + i < others) found[i][j] = __ldcg(parts + i * kStride + j * 128);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+      for (int j = 0; j < C::kSums; ++j)
+        if (kAtOnce == 1 || first + i < others) sums[j] += found[i][j];
+    }
   }
   return true;
 }

@@ -185,9 +185,8 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Pa
                    ? p.whole_tiles + p.tail_split.tiles_per_cluster * clusters
                    : p.whole_tiles + p.split_tiles * (p.tail_split.parts - 1) + p.tail_split.last;
   EpilogueParams const& e = p.epilogue;
-  p.store_halves = (!splitk_workspace || p.flags) && !e.residual && e.vector_store &&
-                   e.out_type != DataType::kFloat32 &&
-                   (e.activation == Activation::kNone || is_clamp(e.activation));
+  p.store_halves = (!splitk_workspace || p.flags) && e.vector_store && e.vector_residual &&
+                   e.out_type != DataType::kFloat32;
   CUtensorMap out_map = {};
   if (p.store_halves) {
     if (Status status = encode_x_rows(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kXBoxRows, &out_map);

@@ -50,21 +50,21 @@ Status check_stride(char const* name, int64_t stride, int64_t columns, int64_t r
                  std::to_string(rows) + " rows");
 }
 
+std::string activation_names(bool clamps_only) {
+  std::string names;
+  for (ActivationInfo const& info : kActivations)
+    if (info.clamps || !clamps_only) names += (names.empty() ? "" : ", ") + std::string(info.name);
+  return names;
+}
+
 Status check_activation(Activation activation, float clamp_low, float clamp_high) {
-  switch (activation) {
-    case Activation::kNone:
-    case Activation::kRelu:
-    case Activation::kRelu6:
-    case Activation::kGelu:
-    case Activation::kSilu:
-      return {};
-    case Activation::kClamp:
-      if (clamp_low <= clamp_high) return {};
-      return invalid("clamp_low is " + std::to_string(clamp_low) + " and clamp_high " +
-                     std::to_string(clamp_high) + "; the first must be at most the second");
-  }
-  return invalid("activation is " + std::to_string(int(activation)) +
-                 "; supported are none, relu, relu6, gelu, silu and clamp");
+  if (!find_activation(activation))
+    return invalid("activation is " + std::to_string(int(activation)) + "; supported are " +
+                   activation_names(false));
+  if (activation == Activation::kClamp && !(clamp_low <= clamp_high))
+    return invalid("clamp_low is " + std::to_string(clamp_low) + " and clamp_high " +
+                   std::to_string(clamp_high) + "; the first must be at most the second");
+  return {};
 }
 
 Status check_act_quant(ActQuant act_quant, bool of_image) {

@@ -33,6 +33,8 @@ struct Address {
 Status check_addresses(std::initializer_list<Address> addresses);
 // Of `rows` rows, which lie `stride` elements apart; one row lies anywhere.
 Status check_stride(char const* name, int64_t stride, int64_t columns, int64_t rows);
+// Of all activations, or of those that are clamps.
+std::string activation_names(bool clamps_only);
 // That the epilogues know the activation, and that a clamp has bounds in order.
 Status check_activation(Activation activation, float clamp_low, float clamp_high);
 Status check_act_quant(ActQuant act_quant, bool of_image = false);

@@ -18,12 +18,22 @@ int64_t time_of(PredictedTime const& time, int cost, int end) {
   return time.k_tiles * cost + time.ends * end + time.constant;
 }
 
+// Tenths of a microsecond to add up the slices of all sums, fitted on an H200 to 4096 x 4096, 4096
+// x 14336, 11008 x 4096 and 14336 x 4096 at M = 17 to 400: by splitk_reduce, and by the cluster
+// that has the first slice of a tile, one after the other.
+int64_t splitk_reduce_time(GemmProblem const& problem, int64_t slices) {
+  return 25 + slices * problem.m * problem.weight.n / 50000;
+}
+int64_t exchange_time(Tile const& tile, int64_t slices) {
+  return (slices - 1) * (800 + 7 * cta_block_m(tile)) / 100;
+}
+
 // The stream-K tail: the tiles left after full waves of clusters are split along K, so that more
 // clusters share them. Where a last slice for each tile is one too many, a cluster takes the last
 // slices of several tiles, and the other slices are longer in proportion: not in wgmma_fold16, nor
 // for int8 activations, where that was measured to lose 2 % (of 512, 1024 and 8192 rows x 8192 x
-// 28672), nor of more than eight, which lost 1 %. Tiles that fill no wave are slice_count's;
-// splitk_reduce takes 2.5 us, and 2 a million sums.
+// 28672), nor of more than eight, which lost 1 %. Tiles that fill no wave have the slices of
+// slice_count: the clusters add them where that is thought to take less time than splitk_reduce.
 TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                         Candidate const& candidate) {
   constexpr int kMostSlices = 16;  // a lane of a warp waits for each
@@ -36,10 +46,12 @@ TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, Kernel
   TailSplit best{0, 1, {waves * k, waves * 32, 0}};
   if (tiles < clusters) {
     int const slices = slice_count(problem, device, spec, tile);
-    if (slices > 1)
-      best.time = {ceil_div(k, slices), 64,
-                   (25 + int64_t(slices) * problem.m * problem.weight.n / 50000) * 32};
-    return best;
+    if (slices == 1) return best;
+    int64_t const by_reduce = splitk_reduce_time(problem, slices),
+                  by_clusters = exchange_time(tile, slices);
+    bool const adds = by_clusters < by_reduce;
+    return {
+        adds ? tiles : 0, slices, {ceil_div(k, slices), 64, (adds ? by_clusters : by_reduce) * 32}};
   }
   if (rest == 0) return best;
   int64_t least = time_of(best.time, cost, end);
@@ -59,16 +71,6 @@ TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, Kernel
       best = {rest, int(slices), time}, least = time_of(time, cost, end);
   }
   return best;
-}
-
-// Whether clusters add up the two slices of each tile's K themselves where the tiles fill no wave.
-// It was measured to be faster than splitk_reduce for many sums of long slices: floats x int8
-// 8192 x 28672 at M = 128 take 97.5 us, 99.7 by splitk_reduce.
-bool adds_two_slices(GemmProblem const& problem, int slices) {
-  constexpr ByWidth<int> kLeastK(INT_MAX, 16384);
-  PackedWeight const& w = problem.weight;
-  return slices == 2 && !multiplies_int8(problem) && w.k >= kLeastK[code_bits(w)] &&
-         int64_t(problem.m) * w.n >= 1 << 20;
 }
 
 }  // namespace
@@ -147,12 +149,9 @@ int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec
 
 TailSplit tail_split_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                         Candidate const& candidate) {
-  int const slices = slice_count(problem, device, spec, candidate.tile);
-  if (!spec.cost || spec.decodes || problem.batch_invariant) return {0, slices, {}};
-  TailSplit const tail = stream_k_tail(problem, device, spec, candidate);
-  if (slices == 1) return tail;
-  return {adds_two_slices(problem, slices) ? tile_count(problem, candidate.tile) : 0, slices,
-          tail.time};
+  if (!spec.cost || spec.decodes || problem.batch_invariant)
+    return {0, slice_count(problem, device, spec, candidate.tile), {}};
+  return stream_k_tail(problem, device, spec, candidate);
 }
 
 }  // namespace cutlass_ops

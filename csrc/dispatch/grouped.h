@@ -61,7 +61,7 @@ struct Groups {
   // activation(gate) * up.
   bool gated = false;
   Activation activation = Activation::kNone;
-  float low = 0.0f, high = 0.0f;
+  ActivationBounds bounds{Activation::kNone, 0.0f, 0.0f};
   void const* bias = nullptr;  // [experts][64 * row panels] of bias_type
   DataType bias_type = DataType::kNone;
 };

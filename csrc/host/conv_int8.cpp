@@ -70,17 +70,10 @@ Status check_numbers(ConvProblem const& p) {
   if (!status.ok()) return status;
   if (status = check_activation(p.activation, p.clamp_low, p.clamp_high); !status.ok())
     return status;
-  switch (p.activation) {
-    case Activation::kNone:
-    case Activation::kRelu:
-    case Activation::kRelu6:
-    case Activation::kClamp:
-      break;
-    case Activation::kGelu:
-    case Activation::kSilu:
-      return unsupported(
-          "activation is gelu or silu; static int8 takes none, relu, relu6 and clamp");
-  }
+  ActivationInfo const& activation = *find_activation(p.activation);
+  if (!activation.clamps)
+    return unsupported("activation is " + std::string(activation.name) + "; static int8 takes " +
+                       activation_names(true));
   if (p.activation != Activation::kNone && p.out_type == ConvOutput::kInt32)
     return invalid("there is an activation, but the result is the int32 sums themselves");
   if (!is_float(p.weight.scale_type)) return invalid("scale_type is not a float type");
@@ -475,12 +468,8 @@ int out_limit(float bound, ConvProblem const& p) {
 
 // The bounds that y's type and the activation leave.
 std::pair<int, int> limits(ConvProblem const& p) {
-  float const infinity = std::numeric_limits<float>::infinity();
-  float low = -infinity, high = infinity;
-  if (p.activation == Activation::kRelu || p.activation == Activation::kRelu6) low = 0.0f;
-  if (p.activation == Activation::kRelu6) high = 6.0f;
-  if (p.activation == Activation::kClamp) low = p.clamp_low, high = p.clamp_high;
-  return {out_limit(low, p), out_limit(high, p)};
+  ActivationBounds const bounds(p.activation, p.clamp_low, p.clamp_high);
+  return {out_limit(bounds.low, p), out_limit(bounds.high, p)};
 }
 
 struct Launcher {

@@ -462,10 +462,7 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   for (GroupedGemm* gemm : {&gate_up, &down})
     gemm->groups.tiles = table.tiles, gemm->groups.count = table.tile_count, gemm->groups.route = r;
   gate_up.groups.activation = p.activation;
-  gate_up.groups.low = p.activation == Activation::kClamp ? p.clamp_low : 0.0f;
-  gate_up.groups.high = p.activation == Activation::kClamp   ? p.clamp_high
-                        : p.activation == Activation::kRelu6 ? 6.0f
-                                                             : HUGE_VALF;
+  gate_up.groups.bounds = {p.activation, p.clamp_low, p.clamp_high};
   if (status.ok()) status = launch_product(gate_up, plan.gate_up, stream);
 
   down.x = gate_up.out, down.x_stride = at.hidden_stride;

@@ -57,9 +57,10 @@ __global__ void __launch_bounds__(kThreads)
   }
   with_bias(gate, row, p);
   with_bias(up, row + kEight, p);
-  activate(gate, p);
+  visit_activation(p.activation, p.bounds, [&](auto const& function) {
 #pragma unroll
-  for (int i = 0; i < kOutputs; ++i) gate[i] *= up[i];
+    for (int i = 0; i < kOutputs; ++i) gate[i] = function(gate[i]) * up[i];
+  });
   finish_activated(gate, m, n, p);
   store_finished(gate, m, n, p);
 }

@@ -298,6 +298,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
     typename C::Work const work = next_tile(index);
     int const row0 = (work.pair * C::kCluster + coord.rank) * C::kRows;
     int const m0 = hopper::first_x_row<C>(work, coord.rank, p);
+    if constexpr (!C::kGrouped) hopper::prefetch_residual<C>(p, coord, row0, m0);
     int const count = work.end_k(p) - work.first_k(p);
     float sums[C::kSums] = {};
     uint32_t a[2][C::kGroups][C::kGroupKSlices][4];

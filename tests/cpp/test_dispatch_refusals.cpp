@@ -469,7 +469,8 @@ TEST(Checks, NameTheFieldOfAConvolution) {
   for (auto const& [change, words] :
        std::vector<std::pair<std::function<void(ConvProblem&)>, std::string>>{
            {[](auto& p) { p.activation = Activation(77); }, "activation is 77"},
-           {[](auto& p) { p.activation = Activation::kGelu; }, "activation is gelu or silu"},
+           {[](auto& p) { p.activation = Activation::kGelu; },
+            "activation is gelu; static int8 takes none, relu, relu6, clamp"},
            {[](auto& p) { p.activation = Activation::kClamp, p.clamp_low = 1; }, "clamp_low is 1"},
            {[](auto& p) { p.weight.scale_type = DataType::kInt8; }, "scale_type"},
            {[](auto& p) { p.x = nullptr; }, "x is a null pointer"},

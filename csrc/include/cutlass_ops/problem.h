@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cutlass_ops/activation.h"
 #include "cutlass_ops/format.h"
 
 namespace cutlass_ops {
@@ -22,8 +23,6 @@ enum class ActQuant : int8_t {
   kBlock,     // int8, one scale a row and block of min(group_size, 128) columns
   kTensor,    // int8, one scale for all of x: of images alone
 };
-
-enum class Activation : int8_t { kNone = 0, kRelu, kRelu6, kGelu, kSilu, kClamp };
 
 // A CUDA stream; cudaStream_t converts to it. The header needs no CUDA toolkit.
 using Stream = void*;

@@ -1,0 +1,48 @@
+// The functions that an epilogue can apply. A new one is a member, a line of kActivations and,
+// unless it is a clamp, a functor in device/activation.cuh; Python's reference and its gradient
+// have their own (cutlass_ops/reference/gemm.py, ops/gradients.py).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+namespace cutlass_ops {
+
+enum class Activation : int8_t { kNone = 0, kRelu, kRelu6, kGelu, kSilu, kClamp };
+
+struct ActivationInfo {
+  Activation activation;
+  char const* name;
+  bool clamps;  // to [low, high], which is all that static int8 and depthwise kernels can do
+  float low, high;
+};
+
+inline constexpr ActivationInfo kActivations[] = {
+    {Activation::kNone, "none", true, -HUGE_VALF, HUGE_VALF},
+    {Activation::kRelu, "relu", true, 0.0f, HUGE_VALF},
+    {Activation::kRelu6, "relu6", true, 0.0f, 6.0f},
+    {Activation::kGelu, "gelu", false, -HUGE_VALF, HUGE_VALF},  // x / 2 * (1 + erf(x / sqrt(2)))
+    {Activation::kSilu, "silu", false, -HUGE_VALF, HUGE_VALF},  // x / (1 + exp(-x))
+    {Activation::kClamp, "clamp", true, 0.0f, 0.0f},            // to bounds that are given
+};
+
+// Null if the number is none of an activation.
+constexpr ActivationInfo const* find_activation(Activation activation) {
+  for (ActivationInfo const& info : kActivations)
+    if (info.activation == activation) return &info;
+  return nullptr;
+}
+
+// Of an activation that there is.
+struct ActivationBounds {
+  float low, high;
+
+  ActivationBounds(Activation activation, float clamp_low, float clamp_high)
+      : low(clamp_low), high(clamp_high) {
+    if (activation == Activation::kClamp) return;
+    ActivationInfo const& info = *find_activation(activation);
+    low = info.low, high = info.high;
+  }
+};
+
+}  // namespace cutlass_ops
