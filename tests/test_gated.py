@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 from op_cases import INF, NAN, activations, product, same, weight
+from safetensors.torch import save_file
 from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops import _C, reference
+from cutlass_ops.cli.describe import describe_packed
 from cutlass_ops.files.packed_file import info as info_module
 from cutlass_ops.files.packed_file import packed_info
 from cutlass_ops.files.verify import diff_packed, verify_packed
+from cutlass_ops.ops import products
 from cutlass_ops.weights import formats
 from cutlass_ops.weights.packed_weight import pack_codes
 from cutlass_ops.weights.weight import rows_of
@@ -149,8 +152,10 @@ def test_copies_stay_gated(move: Callable[[co.PackedWeight], co.PackedWeight]) -
     packed = co.reorder(pair(bias="gate"), gated=True)
     x = activations(3, 200)
     expected = co.mixed_gemm(x, packed, activation="silu")
-    assert packed.eights.n == 80  # which is not copied
-    assert torch.equal(co.mixed_gemm(x, move(packed), activation="silu"), expected)
+    assert packed.eights.n == 80
+    moved = move(packed)
+    assert "eights" not in vars(moved)
+    assert torch.equal(co.mixed_gemm(x, moved, activation="silu"), expected)
     assert packed.to("meta").gated
 
 
@@ -318,6 +323,19 @@ def test_gradients_are_those_of_the_composition(
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
 
 
+def test_gradients_through_panels_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = co.reorder(pair(100 * 8), gated=True)
+    x = activations(3, 200).requires_grad_()
+    grad = activations(3, 800)
+    found = []
+    for values in (1 << 26, 128 * 200):
+        monkeypatch.setattr(products, "_PANEL_VALUES", values)
+        found.append(torch.autograd.grad(co.mixed_gemm(x, packed, activation="relu"), x, grad)[0])
+    assert products.panel_rows(packed) == 128
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-3)
+    assert x.grad is None
+
+
 def test_what_saturates_has_no_gradient() -> None:
     packed = co.reorder(pair(), gated=True)
     x = activations(2, 200, dtype=torch.float16)
@@ -402,15 +420,14 @@ def test_explain_names_the_kernel_that_multiplies(act_quant: str) -> None:
         co.explain(3, packed, residual=torch.zeros(3, 128))
 
 
-def test_explain_on_a_cpu() -> None:
+def test_explain_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = co.reorder(pair(), gated=True)
     assert co.explain(3, packed).kernel.startswith("cpu_")
-    many = co.explain(200, packed, dtype=torch.bfloat16, activation="silu")
+    monkeypatch.setattr(_C, "cpu_multiplies_bfloat16", lambda: True)
+    many = co.explain(200, packed, dtype=torch.bfloat16)
     assert many.kernel == "torch.matmul"
     assert many.exact  # the factors are fp32
-    if _C.cpu_multiplies_bfloat16():
-        plain = co.explain(200, packed.eights, dtype=torch.bfloat16)
-        assert not plain.exact, "nothing is tested"
+    assert not co.explain(200, packed.eights, dtype=torch.bfloat16).exact, "nothing is tested"
 
 
 # ---- files
@@ -466,6 +483,7 @@ def test_a_reader_of_an_older_version_refuses_by_name(
         ({"a": 0}, "a multiple of 8 is expected"),
         ({"a": 48}, "says 48 outputs of a matrix; the weight has 80 rows"),
         ({"b": 40}, "says 40 outputs of a matrix; the weight has no rows"),
+        ({"e": 32}, "says 32 outputs of a matrix; the weight has 64 rows"),
         ([], "a JSON list; an object is expected"),
     ],
 )
@@ -473,7 +491,8 @@ def test_a_file_that_lies_is_refused(
     said: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "w.safetensors"
-    co.save_packed(path, {"a": co.reorder(pair(), gated=True)})
+    experts = co.reorder_experts([weight(n=64)])
+    co.save_packed(path, {"a": co.reorder(pair(), gated=True), "e": experts})
     read = info_module.read_header
 
     def lying(file: Path) -> Any:
@@ -497,3 +516,21 @@ def test_verify_and_diff_know_gated_weights(tmp_path: Path) -> None:
     assert diff_packed(first, second).changed == {"a": ["gated is True and False"]}
     (change,) = diff_packed(first, third).changed["a"]
     assert change.endswith("the first at [163, 4]")  # of up's row 3
+
+
+def test_directories_have_gated_weights(tmp_path: Path) -> None:
+    co.save_packed(tmp_path / "model.safetensors", {"a": co.reorder(pair(), gated=True)})
+    (tmp_path / "config.json").write_text("{}")
+    assert stored(tmp_path, "a").gated
+    (tensor,) = describe_packed(packed_info(tmp_path))["tensors"]
+    assert tensor["note"].endswith(", gated")
+
+
+def test_verify_finds_no_matrix_of_a_checkpoint_in_a_gated_weight(tmp_path: Path) -> None:
+    folder, path = tmp_path / "float", tmp_path / "w.safetensors"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"a.weight": torch.randn(80, 200)}, folder / "model.safetensors")
+    co.save_packed(path, {"a": co.reorder(pair(), gated=True)})
+    found = verify_packed(path, co.load_checkpoint(folder)).problems
+    assert found == ["a: holds gate and up packed as one; the checkpoint has one matrix"]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import cutlass_ops as co
 from cutlass_ops import reference
 from cutlass_ops.nn import FusedPart, GatedMLP
+from cutlass_ops.nn.buffers import read_mark
 from cutlass_ops.nn.gated_mlp import gated_form
 
 transformers = import_or_skip("transformers")
@@ -195,6 +196,23 @@ def test_where_it_is_not_certain_the_module_stays(make: Callable[[], MLP]) -> No
     torch.testing.assert_close(model(x()), expected)
 
 
+def test_layers_that_are_gated_are_not_fused() -> None:
+    model: Any = packed(MLP())
+    model.gate_proj = co.nn.MixedLinear(fused(MLP()).gate_up_proj.packed)
+    found = co.fuse_linears(model)
+    assert found.refused == {"gate_up_proj": "gate_proj has a gated weight"}
+
+
+def test_weights_of_other_forms_stay_apart() -> None:
+    model: Any = packed(MLP())
+    whole = model.up_proj.packed.unpack()
+    other = co.reorder(co.quantize(co.dequantize(whole), 4, 32))
+    model.up_proj = co.nn.MixedLinear(other)
+    found = co.fuse_linears(model)
+    assert "bits is 4 and 8" in found.refused["gate_up_proj"]
+    assert type(model) is MLP
+
+
 # ---- that all else stays
 
 
@@ -284,6 +302,9 @@ def test_the_state_of_a_gated_layer_is_for_gated_layers() -> None:
         ):
             a.load_state_dict(b.state_dict())
     layer = co.nn.MixedLinear(model.gate_up_proj.packed)
+    mark = read_mark(layer.state_dict()["weight"])
+    assert mark is not None
+    assert (mark["gated"], mark["layout_version"], mark["shape"]) == (True, 4, [N, K])
     moved = layer.to("meta").to_empty(device="cpu")
     assert moved.packed.gated
 
