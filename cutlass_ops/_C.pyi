@@ -56,6 +56,7 @@ class PackedWeight:
         group_size: int,
         scale_type: DataType,
         offset_type: DataType,
+        gated: bool,
         bias_ptr: int,
         bias_type: DataType,
         device: object,

@@ -323,9 +323,9 @@ def byte(name: str, value: int) -> Callable[[dict[str, Any], bytearray], None]:
     [
         (
             metadata(layout="cutlass_ops.slab128"),
-            "layout 'cutlass_ops.slab128'.*known is 'cutlass_ops.slab64', versions 1 to 3",
+            "layout 'cutlass_ops.slab128'.*known is 'cutlass_ops.slab64', versions 1 to 4",
         ),
-        (metadata(layout_version="4"), "version '4'; known is"),
+        (metadata(layout_version="5"), "version '5'; known is"),
         (lambda header, _: header["__metadata__"].pop("layout_version"), "version None; known is"),
         (lambda header, _: header["__metadata__"].pop("layout"), "not a packed file"),
         (lambda header, _: header.pop("__metadata__"), "not a packed file"),

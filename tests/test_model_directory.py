@@ -60,7 +60,7 @@ def test_the_config_gives_every_module_its_format() -> None:
     ("change", "match"),
     [
         ({"layout": "other"}, "layout 'other', version 2; known is"),
-        ({"layout_version": 4}, "version 4; known is 'cutlass_ops.slab64', versions 1 to 3"),
+        ({"layout_version": 5}, "version 5; known is 'cutlass_ops.slab64', versions 1 to 4"),
         ({"bits": 3}, "bits is 3"),
         ({"group_size": 48}, "group_size is 48"),
         ({"tensors": {"scales": "Tensor"}}, "'scales' has dtype 'Tensor'"),

@@ -17,7 +17,8 @@ def fields(packed: co.PackedWeight) -> tuple[Any, ...]:
     parts = [
         getattr(packed, name) for name in ("codes", "scales", "zeros", "offsets", "bias", "perm")
     ]
-    return (*parts, packed.n, packed.k, packed.bits, packed.group_size, packed.book)
+    sizes = (packed.n, packed.k, packed.bits, packed.group_size)
+    return (*parts, *sizes, packed.book, packed.gated)
 
 
 def samples() -> list[Any]:
@@ -28,6 +29,7 @@ def samples() -> list[Any]:
         for kind in ("zeros", "offsets")
     }
     packed["symmetric"] = co.reorder(weight(8))
+    packed["gated"] = co.reorder([weight(bias=True), weight()], gated=True)
     x, half = activations(5, K), torch.float16
     qa = co.quantize_activations(x, block=64, symmetric=False)
     residual = activations(5, N)

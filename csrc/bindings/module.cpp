@@ -32,8 +32,8 @@ namespace {
 
 Weight make_weight(Pointer codes, Pointer scales, Pointer zeros, Pointer offsets, Pointer perm,
                    Pointer codebook, int n, int k, Format format, int group_size,
-                   DataType scale_type, DataType offset_type, Pointer bias, DataType bias_type,
-                   py::object device, int gpu, py::object const& parts) {
+                   DataType scale_type, DataType offset_type, bool gated, Pointer bias,
+                   DataType bias_type, py::object device, int gpu, py::object const& parts) {
   Weight::Parts kept;
   std::vector<py::object> floats;
   for (auto const& [name, value] : parts.cast<py::dict>()) {
@@ -43,16 +43,16 @@ Weight make_weight(Pointer codes, Pointer scales, Pointer zeros, Pointer offsets
       floats.push_back(tensor);
   }
   bool const on_cpu = !device.is_none() && device.attr("type").cast<std::string>() == "cpu";
-  return {
-      {as<uint8_t>(codes), as<void>(scales), as<int8_t>(zeros), as<void>(offsets),
-       as<int32_t>(perm), as<float>(codebook), n, k, format, group_size, scale_type, offset_type},
-      as<void>(bias),
-      bias_type,
-      std::move(device),
-      gpu,
-      on_cpu,
-      std::move(kept),
-      std::move(floats)};
+  return {{as<uint8_t>(codes), as<void>(scales), as<int8_t>(zeros), as<void>(offsets),
+           as<int32_t>(perm), as<float>(codebook), n, k, format, group_size, scale_type,
+           offset_type, gated},
+          as<void>(bias),
+          bias_type,
+          std::move(device),
+          gpu,
+          on_cpu,
+          std::move(kept),
+          std::move(floats)};
 }
 
 QuantizedActivations make_quantized(Pointer codes, Pointer scales, Pointer zeros, int block,
@@ -90,7 +90,7 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init(&make_weight), py::arg("codes_ptr"), py::arg("scales_ptr"),
            py::arg("zeros_ptr"), py::arg("offsets_ptr"), py::arg("perm_ptr"),
            py::arg("codebook_ptr"), py::arg("n"), py::arg("k"), py::arg("format"),
-           py::arg("group_size"), py::arg("scale_type"), py::arg("offset_type"),
+           py::arg("group_size"), py::arg("scale_type"), py::arg("offset_type"), py::arg("gated"),
            py::arg("bias_ptr"), py::arg("bias_type"), py::arg("device"), py::arg("gpu"),
            py::arg("parts"))
       .def(

@@ -256,7 +256,7 @@ py::object product(PyObject* const* arguments) {
   static Torch const torch;
   static Name const dtype("dtype"), device("device"), shape("shape"), stride("stride");
   Weight* const known = native_of(arguments[0]);
-  if (!known) return py::none();
+  if (!known || known->gated) return py::none();
   Weight& weight = *known;
   py::handle const x = arguments[1], symmetric = arguments[3], buffers = arguments[4];
   bool const on_gpu = weight.gpu >= 0;
@@ -345,8 +345,8 @@ PyMethodDef kMethods[] = {
      "\n\n"
      "x [..., k], a tensor of floats, times a cutlass_ops.PackedWeight, plus its bias, in a new "
      "tensor of x's dtype. None where anything about the arguments or torch's modes is unusual or "
-     "wrong, a gradient is recorded, the weight's native is not made yet, or the dict of buffers, "
-     "if there is one, does not hold the weight's tensors: the caller checks them."}};
+     "wrong, a gradient is recorded, the weight is gated, its native is not made yet, or the dict "
+     "of buffers, if there is one, does not hold the weight's tensors: the caller checks them."}};
 
 }  // namespace
 

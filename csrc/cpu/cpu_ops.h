@@ -18,7 +18,7 @@ void cpu_quantize_activations(QuantizeProblem const& problem, int threads);
 constexpr int kCpuPanelRows = 32;
 
 // y = x @ W^T + bias, quantising the activations first where the problem says so. The problem has
-// no activation, no residual, and does not saturate.
+// no activation, no residual, and does not saturate; the weight is not gated.
 void cpu_mixed_gemm(GemmProblem const& problem, int threads);
 
 // The weight's values, act order undone: fp32 arithmetic, rounded once.

@@ -7,6 +7,7 @@
 
 #include "device/activation.cuh"
 #include "device/scalar.cuh"
+#include "dispatch/problem.h"
 
 namespace cutlass_ops {
 
@@ -37,14 +38,14 @@ struct EpilogueParams {
         residual(p.residual),
         residual_stride(p.residual_stride),
         m(p.m),
-        n(p.weight.n),
+        n(outputs(p.weight)),
         bounds(p.activation, p.clamp_low, p.clamp_high),
         limit(p.saturate ? largest(p.out_type) : HUGE_VALF),
         out_type(p.out_type),
         bias_type(p.bias_type),
         residual_type(p.residual_type),
         activation(p.activation),
-        vector_store(int64_t(p.weight.n) * size_of(p.out_type) % 16 == 0 &&
+        vector_store(int64_t(outputs(p.weight)) * size_of(p.out_type) % 16 == 0 &&
                      reinterpret_cast<uintptr_t>(p.out) % 16 == 0),
         vector_residual(!p.residual ||
                         (p.residual_type != DataType::kFloat32 && p.residual_stride % 8 == 0 &&
@@ -55,14 +56,10 @@ struct EpilogueParams {
 // also after relu.
 __device__ __forceinline__ float nan_unless_finite(float x) { return fmaf(x, 0.0f, x); }
 
-// What comes after the bias.
+// What comes after the activation.
 template <int kCount>
-__device__ __forceinline__ void finish_biased(float (&v)[kCount], int m, int n,
-                                              EpilogueParams const& p) {
-  visit_activation(p.activation, p.bounds, [&](auto const& function) {
-#pragma unroll
-    for (float& x : v) x = function(x);
-  });
+__device__ __forceinline__ void finish_activated(float (&v)[kCount], int m, int n,
+                                                 EpilogueParams const& p) {
   if (p.residual) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
@@ -73,6 +70,17 @@ __device__ __forceinline__ void finish_biased(float (&v)[kCount], int m, int n,
 #pragma unroll
     for (float& x : v) x = clamp_keeping_nan(x, -p.limit, p.limit);
   }
+}
+
+// What comes after the bias.
+template <int kCount>
+__device__ __forceinline__ void finish_biased(float (&v)[kCount], int m, int n,
+                                              EpilogueParams const& p) {
+  visit_activation(p.activation, p.bounds, [&](auto const& function) {
+#pragma unroll
+    for (float& x : v) x = function(x);
+  });
+  finish_activated(v, m, n, p);
 }
 
 // Neighbouring sums of row m, the first at column n, become outputs. Every choice is made once

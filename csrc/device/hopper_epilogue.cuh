@@ -35,6 +35,23 @@ __device__ __forceinline__ void add_residual(float* sums, uint8_t const* matrix)
   for (int i = 0; i < 8; ++i) sums[i] += unpack_half<T>(pairs[i / 2], i % 2);
 }
 
+// A thread's sums, of rows `row` and row + 8 of the weight two by two, plus a bias, if there is one,
+// which ends with row `rows`.
+template <int kSums>
+__device__ __forceinline__ void add_bias(float (&sums)[kSums], void const* bias, DataType type,
+                                         int64_t row, int64_t rows) {
+#pragma unroll
+  for (float& sum : sums) sum = nan_unless_finite(sum);
+  if (!bias) return;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float const value = row + h * 8 < rows ? load_float(bias, type, row + h * 8) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i)
+      if (i % 4 / 2 == h) sums[i] += value;
+  }
+}
+
 // The usual outputs: a thread finishes and rounds its own sums, whose rows it holds two of;
 // transposing stores put each token's 64 outputs side by side, in the 128-byte swizzle, and one
 // thread's copy stores them while the next tile is begun. A residual takes the same way back. The
@@ -48,19 +65,8 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
   EpilogueParams const& e = p.epilogue;
   int n = row0 + coord.warpgroup * kRowsPerPanel, barrier = 1 + coord.warpgroup;
   bool copies = coord.warp == 0 && coord.lane == 0;
-#pragma unroll
-  for (float& sum : sums) sum = nan_unless_finite(sum);
-  if (e.bias) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      int row = n + coord.warp * 16 + coord.lane / 4 + h * 8;
-      float bias = row < e.n ? load_float(e.bias, e.bias_type, row) : 0.0f;
-#pragma unroll
-      for (int i = 0; i < C::kSums; ++i) {
-        if (i % 4 / 2 == h) sums[i] += bias;
-      }
-    }
-  }
+  int const row = n + coord.warp * 16 + coord.lane / 4;
+  add_bias(sums, e.bias, e.bias_type, row, p.weight.n);
   visit_activation(e.activation, e.bounds, [&](auto const& function) {
 #pragma unroll
     for (float& sum : sums) sum = function(sum);
@@ -119,6 +125,53 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
         if (!C::kGrouped || m0 + first + i < end)
           cute::SM90_TMA_STORE_2D::copy(&map, lines + i * C::kLineBytes, n, m0 + first + i);
       }
+      cute::tma_store_arrive();
+    }
+  }
+}
+
+// Outputs of a gated weight, which take the place of gate's sums: one thread's copies store lines of
+// 32 from the n-th on, of rows of x from m0 on. `end`: of an expert's.
+template <class C>
+__device__ __forceinline__ void store_gated(float const (&sums)[C::kSums], float* staging,
+                                            CUtensorMap const& map, EpilogueParams const& e,
+                                            ThreadCoord<C> const& coord, int n, int m0,
+                                            int end = 0) {
+  // Lines of 32 features, in the 64-byte swizzle.
+  constexpr int kFeatures = kRowsPerPanel / 2, kLineBytes = kFeatures * 2;
+  constexpr int kLineRows = C::kBlockM < 2 * C::kLineRows ? C::kBlockM : 2 * C::kLineRows;
+  int const barrier = 1 + coord.warpgroup;
+  bool const copies = coord.warp == 0 && coord.lane == 0;
+  uint8_t* const lines =
+      reinterpret_cast<uint8_t*>(staging) + coord.warpgroup * kLineRows * kLineBytes;
+  // Two 8 x 8 matrices an instruction: eight features of eight rows of x, then of the next eight.
+  int const line = coord.lane % 16, matrix = line * kLineBytes + (coord.warp ^ line / 2 % 4) * 16;
+#pragma unroll
+  for (int first = 0; first < C::kBlockM; first += kLineRows) {
+    if (copies) cute::tma_store_wait<0>();  // the lines before have been read
+    cutlass::arch::NamedBarrier::sync(128, barrier);
+    auto const stage = [&](auto type) {
+#pragma unroll
+      for (int j = 0; j < kLineRows / 16 && first + 16 * j < C::kBlockM; ++j) {
+        float const* pair = sums + first / 2 + 8 * j;
+        cute::SM90_U16x4_STSM_T::copy(
+            pack_pair<decltype(type)>(pair[0], pair[1]),
+            pack_pair<decltype(type)>(pair[4], pair[5]),
+            *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * kLineBytes));
+      }
+    };
+    if (e.out_type == DataType::kFloat16) {
+      stage(__half());
+    } else {
+      stage(__nv_bfloat16());
+    }
+    cute::tma_store_fence();
+    cutlass::arch::NamedBarrier::sync(128, barrier);
+    if (copies && n < e.n) {
+#pragma unroll
+      for (int i = 0; i < kLineRows && first + i < C::kBlockM; i += C::kXBoxRows)
+        if (!C::kGrouped || m0 + first + i < end)
+          cute::SM90_TMA_STORE_2D::copy(&map, lines + i * kLineBytes, n, m0 + first + i);
       cute::tma_store_arrive();
     }
   }
@@ -199,6 +252,17 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging,
       return;
     }
   }
+  if (p.store_halves && p.weight.gated) {
+    EpilogueParams const& e = p.epilogue;
+    int const first = row0 + coord.warpgroup * kRowsPerPanel;
+    add_bias(sums, e.bias, e.bias_type, first + coord.warp * 16 + coord.lane / 4, p.weight.n);
+    gate(sums, e.activation, e.bounds);
+    if (e.limit < HUGE_VALF) {
+#pragma unroll
+      for (float& sum : sums) sum = clamp_keeping_nan(sum, -e.limit, e.limit);
+    }
+    return store_gated<C>(sums, staging, map, e, coord, first / 2, m0);
+  }
   if (p.store_halves) return store_halves<C>(sums, staging, map, p, coord, row0, m0);
   int n = row0 + coord.warpgroup * kRowsPerPanel, thread = coord.warp * 32 + coord.lane,
       barrier = 1 + coord.warpgroup;
@@ -269,59 +333,14 @@ __device__ __forceinline__ void store_group(float (&sums)[C::kSums], float* stag
                                             typename C::Work const& work, int row0) {
   Groups const& groups = p.groups;
   int const m0 = work.first_x_row, row_panel = row0 / kRowsPerPanel + coord.warpgroup;
-#pragma unroll
-  for (float& sum : sums) sum = nan_unless_finite(sum);
-  if (groups.bias && row_panel < groups.row_panels) {
-    int64_t const row = (int64_t(work.expert) * groups.row_panels + row_panel) * kRowsPerPanel +
-                        coord.warp * 16 + coord.lane / 4;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float const bias = load_float(groups.bias, groups.bias_type, row + h * 8);
-#pragma unroll
-      for (int i = 0; i < C::kSums; ++i)
-        if (i % 4 / 2 == h) sums[i] += bias;
-    }
-  }
+  int64_t const row = (int64_t(work.expert) * groups.row_panels + row_panel) * kRowsPerPanel +
+                      coord.warp * 16 + coord.lane / 4;
+  add_bias(sums, row_panel < groups.row_panels ? groups.bias : nullptr, groups.bias_type, row,
+           INT64_MAX);
   if (!groups.gated) return store_halves<C>(sums, staging, map, p, coord, row0, m0, work.end_x_row);
-  gate(sums, groups);
-  // Lines of 32 features, in the 64-byte swizzle.
-  constexpr int kFeatures = kRowsPerPanel / 2, kLineBytes = kFeatures * 2;
-  constexpr int kLineRows = C::kBlockM < 2 * C::kLineRows ? C::kBlockM : 2 * C::kLineRows;
-  int const barrier = 1 + coord.warpgroup, n = row_panel * kFeatures;
-  bool const copies = coord.warp == 0 && coord.lane == 0;
-  uint8_t* const lines =
-      reinterpret_cast<uint8_t*>(staging) + coord.warpgroup * kLineRows * kLineBytes;
-  // Two 8 x 8 matrices an instruction: eight features of eight rows of x, then of the next eight.
-  int const line = coord.lane % 16, matrix = line * kLineBytes + (coord.warp ^ line / 2 % 4) * 16;
-#pragma unroll
-  for (int first = 0; first < C::kBlockM; first += kLineRows) {
-    if (copies) cute::tma_store_wait<0>();  // the lines before have been read
-    cutlass::arch::NamedBarrier::sync(128, barrier);
-    auto const stage = [&](auto type) {
-#pragma unroll
-      for (int j = 0; j < kLineRows / 16 && first + 16 * j < C::kBlockM; ++j) {
-        float const* pair = sums + first / 2 + 8 * j;
-        cute::SM90_U16x4_STSM_T::copy(
-            pack_pair<decltype(type)>(pair[0], pair[1]),
-            pack_pair<decltype(type)>(pair[4], pair[5]),
-            *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * kLineBytes));
-      }
-    };
-    if (p.epilogue.out_type == DataType::kFloat16) {
-      stage(__half());
-    } else {
-      stage(__nv_bfloat16());
-    }
-    cute::tma_store_fence();
-    cutlass::arch::NamedBarrier::sync(128, barrier);
-    if (copies && n < p.epilogue.n) {
-#pragma unroll
-      for (int i = 0; i < kLineRows && first + i < C::kBlockM; i += kSlotRows)
-        if (m0 + first + i < work.end_x_row)
-          cute::SM90_TMA_STORE_2D::copy(&map, lines + i * kLineBytes, n, m0 + first + i);
-      cute::tma_store_arrive();
-    }
-  }
+  gate(sums, groups.activation, groups.bounds);
+  store_gated<C>(sums, staging, map, p.epilogue, coord, row_panel * kRowsPerPanel / 2, m0,
+                 work.end_x_row);
 }
 
 }  // namespace cutlass_ops::hopper

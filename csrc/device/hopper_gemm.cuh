@@ -130,7 +130,8 @@ Status launch_grouped(void (*kernel)(CUtensorMap, CUtensorMap, GroupedParams),
   if (!problem.groups.positions)
     status = encode_x_rows(problem.x, x_bytes, problem.rows, columns, problem.x_stride * x_bytes,
                            p.half_x_rows, &map);
-  if (status.ok() && problem.groups.gated) status = encode_gated_rows(e.out, e.m, e.n, &out_map);
+  if (status.ok() && problem.groups.gated)
+    status = encode_gated_rows(e.out, e.m, e.n, C::kXBoxRows, &out_map);
   if (status.ok() && !problem.groups.gated)
     status = encode_x_rows(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kXBoxRows, &out_map);
   if (!status.ok()) return status;
@@ -189,9 +190,10 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Pa
                    e.out_type != DataType::kFloat32;
   CUtensorMap out_map = {};
   if (p.store_halves) {
-    if (Status status = encode_x_rows(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kXBoxRows, &out_map);
-        !status.ok())
-      return status;
+    Status const status =
+        w.gated ? encode_gated_rows(e.out, e.m, e.n, C::kXBoxRows, &out_map)
+                : encode_x_rows(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kXBoxRows, &out_map);
+    if (!status.ok()) return status;
   }
   if constexpr (C::kWindowTiles > 0) {
     CompensatedParams compensated{p, {}, weight_tiles};

@@ -67,11 +67,11 @@ inline Status encode_x_rows(void const* x, int element_bytes, int m, int columns
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
 }
 
-// Of 16-bit outputs [m][columns] of gate and up, of which a row panel makes 32: boxes of those x an
-// expert's least rows, in the 64-byte swizzle.
-inline Status encode_gated_rows(void* out, int m, int columns, CUtensorMap* map) {
+// Of 16-bit outputs [m][columns] of gate and up, of which a row panel makes 32: boxes of those x
+// so many rows, in the 64-byte swizzle.
+inline Status encode_gated_rows(void* out, int m, int columns, int box_rows, CUtensorMap* map) {
   return encode<2>(CU_TENSOR_MAP_DATA_TYPE_UINT16, out, {cuuint64_t(columns), cuuint64_t(m)},
-                   {cuuint64_t(columns) * 2}, {kRowsPerPanel / 2, kSlotRows},
+                   {cuuint64_t(columns) * 2}, {kRowsPerPanel / 2, cuuint32_t(box_rows)},
                    CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
 }
 

@@ -24,6 +24,11 @@ bool is_float(DataType type) {
 Status unsupported(std::string text) { return {Status::kUnsupported, std::move(text)}; }
 Status invalid(std::string text) { return {Status::kInvalid, std::move(text)}; }
 
+Status check_plain_rows(PackedWeight const& w, char const* operation) {
+  if (!w.gated) return {};
+  return unsupported("the weight is gated; " + std::string(operation) + " takes plain weights");
+}
+
 Status check_addresses(std::initializer_list<Address> addresses) {
   for (Address const& a : addresses) {
     if (!a.pointer && a.required) return invalid(std::string(a.name) + " is a null pointer");
@@ -78,6 +83,10 @@ Status check_weight(PackedWeight const& w) {
   if (w.n < 1 || w.k < 1) {
     return invalid("the weight's shape is [" + std::to_string(w.n) + ", " + std::to_string(w.k) +
                    "]; both must be at least 1");
+  }
+  if (w.gated && w.n % 16 != 0) {
+    return invalid("n is " + std::to_string(w.n) +
+                   "; a gated weight has a multiple of 16 rows, eight of gate's and eight of up's");
   }
   bool group_fits =
       w.group_size == -1 || has_short_groups(w) || (w.group_size > 0 && w.group_size % 128 == 0);
@@ -138,6 +147,8 @@ static Status check_sizes(GemmProblem const& problem, int64_t tap_columns) {
 // Of what a product takes of an image.
 static Status check_image(GemmProblem const& problem) {
   ImageRows const& image = problem.image;
+  if (Status status = check_plain_rows(problem.weight, "a product of an image"); !status.ok())
+    return status;
   // A weight of one tap is a matrix as it is.
   bool const whole = padded_k(problem.weight.k) == padded_k(image.channels);
   if (Status status = check_sizes(problem, whole ? problem.weight.k : padded_k(image.channels));
@@ -216,7 +227,7 @@ Status check_product(GemmProblem const& problem) {
       check_addresses({{"bias", problem.bias, bytes_of(problem.bias_type), false},
                        {"residual", problem.residual, bytes_of(problem.residual_type), false}});
   if (!status.ok() || !problem.residual) return status;
-  return check_stride("residual_stride", problem.residual_stride, w.n, problem.m);
+  return check_stride("residual_stride", problem.residual_stride, outputs(w), problem.m);
 }
 
 Status check_gemm(GemmProblem const& problem, Device const& device) {
@@ -240,11 +251,18 @@ Status check_launch(GemmProblem const& problem, Plan const& plan, Workspace work
     return invalid("the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
                    std::to_string(plan.workspace) + " are needed");
   }
+  if (problem.weight.gated != (plan.gates || plan.layout.gates)) {
+    return invalid(std::string("the plan is for a weight that is ") +
+                   (problem.weight.gated ? "not gated; this one is" : "gated; this one is not"));
+  }
+  bool const stores_gated = plan.gates && !plan.layout.gates;
+  if (stores_gated && (problem.residual || problem.out_type == DataType::kFloat32))
+    return invalid("the plan is for 16-bit outputs of a gated weight without a residual");
   if (plan.compensates && !plan.layout.sums && !problem.weight.sums) {
     return invalid("the plan is for a weight that has its column sums; this one has none");
   }
   return check_addresses({{"the workspace", workspace.data, kWorkspaceBytes, plan.workspace > 0},
-                          {"out", problem.out, bytes_of(problem.out_type)}});
+                          {"out", problem.out, stores_gated ? 16 : bytes_of(problem.out_type)}});
 }
 
 // Of what comes after fp32 sums that are not a product's.
@@ -259,6 +277,8 @@ static Status check_epilogue_types(GemmProblem const& problem) {
 
 Status check_depthwise(GemmProblem const& problem, float const* taps) {
   ImageRows const& image = problem.image;
+  if (Status status = check_plain_rows(problem.weight, "a depthwise convolution"); !status.ok())
+    return status;
   if (Status status = check_sizes(problem, 1); !status.ok()) return status;
   for (int axis = 0; axis < 3; ++axis) {
     for (int extent :
@@ -295,6 +315,7 @@ Status check_depthwise(GemmProblem const& problem, float const* taps) {
 }
 
 Status check_finish(GemmProblem const& problem, void const* sums) {
+  if (Status status = check_plain_rows(problem.weight, "finish_sums"); !status.ok()) return status;
   if (problem.m < 0 || problem.m > kMaxM || problem.weight.n < 1) {
     return invalid("the sums are [" + std::to_string(problem.m) + ", " +
                    std::to_string(problem.weight.n) + "]; 0 to " + std::to_string(kMaxM) +

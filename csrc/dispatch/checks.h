@@ -42,6 +42,8 @@ Status check_activation(Activation activation, float clamp_low, float clamp_high
 Status check_act_quant(ActQuant act_quant, bool of_image = false);
 
 Status check_weight(PackedWeight const& weight);
+// That a weight is not gated, for an operation without gated outputs.
+Status check_plain_rows(PackedWeight const& weight, char const* operation);
 // A product, anywhere and on a GPU.
 Status check_product(GemmProblem const& problem);
 Status check_gemm(GemmProblem const& problem, Device const& device);

@@ -37,6 +37,14 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
     layout.sums = true, layout.colsums = layout.splitk_workspace;
     layout.splitk_workspace = layout.colsums + align_256(size_t(colsum_bytes(w)));
   }
+  plan->gates =
+      w.gated && plan->spec->gates && problem.out_type != DataType::kFloat32 && !problem.residual;
+  bool const stores_slices = plan->slices > 1 && plan->tail_tiles == 0;
+  layout.gates = w.gated && (stores_slices || !plan->gates);
+  if (layout.gates && !stores_slices) {
+    layout.gate_sums = layout.splitk_workspace;
+    layout.splitk_workspace += align_256(size_t(problem.m) * w.n * sizeof(float));
+  }
   plan->layout = layout;
   plan->workspace = layout.splitk_workspace;
   if (plan->tail_tiles > 0) {
@@ -79,7 +87,11 @@ std::vector<char const*> launches(Plan const& plan) {
   if (plan.layout.compensates && !plan.layout.block) names.push_back("compensate_zeros");
   if (plan.layout.sums) names.push_back("weight_colsum");
   names.push_back(plan.kernel);
-  if (plan.slices > 1 && plan.tail_tiles == 0) names.push_back("splitk_reduce");
+  if (plan.layout.gates) {
+    names.push_back("gate_sums");
+  } else if (plan.slices > 1 && plan.tail_tiles == 0) {
+    names.push_back("splitk_reduce");
+  }
   return names;
 }
 

@@ -8,11 +8,18 @@ namespace cutlass_ops {
 PlanCache::Key PlanCache::key_of(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   QuantizedActivations const& q = problem.quantized;
-  bool const flags[] = {problem.act_symmetric, problem.batch_invariant,
-                        problem.exact,         reinterpret_cast<uintptr_t>(problem.x) % 16 == 0,
-                        q.codes != nullptr,    q.zeros != nullptr,
-                        w.zeros != nullptr,    w.offsets != nullptr,
-                        w.perm != nullptr,     w.sums != nullptr};
+  bool const flags[] = {problem.act_symmetric,
+                        problem.batch_invariant,
+                        problem.exact,
+                        reinterpret_cast<uintptr_t>(problem.x) % 16 == 0,
+                        q.codes != nullptr,
+                        q.zeros != nullptr,
+                        w.zeros != nullptr,
+                        w.offsets != nullptr,
+                        w.perm != nullptr,
+                        w.sums != nullptr,
+                        w.gated,
+                        w.gated && problem.residual};
   int64_t set = 0;
   for (bool flag : flags) set = 2 * set + flag;
   return {problem.m,

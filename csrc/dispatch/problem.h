@@ -24,6 +24,8 @@ constexpr int activation_block(int group_size) {
 inline int64_t padded_size(PackedWeight const& w) { return padded_rows(w.n) * padded_k(w.k); }
 inline int64_t k_tiles(PackedWeight const& w) { return ceil_div(w.k, kKPerTile); }
 inline int code_bits(PackedWeight const& w) { return info(w.format).bits; }
+// Columns of a product's result.
+inline int outputs(PackedWeight const& w) { return w.gated ? w.n / 2 : w.n; }
 inline bool has_integer_codes(PackedWeight const& w) { return info(w.format).integers; }
 inline bool has_codebook(PackedWeight const& w) { return info(w.format).codebook; }
 inline int table_bytes(PackedWeight const& w) { return info(w.format).table_bytes; }

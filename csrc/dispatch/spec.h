@@ -121,6 +121,7 @@ struct KernelSpec {
                  // made such before
   bool combines_slices;  // its clusters may take the last split-K slices of several tiles
                          // (hopper::StreamKWork)
+  bool gates;            // it can store 16-bit outputs of a gated weight without a residual
   bool decodes;          // for a few rows of x: it cuts K itself, where it does, and no
                          // partial sums leave it
   // kNone, or what forbids it; `device` has the architecture whose kernels are requested.

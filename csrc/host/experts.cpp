@@ -105,6 +105,9 @@ Status check_route(RouteProblem const& r) {
 Status check_memory(MoeProblem const& p) {
   for (PackedExperts const* experts : {&p.gate_up, &p.down}) {
     if (Status status = check_weight(experts->stack); !status.ok()) return status;
+    // Their rows of gate and up are part of the layer, and not a property of the stack.
+    if (Status status = check_plain_rows(experts->stack, "a layer of experts"); !status.ok())
+      return status;
     if (!fits_fold16(experts->stack))
       return unsupported_experts(
           "groups of 16 have neither zero points nor offsets, nor fp32 scales beside a code book");

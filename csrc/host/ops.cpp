@@ -149,11 +149,26 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
     status = launch_weight_colsum(problem.weight, compensates_weight_zeros(problem), follows,
                                   base + layout.colsums, stream);
   }
+  if (layout.gates) {
+    // The kernel's result is all rows' sums.
+    ready.weight.gated = false;
+    ready.out = base + layout.gate_sums, ready.out_type = DataType::kFloat32;
+    ready.bias = ready.residual = nullptr, ready.activation = Activation::kNone;
+    ready.saturate = false;
+  }
   float* splitk_workspace =
       chosen.slices > 1 ? reinterpret_cast<float*>(base + layout.splitk_workspace) : nullptr;
   if (status.ok()) status = chosen.spec->launch(ready, chosen, splitk_workspace, stream);
-  if (status.ok() && splitk_workspace && chosen.tail_tiles == 0)
+  bool const stored_slices = splitk_workspace && chosen.tail_tiles == 0;
+  if (status.ok() && layout.gates) {
+    status = stored_slices
+                 ? launch_gate_sums(problem, chosen.slices, int(padded_rows(problem.weight.n)),
+                                    splitk_workspace, stream)
+                 : launch_gate_sums(problem, 1, problem.weight.n,
+                                    static_cast<float const*>(ready.out), stream);
+  } else if (status.ok() && stored_slices) {
     status = launch_splitk_reduce(ready, chosen.slices, splitk_workspace, stream);
+  }
   if (!status.ok()) status.text += shape(problem);
   return status;
 }

@@ -139,6 +139,11 @@ Status launch_grouped_decode_fold16(GroupedGemm const& problem, Plan const& plan
 Status launch_splitk_reduce(GemmProblem const& problem, int slices, float const* splitk_workspace,
                             Stream stream);
 
+// gate_sums.cu: add the slices of K, [slices][m][stride], in their order, and make the outputs of a
+// gated weight; one slice is the sums of the product.
+Status launch_gate_sums(GemmProblem const& problem, int slices, int stride, float const* sums,
+                        Stream stream);
+
 // quantize_activations.cu
 struct QuantizerStart {
   bool early = false;  // the next kernel may start before those before this one have ended

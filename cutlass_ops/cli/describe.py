@@ -92,6 +92,7 @@ def describe_packed(info: PackedInfo) -> dict[str, Any]:
         note = _note(bits, group_size, parts) + (
             f", kernel {'x'.join(map(str, kernel))}" if kernel else ""
         )
+        note += ", gated" if name in info.gated else ""
         tensors.append(
             {
                 "name": name,

@@ -406,8 +406,8 @@ def kernels_of(
 ) -> tuple[Kernel, ...]:
     """The kernels of a model's :class:`MixedLinear` layers, for each number of rows of x."""
     layers = [module for module in model.modules() if isinstance(module, MixedLinear)]
-    alike = Counter((layer.packed.n, layer.packed.k, layer.packed.bits) for layer in layers)
-    one = {(layer.packed.n, layer.packed.k, layer.packed.bits): layer for layer in layers}
+    alike = Counter((layer.packed.rows, layer.packed.k, layer.packed.bits) for layer in layers)
+    one = {(layer.packed.rows, layer.packed.k, layer.packed.bits): layer for layer in layers}
     return tuple(
         Kernel(m, n, k, bits, count, str(_explain(one[n, k, bits], m, dtype, device)))
         for m in rows

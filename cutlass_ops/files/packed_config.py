@@ -122,7 +122,7 @@ def quantization_config(
     return {
         "quant_method": QUANT_METHOD,
         "layout": formats.LAYOUT_NAME,
-        "layout_version": formats.GATED_VERSION if experts else formats.LAYOUT_VERSION,
+        "layout_version": formats.GATED_EXPERTS_VERSION if experts else formats.LAYOUT_VERSION,
         **common.to_json(),
         "modules": {
             name: weight.to_json()
@@ -163,7 +163,7 @@ def has_plain_rows(config: Mapping[str, Any]) -> bool:
     """Whether an earlier version packed the experts, which did not put rows of gate
     and up in eights.
     """
-    return int(config["layout_version"]) < formats.GATED_VERSION
+    return int(config["layout_version"]) < formats.GATED_EXPERTS_VERSION
 
 
 def model_dtype(config: Mapping[str, Any]) -> torch.dtype:

@@ -215,9 +215,9 @@ def _verify_one(
 def _matrices(
     name: str, weight: PackedWeight | PackedExperts
 ) -> Iterator[tuple[str, PackedWeight]]:
-    """A weight, or each of several experts as it is packed, with a name."""
+    """The rows of a weight, or of each of several experts, as they are packed, with a name."""
     if isinstance(weight, PackedWeight):
-        yield name, weight
+        yield name, weight.eights
     else:
         for e in range(weight.experts):
             yield f"{name}[{e}]", weight.expert(e)
@@ -313,6 +313,11 @@ def _verify_entry(
         if isinstance(stored, PackedExperts):
             found.problems.append(
                 f"{packed}: holds {stored.experts} experts; the checkpoint has one matrix"
+            )
+            return {packed}
+        if stored.gated:
+            found.problems.append(
+                f"{packed}: holds gate and up packed as one; the checkpoint has one matrix"
             )
             return {packed}
         weight = stored.unpack()
@@ -525,6 +530,8 @@ def _changes(a: PackedInfo, b: PackedInfo, name: str) -> list[str]:
         return [f"experts, their rows and whether they are gated are {first} and {second}"]
     if a.kernels.get(name, ()) != b.kernels.get(name, ()):
         return [f"kernel_size is {a.kernels.get(name, ())} and {b.kernels.get(name, ())}"]
+    if (name in a.gated) != (name in b.gated):
+        return [f"gated is {name in a.gated} and {name in b.gated}"]
     x, y = _weight(a, name), _weight(b, name)
     # Codes where they stand in the matrix; the padding is compared as it is stored.
     changes = []

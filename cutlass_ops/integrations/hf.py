@@ -162,9 +162,9 @@ def load_model(
         if isinstance(module, MixedLinear | MixedExperts):
             module.act_quant = module.act_quant if act_quant is None else act_quant
             module.act_symmetric = module.act_symmetric if act_symmetric is None else act_symmetric
-    if fuse:
-        fuse_linears(model)
     loaded: nn.Module = model.to(device).eval()
+    if fuse:
+        fuse_linears(loaded)  # there, where a GPU packs them
     return loaded
 
 
@@ -282,6 +282,11 @@ def _state(
             experts.add(layer)
             weights[layer] = _add(state, layer, value)
             continue
+        if value.gated:
+            raise ValueError(
+                f"{path}: {name!r} is a gated weight, which takes no layer's place: store gate and "
+                "up apart (reorder(weight.unpack()) has the rows of both); load_model packs them so"
+            )
         layer, reason = architecture.place(name)
         if architecture.is_embedding(name):
             reason = architecture.reason_to_keep(name)

@@ -16,6 +16,7 @@ from ..nn.architecture import features
 from ..nn.conv import CONVOLUTIONS, MixedConv, mixed_conv
 from ..nn.embedding import MixedEmbedding, TiedEmbedding
 from ..nn.experts import ExpertWeights, MixedExperts
+from ..nn.gated_mlp import GatedMLP
 from ..nn.linear import FusedPart, MixedLinear
 from ..nn.model_embeddings import packed_embedding, restore_scale
 from ..nn.model_experts import GATE_UP, PRODUCTS, experts_form
@@ -63,7 +64,12 @@ def describe(model: nn.Module) -> dict[str, Any]:
             weights |= {product: _format(packed, {"codes"}) for product, packed in products.items()}
             experts += list(products)
             continue
-        if layer.activation is not None:
+        if layer.packed.gated and layer is module:
+            raise ValueError(
+                f"{name!r} has a gated weight, which is not stored; fuse_linears makes such layers "
+                "of gate and up, which are stored apart"
+            )
+        if layer.activation is not None and not layer.packed.gated:  # else it is the parent's
             raise ValueError(f"{name!r} has activation {layer.activation!r}, which is not stored")
         with_bias = not isinstance(module, FusedPart) or module.has_bias
         weights[name] = _format(layer.packed, {"codes"} if with_bias else {"codes", "bias"})
@@ -213,6 +219,8 @@ def put_floats(model: nn.Module, plain: nn.Module, dtype: torch.dtype) -> None:
                 f"{name!r} is offloaded: its tensors are not in memory; load the model "
                 "without offloading"
             )
+        if isinstance(module, MixedLinear) and module.packed.gated and not module.shared_by:
+            raise ValueError(f"{name!r} has a gated weight, the product of two float layers")
     made: dict[nn.Module, nn.Module] = {}
     for name, module in packed.items():
         parent, _, child = name.rpartition(".")
@@ -222,6 +230,9 @@ def put_floats(model: nn.Module, plain: nn.Module, dtype: torch.dtype) -> None:
         if module not in made:
             made[module] = _float_layer(module, _plain_layer(plain, name), dtype)
         setattr(model.get_submodule(parent), child, made[module])
+    for mlp in model.modules():
+        if isinstance(mlp, GatedMLP):
+            mlp.restore()
 
 
 def _plain_layer(plain: nn.Module, name: str) -> nn.Module | None:

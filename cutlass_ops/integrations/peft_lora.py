@@ -219,6 +219,11 @@ def _check_called(layer: nn.Module) -> None:
             f"the layer is called by {', '.join(names)} alone, whose results it computes: "
             "name those in target_modules, or do not fuse layers"
         )
+    if isinstance(layer, MixedLinear) and layer.packed.gated:
+        raise ValueError(
+            "the layer has a gated weight, gate and up as one: make layers of gate and up apart, "
+            "which fuse_linears joins, and name those in target_modules"
+        )
 
 
 def _device(layer: Any) -> torch.device:

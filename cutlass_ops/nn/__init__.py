@@ -3,11 +3,13 @@
 from .conv import MixedConv, MixedConv1d, MixedConv2d, MixedConv3d, replace_convs
 from .embedding import MixedEmbedding, TiedEmbedding
 from .experts import MixedExperts
+from .gated_mlp import GatedMLP
 from .linear import Fused, FusedPart, MixedLinear, fuse_linears, replace_linears, set_activations
 
 __all__ = [
     "Fused",
     "FusedPart",
+    "GatedMLP",
     "MixedConv",
     "MixedConv1d",
     "MixedConv2d",

@@ -41,6 +41,7 @@ class _Lookup(PackedState):
     ) -> None:
         if packed.kernel_size:
             raise ValueError(reference.CONVOLUTION.format(packed.kernel_size))
+        packed.check_plain(type(self).__name__)
         if dtype not in DATA_TYPES:
             raise TypeError(f"dtype is {dtype}; supported are float16, bfloat16 and float32")
         self.num_embeddings, self.embedding_dim = packed.shape

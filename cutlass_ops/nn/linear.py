@@ -17,8 +17,10 @@ from torch.compiler import is_dynamo_compiling
 from .. import _C, reference
 from ..ops import gemm
 from ..weights import formats
+from ..weights.eights import gate_first
 from ..weights.packed_weight import PackedWeight
-from ..weights.reorder import reorder
+from ..weights.reorder import join_gated, reorder
+from ..weights.weight import rows_of
 from .architecture import features
 from .buffers import PackedState, WeightBuffers
 from .conv import MixedConv
@@ -28,6 +30,7 @@ from .conv import MixedConv3d as MixedConv3d
 from .embedding import MixedEmbedding as MixedEmbedding
 from .embedding import TiedEmbedding as TiedEmbedding
 from .experts import MixedExperts as MixedExperts
+from .gated_mlp import GatedForm, become_gated, gated_form
 from .quantizer_module import quantizer_module
 
 _ACT_QUANT = ("none", "token", "block")
@@ -42,6 +45,7 @@ SHARED_INPUT = {
 
 class MixedLinear(WeightBuffers):
     """``y = act(x @ W.T + bias)`` with ``W`` packed: :func:`cutlass_ops.mixed_gemm` as a module.
+    With a gated weight it is ``act(x @ gate.T + bias of gate) * (x @ up.T + bias of up)``.
 
     The packed tensors are buffers, so ``state_dict``, ``.to(device)`` and ``.cuda()`` treat them as
     any other. They keep their dtypes under ``.half()`` and ``.to(dtype)``: scales are part of the
@@ -155,14 +159,29 @@ class MixedLinear(WeightBuffers):
             "torch.compile or torch.export"
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def state_format(self) -> dict[str, Any]:
+        """As its base class has it, and whether the weight is gated."""
+        form = super().state_format()
+        if not self._packed.gated:
+            return form
+        return {**form, "layout_version": formats.GATED_VERSION, "gated": True}
+
+    def forward(self, x: Tensor, factors: bool = False) -> Tensor:
         """Multiply x ``[..., K]`` by the weight; returns ``[..., N]`` of x's dtype.
+
+        Args:
+            x: fp16, bf16 or fp32.
+            factors: of a gated weight, return ``[..., 2 * N]``: the sums of gate and then those of
+                up, with their biases, before the activation.
 
         Raises:
             TypeError, ValueError: x or a replaced buffer does not fit; the message has its value.
             RuntimeError: as in :func:`cutlass_ops.mixed_gemm`.
         """
         packed, act_quant, act_symmetric = self._packed, self.act_quant, self.act_symmetric
+        if factors:
+            options = (None, None, act_quant, act_symmetric)
+            return gate_first(gemm.mixed_gemm(x, self.packed.eights, *options), x.dim() - 1)
         if self.activation is None and not is_dynamo_compiling():
             # As in mixed_gemm, of the buffers as they are.
             if not act_symmetric:
@@ -189,6 +208,8 @@ class MixedLinear(WeightBuffers):
             parts.append(f"act_symmetric={self.act_symmetric}")
         if self.activation is not None:
             parts.append(f"activation={self.activation!r}")
+        if self._packed.gated:
+            parts.append("gated=True")
         return ", ".join(parts)
 
 
@@ -231,6 +252,7 @@ def replace_linears(
             raise TypeError(
                 f"{name!r}: the weight is a {type(weight).__name__}; a PackedWeight is expected"
             )
+        weight.check_plain("replace_linears")
         linear = modules.get(name)
         if not name or linear is None:
             raise ValueError(f"{name!r}: the model has no module of that name inside it")
@@ -299,7 +321,7 @@ class _Shared:
         parts = last[2] if last is not None and kept else []
         y = parts[index] if kept else None
         if y is None:
-            whole = self.layer(x)
+            whole = self.layer(x, factors=True) if self.layer._packed.gated else self.layer(x)
             # One view each, so that each may be written to while gradients are recorded.
             starts = (sum(self.sizes[:i]) for i in range(len(self.sizes)))
             views = [
@@ -413,7 +435,13 @@ def fuse_linears(
     Their weights are packed as one (:func:`cutlass_ops.reorder` of a list) in a
     :class:`MixedLinear` that the parent gets under a new name, and :class:`FusedPart` modules take
     their places, so that the model's code stays as it is. The values are those of the separate
-    layers up to the order of fp32 sums. ``state_dict`` has the new layer's tensors instead of the
+    layers up to the order of fp32 sums.
+
+    A parent that does nothing but ``down(activation(gate(x)) * up(x))``, as the MLPs of most of
+    transformers' models, becomes a :class:`GatedMLP`, if gate and up are the layers and their N is
+    a multiple of 8. Its new layer has a gated weight, whose product is rounded once, where the
+    model's code rounds gate's, the activation's and up's.
+    ``state_dict`` has the new layer's tensors instead of the
     old ones'; ``save_pretrained`` of transformers' models writes the old ones', bit for bit.
 
     Layers are left alone, with the reason in the result, where one of them is no MixedLinear, or
@@ -434,16 +462,18 @@ def fuse_linears(
             name = f"{parent_name}.{new}" if parent_name else new
             parts = [getattr(parent, child) for child in children]
             reason = _reason_against(parent, new, dict(zip(children, parts, strict=True)))
+            form = None if reason else _gated_form(parent, children, parts)
             if not reason:
                 try:
-                    packed = _as_one([part.packed for part in parts])
+                    packed = _as_one([part.packed for part in parts], gated=form is not None)
                 except ValueError as error:
                     reason = str(error)
             if reason:
                 refused[name] = reason
                 continue
             first = parts[0]
-            layer = MixedLinear(packed, first.act_quant, first.act_symmetric, first.activation)
+            activation = form.activation if form else first.activation
+            layer = MixedLinear(packed, first.act_quant, first.act_symmetric, activation)
             layer.train(first.training)
             layer.shared_by = tuple(children)
             shared = _Shared(
@@ -454,6 +484,8 @@ def fuse_linears(
             setattr(parent, new, layer)
             for index, child in enumerate(children):
                 setattr(parent, child, FusedPart(shared, index).train(first.training))
+            if form:
+                become_gated(parent, form, new)
             layers[name] = tuple(
                 f"{parent_name}.{child}" if parent_name else child for child in children
             )
@@ -461,21 +493,30 @@ def fuse_linears(
 
 
 def _rows(weight: PackedWeight, begin: int, end: int) -> PackedWeight:
-    """Rows ``begin`` to ``end`` of a weight: views where they are whole row panels."""
-    if begin % formats.ROWS_PER_PANEL or (end % formats.ROWS_PER_PANEL and end != weight.n):
-        whole = weight.unpack()
-        parts = {
-            name: getattr(whole, name) for name in ("codes", "scales", "zeros", "offsets", "bias")
-        }
-        return reorder(
-            replace(
-                whole, **{name: part[begin:end] for name, part in parts.items() if part is not None}
-            )
-        )
+    """Rows ``begin`` to ``end`` of what a weight was packed from: views where they are whole row
+    panels of it.
+    """
+    in_panels = begin % formats.ROWS_PER_PANEL == 0 and (
+        end % formats.ROWS_PER_PANEL == 0 or end == weight.n
+    )
+    if weight.gated or not in_panels:
+        return reorder(rows_of(weight.unpack(), slice(begin, end)))
     return weight.row_panels(begin, end)
 
 
-def _as_one(weights: Sequence[PackedWeight]) -> PackedWeight:
+def _gated_form(
+    parent: nn.Module, children: Sequence[str], parts: Sequence[MixedLinear]
+) -> GatedForm | None:
+    """How a parent uses two layers, if as gate and up of weights that can be packed as gated."""
+    if len(parts) != 2 or parts[0].activation is not None:
+        return None
+    sizes = {part.out_features for part in parts}
+    if len(sizes) != 1 or parts[0].out_features % formats.GATED_ROWS:
+        return None
+    return gated_form(parent, *children)
+
+
+def _as_one(weights: Sequence[PackedWeight], gated: bool) -> PackedWeight:
     """What :func:`cutlass_ops.reorder` makes of the canonical weights as a list; ValueError if
     they cannot be one.
     """
@@ -492,6 +533,8 @@ def _as_one(weights: Sequence[PackedWeight]) -> PackedWeight:
         )
         for w in weights
     )
+    if gated:
+        return join_gated(*weights) if alike else reorder([w.unpack() for w in weights], gated=True)
     # Row panels are the outermost order, so whole ones need not be unpacked.
     if not alike or any(w.n % formats.ROWS_PER_PANEL for w in weights[:-1]):
         return reorder([w.unpack() for w in weights])
@@ -512,6 +555,8 @@ def _reason_against(parent: nn.Module, new: str, parts: Mapping[str, nn.Module])
     for name, part in parts.items():
         if not isinstance(part, MixedLinear):
             return f"{name} is a {type(part).__name__}; a MixedLinear is expected"
+        if part._packed.gated:
+            return f"{name} has a gated weight"
         if part.codes.is_meta:
             return f"{name} is offloaded: its tensors are not in memory"
     options = {

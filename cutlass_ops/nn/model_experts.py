@@ -19,9 +19,9 @@ from ..weights.weight import FLOAT_TYPES
 #: The products of a layer of experts, by the names that transformers has for their parameters.
 PRODUCTS = (GATE_UP, DOWN) = ("gate_up_proj", "down_proj")
 
-#: Activations of gate that experts of transformers have, by their classes, as
-#: :func:`cutlass_ops.mixed_moe` names them.
-_GATES = {
+#: Activations of gate that experts and MLPs of transformers have, by their classes, as
+#: :func:`cutlass_ops.mixed_gemm` names them.
+GATES = {
     "torch.nn.modules.activation.SiLU": "silu",
     "transformers.activations.SiLUActivation": "silu",
     "torch.nn.modules.activation.ReLU": "relu",
@@ -109,7 +109,7 @@ def experts_form(module: Any) -> ExpertsForm | None:
     """What an experts module of transformers computes; None for other modules, and for experts of
     another formula.
     """
-    clamped = _qualified(type(module)) in _CLAMPED
+    clamped = qualified(type(module)) in _CLAMPED
     stated = _CLAMPED_SAYS if clamped else _PLAIN
     if any(getattr(module, name, None) is not value for name, value in stated.items()):
         return None
@@ -142,8 +142,9 @@ def _activation_of_gate(module: Any) -> str | None:
     default = getattr(import_module("transformers.integrations.moe"), "_default_apply_gate", None)
     if default is None or getattr(type(module), "_apply_gate", None) is not default:
         return None
-    return _GATES.get(_qualified(type(getattr(module, "act_fn", None))))
+    return GATES.get(qualified(type(getattr(module, "act_fn", None))))
 
 
-def _qualified(kind: type) -> str:
+def qualified(kind: type) -> str:
+    """A class's name with its module's."""
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -149,8 +149,8 @@ def check_bias(bias: Tensor, weight: PackedWeight) -> None:
     check_float("bias", bias, weight.device)
     if weight.bias is not None:
         raise ValueError("a bias is given, but the weight has one already")
-    if bias.shape != (weight.n,):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; {(weight.n,)} is expected")
+    if bias.shape != (weight.rows,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; {(weight.rows,)} is expected")
 
 
 def check_residual(residual: Tensor, weight: PackedWeight, out_shape: tuple[int, ...]) -> None:

@@ -64,6 +64,7 @@ def check_weight(weight: Any, dims: int) -> None:
         raise ValueError(
             f"the weight of shape {list(weight.shape)} has {has}; {expected} is expected"
         )
+    weight.check_plain("linear_int8")  # no other matrix comes here
 
 
 def check_geometry(

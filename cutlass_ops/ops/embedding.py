@@ -38,7 +38,7 @@ def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.floa
         IndexError: an id outside of 0 .. N-1, on a CPU. On a GPU it fails an assertion of torch's
             kernels, as in ``torch.nn.functional.embedding``.
         TypeError: ids, weight or dtype is of another type.
-        ValueError: ids on another device, or a convolution's weight.
+        ValueError: ids on another device, or a convolution's or a gated weight.
         RuntimeError: a tensor of the weight requires a gradient.
     """
     if not isinstance(ids, Tensor):
@@ -56,6 +56,7 @@ def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.floa
         raise TypeError(f"dtype is {dtype}; supported are {dtype_names(DATA_TYPES)}")
     if weight.kernel_size:
         raise ValueError(reference.CONVOLUTION.format(weight.kernel_size))
+    weight.check_plain("embedding")
     if ids.device != weight.device:
         raise ValueError(f"ids is on {ids.device}; the weight is on {weight.device}")
     check_device(weight.device)

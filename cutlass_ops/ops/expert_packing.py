@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .. import reference
 from ..weights import formats
-from ..weights.packed_experts import PackedExperts, gated_order
+from ..weights.eights import gated_order
+from ..weights.packed_experts import PackedExperts
 from ..weights.packed_weight import PackedWeight
 from ..weights.reorder import common_form, reorder
 from ..weights.specs import empty_packed

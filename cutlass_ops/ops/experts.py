@@ -12,7 +12,8 @@ from torch import Tensor, is_grad_enabled
 
 from .. import _C, reference
 from ..reference import experts as reference_experts
-from ..weights.packed_experts import EIGHTS_PARTS, PackedExperts, gated_order, in_eights
+from ..weights.eights import gated_order
+from ..weights.packed_experts import EIGHTS_PARTS, PackedExperts, in_eights
 from ..weights.packed_weight import stream_of
 from ..weights.weight import PARTS
 from . import arguments, gemm, kept, library, native

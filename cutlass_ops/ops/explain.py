@@ -40,8 +40,8 @@ class Explanation:
         launches: the files in ``csrc/kernels`` of the kernels that run, in order:
             quantize_activations (unless `kernel` quantises x itself), upcast_activations or
             compensate_zeros, weight_colsum (where terms of zero points are needed and not
-            kept), `kernel`, splitk_reduce; for "torch.matmul" dequantize, for each panel. Empty
-            without rows of x.
+            kept), `kernel`, splitk_reduce or, for a gated weight, gate_sums; for
+            "torch.matmul" dequantize, for each panel. Empty without rows of x.
         tile: output features and rows of x that a cluster (a CTA, where there are no clusters)
             computes at a time.
         grid: CTAs along x and y.

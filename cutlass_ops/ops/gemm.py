@@ -17,6 +17,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from .. import _C, reference
 from ..weights import formats
+from ..weights.eights import in_eights
 from ..weights.packed_weight import PackedWeight
 from ..weights.weight import QuantizedWeight
 from .activations import MAX_M, QuantizedActivations
@@ -40,7 +41,7 @@ from .gemm_library import OF_FLOATS, OF_QUANTIZED
 from .gradients import record
 from .library import weight_fields
 from .native import ACT_QUANT, DATA_TYPES, split_activation
-from .products import check_panels, gemm_floats, gemm_quantized, run_dequantize
+from .products import all_values, check_panels, gemm_floats, gemm_quantized
 
 
 def check_quantized(x: QuantizedActivations, weight: PackedWeight) -> int:
@@ -84,6 +85,11 @@ def mixed_gemm(
     exact: bool = False,
 ) -> Tensor:
     """``activation(x @ W^T + bias) + residual`` with a packed weight.
+
+    With a gated weight (``reorder([gate, up], gated=True)``) it is ``activation(x @ gate^T +
+    bias_gate) * (x @ up^T + bias_up) + residual``, whose factors are not rounded before they are
+    multiplied. Kernels then store fp32 sums, M x 2N x 4 bytes of workspace, that another kernel
+    (``gate_sums``) multiplies.
 
     Sums are fp32, whatever the types; the result is rounded once. On a GPU the same input gives
     the same bits every time. On Hopper weights in groups of 16, 32 and 64, with offsets, with a
@@ -129,7 +135,8 @@ def mixed_gemm(
         x: fp16, bf16 or fp32 ``[..., K]`` on the weight's device, or what
             :func:`quantize_activations` returned, with the weight's ``perm`` and a fitting block.
         weight: what :func:`cutlass_ops.reorder` returned, ``[N, K]``.
-        bias: fp16, bf16 or fp32 ``[N]``, if the weight has none.
+        bias: fp16, bf16 or fp32 ``[N]``, if the weight has none; ``[2 * N]``, that of gate first,
+            with a gated weight.
         activation: None, "relu", "relu6", "gelu" (the erf form), "silu" or ``("clamp", lo, hi)``.
         act_quant: "none" multiplies x as it is; "block" quantises it to int8 with one scale for
             each row and block of min(group_size, 128) columns, "token" with one scale a row.
@@ -222,7 +229,7 @@ def mixed_gemm(
         )
     if bias is not None:
         check_bias(bias, weight)
-        bias = bias.contiguous()
+        bias = in_eights(bias) if weight.gated else bias.contiguous()
     if residual is not None:
         check_residual(residual, weight, out_shape)
         residual = residual.reshape(-1, n)
@@ -275,7 +282,7 @@ def dequantize(
     weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torch.float16
 ) -> Tensor:
     """The weight's values, ``[N, K]``, act order undone, or a convolution's ``[N, C, *kernel]``, on
-    the weight's device.
+    the weight's device; those of a gated weight are ``[2 * N, K]``, gate's before up's.
 
     Args:
         weight: canonical or packed.
@@ -298,7 +305,7 @@ def dequantize(
     if is_grad_enabled():
         check_frozen(weight)
     if runs_directly(weight.codes):
-        return run_dequantize(weight, dtype)
+        return all_values(weight, dtype)
     return cast(
         Tensor, torch.ops.cutlass_ops.dequantize(*weight_fields(weight), dtype, weight.kernel_size)
     )

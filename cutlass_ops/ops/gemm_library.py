@@ -20,7 +20,7 @@ from .activations import (
 )
 from .call import CallSchema
 from .library import WEIGHT_FIELDS, WEIGHT_SCHEMA, register, with_empty
-from .products import gemm_floats, gemm_quantized, run_dequantize
+from .products import all_values, gemm_floats, gemm_quantized
 
 #: The call of a product of floats, and of one of quantised activations.
 OF_FLOATS = CallSchema()
@@ -79,7 +79,7 @@ def _silu_mul_quantize_fake(
 
 def _dequantize_op(*args: Any) -> Tensor:
     # The dispatcher leaves out what is the schema's default.
-    return run_dequantize(
+    return all_values(
         PackedWeight(*args[:WEIGHT_FIELDS], *map(tuple, args[WEIGHT_FIELDS + 1 :])),
         args[WEIGHT_FIELDS],
     )
@@ -87,7 +87,7 @@ def _dequantize_op(*args: Any) -> Tensor:
 
 def _dequantize_fake(*args: Any) -> Tensor:
     n, k, kernel_size = (
-        args[6],
+        args[6] * (2 if args[11] else 1),
         args[7],
         [extent for sizes in args[WEIGHT_FIELDS + 1 :] for extent in sizes],
     )

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..weights import formats
+from ..weights.eights import gate_first
 from ..weights.packed_weight import PackedWeight
 from . import arguments, library, products
 from .call import Call
@@ -26,12 +28,12 @@ _FP32_RESULTS = hasattr(torch.ops.aten.mm, "dtype")
 
 
 def _times_weight(grad: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """``grad @ W`` for a ``grad`` of ``[M, N]``, rounded once to ``dtype``.
+    """``grad @ W`` for a ``grad`` of ``[M, rows]``, rounded once to ``dtype``.
 
     W has the dtype of ``grad``, a panel of its rows at a time; where there are several, their
     products are added in fp32.
     """
-    if products.panel_rows(weight) == weight.n:
+    if products.panel_rows(weight) == weight.rows:
         return (grad @ products.run_dequantize(weight, grad.dtype)).to(dtype)
     if not _FP32_RESULTS:
         grad = grad.float()
@@ -61,6 +63,16 @@ def through_activation(grad: Tensor, z: Tensor, call: Call) -> Tensor:
     return of_activation[call.activation]()
 
 
+def _through_gate(grad: Tensor, z: Tensor, call: Call) -> Tensor:
+    """The gradient of z ``[M, rows]``, in the order of a gated weight, by that of ``[M, N]``."""
+    eights = z.shape[1] // (2 * formats.GATED_ROWS)
+    gate, up = z.view(len(z), eights, 2, formats.GATED_ROWS).unbind(2)
+    grad = grad.view(gate.shape)
+    of_gate = through_activation(grad * up, gate, call)
+    of_up = grad * reference.activate(gate, call.named_activation)
+    return torch.stack((of_gate, of_up), 2).view(z.shape)
+
+
 def _backward_op(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     (*fields, dtype, wanted), call = OF_FLOATS.split(args)
     return _gradients(grad, x, PackedWeight(*fields), dtype, wanted, call)
@@ -83,13 +95,16 @@ def _gradients(
     of_residual = grad
     with arguments.without_autocast(grad.device):
         if x is not None:
-            z = products.gemm_floats(
-                x, x.shape[0], weight, (x.shape[0], weight.n), call.before_activation()
-            )
+            z = products.biased_sums(x, weight, call)
             if call.saturate:
-                y = reference.epilogue(z, None, call.named_activation, call.residual)
+                gated = weight.gated
+                total = gate_first(z, 1) if gated else z
+                y = reference.epilogue(
+                    total, None, call.named_activation, call.residual, gated=gated
+                )
                 of_residual = torch.where(y.abs() <= torch.finfo(grad.dtype).max, grad, 0.0)
-            grad = through_activation(of_residual.float(), z, call)
+            through = _through_gate if weight.gated else through_activation
+            grad = through(of_residual.float(), z, call)
         return (
             _times_weight(grad.to(compute), weight, dtype)
             if wanted[0]
@@ -103,19 +118,21 @@ def _gradients(
 
 def _backward_fake(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     (*fields, dtype, wanted), _ = OF_FLOATS.split(args)
-    n, k, rows = fields[6], fields[7], grad.shape[0]
+    n, k, gated, rows = fields[6], fields[7], fields[11], grad.shape[0]
     return (
         grad.new_empty((rows, k) if wanted[0] else (0,), dtype=dtype),
-        grad.new_empty((n,) if wanted[1] else (0,), dtype=torch.float32),
+        grad.new_empty((2 * n if gated else n,) if wanted[1] else (0,), dtype=torch.float32),
         grad.new_empty((rows, n) if wanted[2] else (0,)),
     )
 
 
-def _of_call(ctx: Any, x: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _of_call(
+    ctx: Any, x: Tensor, call: Call, gated: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Note the call; returns x, bias and residual where the gradient depends on
     them, to be saved.
     """
-    again = call.activation is not None or call.saturate
+    again = call.activation is not None or call.saturate or gated
     ctx.call = call.without_tensors()
     ctx.dtypes = (
         x.dtype,
@@ -131,7 +148,8 @@ def _of_call(ctx: Any, x: Tensor, call: Call) -> tuple[Tensor | None, Tensor | N
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     (x, *weight), call = OF_FLOATS.split(inputs)
-    ctx.save_for_backward(*_of_call(ctx, x, call), *weight[:6], weight[10])
+    ctx.gated = weight[11]
+    ctx.save_for_backward(*_of_call(ctx, x, call, ctx.gated), *weight[:6], weight[10])
     ctx.sizes = weight[6:10]
 
 
@@ -145,7 +163,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     call = ctx.call._replace(bias=bias, residual=residual)
     wanted = [wants_x, wants_bias, wants_residual and call.saturate]
     if any(wanted):
-        args = (*weight, *ctx.sizes, book, dtype, wanted, *OF_FLOATS.values(call))
+        args = (*weight, *ctx.sizes, book, ctx.gated, dtype, wanted, *OF_FLOATS.values(call))
         of_x, of_bias, masked = torch.ops.cutlass_ops.mixed_gemm_backward(grad, x, *args)
         of_residual = masked if wanted[2] else grad
     result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
@@ -174,7 +192,7 @@ class _Recorded(torch.autograd.Function):
     ) -> Tensor:
         # The weight's tensors are saved so that torch notices when one is written to before
         # the backward pass.
-        ctx.save_for_backward(*_of_call(ctx, x, call), *weight.tensors().values())
+        ctx.save_for_backward(*_of_call(ctx, x, call, weight.gated), *weight.tensors().values())
         ctx.weight = weight
         return products.gemm_floats(x, x.shape[0], weight, (x.shape[0], weight.n), call)
 

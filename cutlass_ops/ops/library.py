@@ -15,10 +15,10 @@ from .arguments import NO_TANGENTS
 WEIGHT_SCHEMA = (
     "Tensor codes, Tensor scales, Tensor? zeros, Tensor? offsets, Tensor? weight_bias, "
     "Tensor? perm, "
-    "int n, int k, int bits, int group_size, Tensor? book"
+    "int n, int k, int bits, int group_size, Tensor? book, bool gated"
 )
 #: How many of an operator's arguments they are.
-WEIGHT_FIELDS = 11
+WEIGHT_FIELDS = 12
 
 
 def weight_fields(weight: PackedWeight) -> tuple[Any, ...]:
@@ -35,6 +35,7 @@ def weight_fields(weight: PackedWeight) -> tuple[Any, ...]:
         weight.bits,
         weight.group_size,
         weight.book,
+        weight.gated,
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import _C, reference
 from ..weights import formats
+from ..weights.eights import gate_first
 from ..weights.packed_weight import PackedWeight
 from .activations import QuantizedActivations
 from .arguments import without_autocast
@@ -117,6 +118,22 @@ def finish(sums: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     )
 
 
+def _gate(sums: Tensor, shape: tuple[int, ...], call: Call) -> Tensor:
+    """A gated weight's outputs of :func:`biased_sums`."""
+    total = gate_first(sums, 1)
+    return reference.epilogue(
+        total, None, call.named_activation, call.residual, call.out_dtype, call.saturate, gated=True
+    ).view(shape)
+
+
+def biased_sums(x: Tensor, weight: PackedWeight, call: Call) -> Tensor:
+    """x ``[M, K]`` of floats -> fp32 ``[M, rows]``: what the activation is applied to, in the order
+    of the packed rows.
+    """
+    m, matrix = x.shape[0], weight.eights
+    return gemm_floats(x, m, matrix, (m, matrix.n), call.before_activation())
+
+
 def panel_type(
     m: int, weight: PackedWeight, on_gpu: bool, dtype: torch.dtype, call: Call
 ) -> torch.dtype | None:
@@ -135,7 +152,7 @@ def panel_type(
         return None
     bias = call.bias_of(weight)
     rounds_once = call.activation is None and call.residual is None and not call.saturate
-    rounds_once = rounds_once and (bias is None or bias.dtype is dtype)
+    rounds_once = rounds_once and not weight.gated and (bias is None or bias.dtype is dtype)
     in_bfloat16 = (
         dtype is call.out_dtype is torch.bfloat16 and rounds_once and _C.cpu_multiplies_bfloat16()
     )
@@ -164,7 +181,7 @@ def panel_rows(weight: PackedWeight, values: int | None = None) -> int:
     """
     values = _PANEL_VALUES if values is None else values
     rows = max(values // weight.k // formats.ROWS_PER_PANEL, 1) * formats.ROWS_PER_PANEL
-    return min(rows, weight.n)
+    return min(rows, weight.rows)
 
 
 def panels(
@@ -172,8 +189,8 @@ def panels(
 ) -> Iterator[tuple[slice, Tensor]]:
     """The weight's values, :func:`panel_rows` at a time: which, and ``[rows, K]``."""
     step = panel_rows(weight, values)
-    for start in range(0, weight.n, step):
-        stop = min(start + step, weight.n)
+    for start in range(0, weight.rows, step):
+        stop = min(start + step, weight.rows)
         yield slice(start, stop), run_dequantize(weight, dtype, start, stop)
 
 
@@ -210,6 +227,8 @@ def gemm_floats(
     on_gpu, dtype = weight.gpu >= 0, x.dtype
     if not on_gpu or dtype is torch.float32:
         compute = panel_type(m, weight, on_gpu, dtype, call)
+        if weight.gated and (compute is not None or not on_gpu):
+            return _gate(biased_sums(x, weight, call), shape, call)
         if compute is not None:
             return panel_gemm(x, weight, shape, call, compute)
     if not on_gpu:
@@ -237,6 +256,9 @@ def gemm_quantized(
     """Quantised activations -> ``[M, N]``, seen as ``shape``."""
     m = x.codes.shape[0]
     quantized = native_quantized(x)
+    if weight.gpu < 0 and weight.gated:
+        sums = gemm_quantized(x, weight.eights, (m, weight.rows), call.before_activation())
+        return _gate(sums, shape, call)
     if weight.gpu < 0:
         return _cpu_gemm(x.codes, quantized, m, weight, shape, call)
     # Tensors without elements have no address: no rows look like floats, which fp32
@@ -267,8 +289,8 @@ def channels_last(
 def run_dequantize(
     weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None
 ) -> Tensor:
-    """Rows ``start``, a multiple of 64, to ``stop``."""
-    stop = weight.n if stop is None else stop
+    """Packed rows ``start``, a multiple of 64, to ``stop``."""
+    stop = weight.rows if stop is None else stop
     if weight.kernel_size:
         return channels_last(weight, dtype, start, stop).contiguous()
     out = torch.empty(stop - start, weight.k, dtype=dtype, device=weight.device)
@@ -288,3 +310,9 @@ def run_dequantize(
             stop - start,
         )
     return out
+
+
+def all_values(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """All values of a weight; those of a gated one ``[2 * N, K]``, gate's before up's."""
+    values = run_dequantize(weight, dtype)
+    return gate_first(values, 0) if weight.gated else values

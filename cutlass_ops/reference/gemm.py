@@ -63,25 +63,34 @@ def epilogue(
     residual: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     saturate: bool = False,
+    gated: bool = False,
 ) -> Tensor:
     """``activation(total + bias) + residual`` in total's dtype, rounded once to ``out_dtype``.
+
+    If ``gated``, ``activation(gate) * up + residual`` of the two halves of ``total + bias``.
 
     A total that is not finite becomes NaN first, and NaN goes through every activation.
     What overflows ``out_dtype`` becomes inf, or its largest finite value if ``saturate``
     (NaN stays NaN).
 
     Args:
-        total: sums, fp32 (fp64 for an oracle) ``[M, N]``.
-        bias: floating ``[N]``.
+        total: sums, fp32 (fp64 for an oracle) ``[M, N]``, or ``[M, 2 * N]`` if ``gated``.
+        bias: floating, an element for each column of total.
         activation: see :data:`Activation`.
         residual: floating ``[M, N]``.
         out_dtype: dtype of the result.
         saturate: clamp instead of overflowing.
+        gated: total has the sums of gate and then those of up.
     """
     y = torch.where(total.isfinite(), total, torch.nan)
     if bias is not None:
         y = y + bias.to(y.dtype)
-    y = activate(y, activation)
+    if gated:
+        # Contiguous: torch's functions have other bits of strided tensors.
+        gate, up = (half.contiguous() for half in y.chunk(2, -1))
+        y = activate(gate, activation) * up
+    else:
+        y = activate(y, activation)
     if residual is not None:
         y = y + residual.to(y.dtype)
     if saturate:
@@ -91,9 +100,11 @@ def epilogue(
 
 
 def _check_product(
-    k: int, m: int, qw: QuantizedWeight, bias: Tensor | None, residual: Tensor | None
+    k: int, m: int, qw: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, gated: bool
 ) -> Tensor | None:
     """The bias that applies, after checking shapes."""
+    if gated and qw.n % 2:
+        raise ValueError(f"gated is True and the weight {qw.shape}; an even N is expected")
     if qw.kernel_size:
         raise ValueError(CONVOLUTION.format(qw.kernel_size))
     if k != qw.k:
@@ -102,8 +113,9 @@ def _check_product(
         raise ValueError("a bias is given, but the weight has one already")
     if bias is not None and tuple(bias.shape) != (qw.n,):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; {(qw.n,)} is expected")
-    if residual is not None and tuple(residual.shape) != (m, qw.n):
-        raise ValueError(f"residual has shape {tuple(residual.shape)}; {(m, qw.n)} is expected")
+    expected = (m, qw.n // 2 if gated else qw.n)
+    if residual is not None and tuple(residual.shape) != expected:
+        raise ValueError(f"residual has shape {tuple(residual.shape)}; {expected} is expected")
     return qw.bias if bias is None else bias
 
 
@@ -119,6 +131,7 @@ def gemm_quantized(
     residual: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     saturate: bool = False,
+    gated: bool = False,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The product of quantised activations and a quantised weight, ``[M, N]``.
@@ -136,7 +149,7 @@ def gemm_quantized(
             j of the codes belongs to column j of the weight's codes: with act order,
             ``x[:, qw.perm]`` was quantised.
         qw: the weight; its bias is added.
-        bias, activation, residual, out_dtype, saturate: see :func:`epilogue`.
+        bias, activation, residual, out_dtype, saturate, gated: see :func:`epilogue`.
         compute_dtype: fp32, or fp64 for an oracle.
 
     Raises:
@@ -148,7 +161,7 @@ def gemm_quantized(
     if qw.book is not None:
         raise ValueError(BOOK_NEEDS_FLOATS)
     m, k = codes.shape
-    bias = _check_product(k, m, qw, bias, residual)
+    bias = _check_product(k, m, qw, bias, residual, gated)
     sizes = [size for size in (block, qw.group_size) if size != -1]
     step = min(sizes, default=k)
     if max(sizes, default=k) % step:
@@ -183,7 +196,7 @@ def gemm_quantized(
         if qw.offsets is not None:
             offsets = qw.offsets[rows].to(compute_dtype)[:, group]
             total[:, rows] += _in_turn(sums[:, None] * offsets, -1)
-    return epilogue(total, bias, activation, residual, out_dtype, saturate)
+    return epilogue(total, bias, activation, residual, out_dtype, saturate, gated)
 
 
 def mixed_gemm(
@@ -197,9 +210,10 @@ def mixed_gemm(
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     saturate: bool = False,
+    gated: bool = False,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """``activation(x @ W^T + bias) + residual``, ``[M, N]``.
+    """``activation(x @ W^T + bias) + residual``, ``[M, N]``; if ``gated``, ``[M, N / 2]``.
 
     Args:
         x: fp16, bf16 or fp32 ``[M, K]``. Act order gathers its columns before anything else.
@@ -212,7 +226,8 @@ def mixed_gemm(
             :func:`quantize_activations`, with one block a row or blocks of
             :func:`cutlass_ops.weights.formats.activation_block`, and on to :func:`gemm_quantized`.
         act_symmetric: whether quantised activations have no zero points.
-        bias, activation, residual, saturate: see :func:`epilogue`.
+        bias, activation, residual, saturate, gated: see :func:`epilogue`; the first half of the
+            weight's rows is gate's, the second up's.
         out_dtype: dtype of the result; x's if None.
         compute_dtype: fp32, or fp64 for an oracle.
 
@@ -223,7 +238,7 @@ def mixed_gemm(
     if act_quant not in ("none", "token", "block"):
         raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
     m, k = x.shape
-    added_bias = _check_product(k, m, qw, bias, residual)
+    added_bias = _check_product(k, m, qw, bias, residual, gated)
     if out_dtype is None:
         out_dtype = x.dtype
     if qw.perm is not None:
@@ -242,6 +257,7 @@ def mixed_gemm(
             residual=residual,
             out_dtype=out_dtype,
             saturate=saturate,
+            gated=gated,
             compute_dtype=compute_dtype,
         )
     book = None if qw.book is None else qw.book.to(x.dtype)
@@ -252,7 +268,7 @@ def mixed_gemm(
             total[:, rows] = x @ weight_rows(qw, rows, compute_dtype, book).t()
         else:
             _sum_products(x, qw, rows, book, total)
-    return epilogue(total, added_bias, activation, residual, out_dtype, saturate)
+    return epilogue(total, added_bias, activation, residual, out_dtype, saturate, gated)
 
 
 def _in_turn(values: Tensor, dim: int) -> Tensor:

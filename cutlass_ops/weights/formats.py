@@ -21,11 +21,11 @@ BITS = (4, 8)
 QUANT_METHOD = "cutlass_ops"
 
 #: Name of the packed order, and version of the files that hold it: version 1 has no
-#: checksums; version 3 is 2 with experts whose rows of gate and up are in eights, and is
-#: written where there are any.
+#: checksums; version 3 is 2 with experts whose rows of gate and up are in eights, and version 4
+#: with gated matrices; each is written where there are any.
 LAYOUT_NAME = "cutlass_ops.slab64"
-LAYOUT_VERSION, GATED_VERSION = 2, 3
-LAYOUT_VERSIONS = (1, LAYOUT_VERSION, GATED_VERSION)
+LAYOUT_VERSION, GATED_EXPERTS_VERSION, GATED_VERSION = 2, 3, 4
+LAYOUT_VERSIONS = (1, LAYOUT_VERSION, GATED_EXPERTS_VERSION, GATED_VERSION)
 
 #: NormalFloat4: 16 quantiles of the normal distribution (QLoRA, arXiv 2305.14314), the values
 #: of bitsandbytes.
@@ -128,6 +128,8 @@ FLAT_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED_BLOCK_SIZE = 256
 
 ROWS_PER_PANEL = 64
+#: Rows of gate, and of up, that stand side by side in a gated weight.
+GATED_ROWS = 8
 K_PER_TILE = 128
 #: Groups of which several share a tile.
 SHORT_GROUPS = (16, 32, 64)

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from . import formats
-from .packed_weight import PackedWeight, group_vector_positions, pack_codes, unpack_codes
+from .eights import gated_order
+from .packed_weight import (
+    PackedWeight,
+    group_vector_positions,
+    pack_codes,
+    unpack_codes,
+)
 from .weight import PARTS, QuantizedWeight, check_part, rows_of
 
 
@@ -48,6 +54,7 @@ class PackedExperts:
     def __post_init__(self) -> None:
         if not isinstance(self.weight, PackedWeight):
             raise TypeError(f"weight is a {type(self.weight).__name__}; a PackedWeight is expected")
+        self.weight.check_plain("a layer of experts")
         for name, number in (("experts", self.experts), ("n", self.n)):
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name} is {number!r}; an integer of at least 1 is expected")
@@ -169,15 +176,6 @@ class PackedExperts:
     def unpack(self) -> list[QuantizedWeight]:
         """:meth:`unpack_expert` of all."""
         return [self.unpack_expert(e) for e in range(self.experts)]
-
-
-def gated_order(n: int, device: torch.device) -> Tensor:
-    """The rows, gate's before up's, in the order in which they are packed: int64 ``[n]``; fewer
-    than eight come last.
-    """
-    rows = torch.arange(n, device=device)
-    features = rows % (n // 2)
-    return (features // 8 * 16 + rows // (n // 2) * 8 + features % 8).argsort()
 
 
 #: What :func:`in_eights` changes in addition to the codes.

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from .. import _C
 from . import formats
-from .weight import FLOAT_TYPES, PARTS, QuantizedWeight, check_book, check_order, check_part
+from .eights import gated_order
+from .weight import (
+    FLOAT_TYPES,
+    PARTS,
+    QuantizedWeight,
+    check_book,
+    check_order,
+    check_part,
+    rows_of,
+)
 
 _NATIVE_TYPES = {
     None: _C.DataType.none,
@@ -176,8 +185,8 @@ class PackedWeight:
     """A weight in the order in which tensor-core lanes read it; made by
     :func:`cutlass_ops.reorder`.
 
-    ``n_pad`` is N rounded up to 64 and ``k_pad`` is K rounded up to 128. Of a convolution's weight
-    each tap's channels are rounded up to 128: a tile has one tap.
+    ``n_pad`` is the number of rows rounded up to 64 and ``k_pad`` is K rounded up to 128. Of a
+    convolution's weight each tap's channels are rounded up to 128: a tile has one tap.
 
     Attributes:
         codes: uint8 ``[n_pad * k_pad * bits / 8]``, centred codes in the order of ``layout.h``.
@@ -185,10 +194,13 @@ class PackedWeight:
             :func:`group_vector_positions`.
         zeros: int8 ``[groups, n_pad]``, zero points minus ``2**(bits-1)``, or None.
         offsets: ``[groups, n_pad]``, or None.
-        bias: ``[N]``, or None.
+        bias: ``[rows]``, or None.
         perm: int32 ``[K]``, or None.
         book: fp32 ``[16]``, or ``[256]`` of ``formats.E4M3``, by code (not centred), or None.
         n, k, bits, group_size, kernel_size: as in :class:`QuantizedWeight`.
+        gated: whether the weight is two, gate and up of ``[N, K]`` each, for products
+            ``activation(gate) * up`` of N outputs. Its 2 * N rows, and elements of its bias, are
+            eight of gate's, then the eight of up's for the same outputs, and so on.
         device: where the tensors are.
         gpu: index of that device if it is a GPU, otherwise -1.
     """
@@ -204,6 +216,7 @@ class PackedWeight:
     bits: int
     group_size: int
     book: Tensor | None = None
+    gated: bool = False
     kernel_size: tuple[int, ...] = ()
     # Kept, since to ask a tensor takes a tenth of a product's host time.
     device: torch.device = field(init=False, repr=False)
@@ -221,7 +234,12 @@ class PackedWeight:
                 f"the weight's shape is {(self.n, self.k)}; N and K must be at least 1"
             )
         object.__setattr__(self, "kernel_size", formats.check_kernel_size(self.kernel_size, self.k))
-        n_pad, k_pad = formats.padded_rows(self.n), formats.padded_k(self.k, self.taps)
+        if self.gated and (self.n % formats.GATED_ROWS or self.kernel_size):
+            raise ValueError(
+                f"gated is True, n is {self.n} and kernel_size {self.kernel_size}; gated weights "
+                f"are matrices of a multiple of {formats.GATED_ROWS} outputs"
+            )
+        n_pad, k_pad = formats.padded_rows(self.rows), formats.padded_k(self.k, self.taps)
         if not isinstance(self.codes, Tensor):
             raise TypeError(f"codes is a {type(self.codes).__name__}; a torch.Tensor is expected")
         self._find_device()
@@ -237,7 +255,7 @@ class PackedWeight:
         for name, value, shape, types in (
             ("zeros", self.zeros, vector, (torch.int8,)),
             ("offsets", self.offsets, vector, FLOAT_TYPES),
-            ("bias", self.bias, (self.n,), FLOAT_TYPES),
+            ("bias", self.bias, (self.rows,), FLOAT_TYPES),
             ("perm", self.perm, (self.k,), (torch.int32,)),
         ):
             if value is not None:
@@ -259,6 +277,26 @@ class PackedWeight:
     def shape(self) -> tuple[int, int]:
         """``(N, K)``."""
         return self.n, self.k
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix: N, or 2 * N of a gated weight."""
+        return 2 * self.n if self.gated else self.n
+
+    @cached_property
+    def eights(self) -> PackedWeight:
+        """The matrix ``[rows, K]`` as it is packed, as a weight that is not gated; the tensors are
+        shared.
+        """
+        return replace(self, n=self.rows, gated=False) if self.gated else self
+
+    def check_plain(self, taker: str) -> None:
+        """Raise ``ValueError`` if the weight is gated, which ``taker`` does not take."""
+        if self.gated:
+            raise ValueError(
+                f"the weight is gated, gate and up packed as one, which {taker} does not take; "
+                "reorder(weight.unpack()) is a plain weight of the rows of both"
+            )
 
     @property
     def taps(self) -> int:
@@ -335,13 +373,14 @@ class PackedWeight:
             pointers.get("offsets", 0),
             pointers.get("perm", 0),
             pointers["book"] if kind.has_book and kind.book is None else 0,
-            self.n,
+            self.rows,
             self.k,
             getattr(_C.Format, kind.name),
             # kernels count in 32 bits
             -1 if self.group_size > formats.padded_k(self.k) else self.group_size,
             _NATIVE_TYPES[self.scales.dtype],
             _NATIVE_TYPES[None if self.offsets is None else self.offsets.dtype],
+            self.gated,
             pointers.get("bias", 0),
             _NATIVE_TYPES[None if self.bias is None else self.bias.dtype],
             self.device,
@@ -432,7 +471,7 @@ class PackedWeight:
 
     def _key(self) -> tuple[Any, ...]:
         addresses = tuple(t.data_ptr() for t in self._summed())
-        return addresses, self.n, self.k, self.bits, self.group_size, self.scales.dtype
+        return addresses, self.rows, self.k, self.bits, self.group_size, self.scales.dtype
 
     def _find_device(self) -> None:
         object.__setattr__(self, "device", self.codes.device)
@@ -449,6 +488,7 @@ class PackedWeight:
             "takes_sums",
             "matrix",
             "_matrices",
+            "eights",
         )
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
@@ -468,6 +508,7 @@ class PackedWeight:
             bits=self.bits,
             group_size=self.group_size,
             kernel_size=self.kernel_size,
+            gated=self.gated,
         )
         return PackedWeight(**moved)
 
@@ -475,8 +516,9 @@ class PackedWeight:
         """Rows ``start`` to ``stop`` as a weight; ``start`` is a multiple of 64, ``stop`` one or N.
 
         Row panels of 64 are the outermost order of the codes, which are shared; group
-        vectors are copied.
+        vectors are copied. Of a gated weight: ``eights.row_panels``.
         """
+        self.check_plain("row_panels")
         panel_bytes = self.codes.numel() // formats.padded_rows(self.n)
         end = formats.padded_rows(stop)
         changed: dict[str, Any] = {
@@ -494,11 +536,14 @@ class PackedWeight:
         )
 
     def unpack(self) -> QuantizedWeight:
-        """The canonical weight this was packed from, on the same device; exact.
+        """The canonical weight this was packed from, on the same device; exact. Of a gated
+        weight it is that of both, ``[2 * N, K]``, gate's rows before up's.
 
         What is on a GPU is unpacked there, on its current stream. :class:`QuantizedWeight` checks
         its values, which waits for the GPU.
         """
+        if self.gated:
+            return rows_of(self.eights.unpack(), gated_order(self.rows, self.device).argsort())
         taps, k_pad = self.taps, formats.padded_k(self.k, self.taps)
         codes = unpack_codes(self.codes, self.n, self.k if taps == 1 else k_pad, self.bits)
         if taps > 1:

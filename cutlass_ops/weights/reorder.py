@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from . import formats
+from .eights import in_eights, join_codes, join_vectors
 from .packed_weight import PackedWeight, group_vector_positions, pack_codes
-from .weight import QuantizedWeight, not_finite
+from .weight import QuantizedWeight, not_finite, rows_of
 
 
-def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight:
+def reorder(
+    weight: QuantizedWeight | Sequence[QuantizedWeight], *, gated: bool = False
+) -> PackedWeight:
     """Put a weight into the order in which the kernels read it.
 
     ``reorder(w).unpack()`` is w again, bit for bit. A weight on a GPU is packed there, on that
@@ -29,21 +32,31 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
 
         q, k, v = mixed_gemm(x, reorder([wq, wk, wv])).split([wq.n, wk.n, wv.n], dim=-1)
 
+    With ``gated`` the two weights of a gated MLP are packed so that :func:`mixed_gemm` multiplies
+    their products, which are rounded nowhere before:
+
+        h = mixed_gemm(x, reorder([gate, up], gated=True), activation="silu")
+
     Args:
         weight: any quantised weight ``[N, K]``, or a convolution's, or several matrices with the
             same K, device, format (bits, group size, zero points or offsets or neither, code book),
             act order, and dtypes of scales, offsets and biases. Where only some have a bias, the
             others get one of -0.0, which changes no sum.
+        gated: ``weight`` is gate and up, in this order, of the same N, a multiple of 8.
 
     Returns:
-        The packed weight, on the same device; N is the sum of the parts'. The bias of a single
-        weight is its own tensor.
+        The packed weight, on the same device; N is the sum of the parts', or with ``gated`` that of
+        each, and ``unpack()`` has the rows of gate before those of up. The bias of a single weight
+        is its own tensor.
 
     Raises:
         TypeError: not QuantizedWeights.
         ValueError: none, or weights that differ in what they must share; the message says in what.
-            Scales, offsets, a code book or codes that are not finite.
+            Scales, offsets, a code book or codes that are not finite. ``gated`` and not two
+            matrices of the same N, or N no multiple of 8.
     """
+    if gated:
+        return _gated(weight)
     if isinstance(weight, Sequence):
         weight = one_weight(weight)
     if not isinstance(weight, QuantizedWeight):
@@ -90,6 +103,38 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
         group_size=weight.group_size,
         kernel_size=weight.kernel_size,
     )
+
+
+def _gated(pair: Any) -> PackedWeight:
+    if not isinstance(pair, Sequence) or len(pair) != 2:
+        what = f"{len(pair)} weights" if isinstance(pair, Sequence) else type(pair).__name__
+        raise ValueError(
+            f"gated is True, and weight is {what}; a sequence of gate and up is expected"
+        )
+    whole = one_weight(pair)
+    gate, up = pair
+    if gate.n != up.n or gate.n % formats.GATED_ROWS:
+        raise ValueError(
+            f"gate is {list(gate.shape)} and up {list(up.shape)}; as gated weights, the same N, "
+            f"a multiple of {formats.GATED_ROWS}, is expected"
+        )
+    return join_gated(
+        *(reorder(rows_of(whole, rows)) for rows in (slice(gate.n), slice(gate.n, None)))
+    )
+
+
+def join_gated(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
+    """The gated weight of two packed ones, which have the same form, act order and code book, and N
+    a multiple of 8; what :func:`reorder` makes of the weights they were packed from.
+    """
+    n = gate.n
+    joined: dict[str, Any] = {"codes": join_codes(gate.codes, up.codes, n, gate.bits)}
+    for part in ("scales", "zeros", "offsets"):
+        if (vector := getattr(gate, part)) is not None:
+            joined[part] = join_vectors(vector, getattr(up, part), n)
+    if gate.bias is not None and up.bias is not None:
+        joined["bias"] = in_eights(torch.cat((gate.bias, up.bias)))
+    return replace(gate, gated=True, **joined)
 
 
 def one_weight(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:

@@ -10,7 +10,7 @@ struct KernelSpec;  // csrc/dispatch/spec.h
 // Where the parts of a call's workspace begin, in bytes.
 struct WorkspaceLayout {
   size_t codes = 0, scales = 0, zeros = 0, range = 0, upcast = 0, zero_values = 0, zero_scales = 0,
-         colsums = 0, splitk_workspace = 0;
+         colsums = 0, gate_sums = 0, splitk_workspace = 0;
   int stride = 0;        // QuantizedActivations::stride
   int rows = 0;          // QuantizedActivations::rows
   int block = 0;         // QuantizedActivations::block; 0: nothing is quantised before the product
@@ -18,6 +18,8 @@ struct WorkspaceLayout {
   bool compensates = false;  // zero points of x, or of W, become operands of a product
                              // (zero_compensation.h)
   bool sums = false;         // the weight's column sums are computed: it has none
+  bool gates = false;        // the kernel stores fp32 sums [m][n] at gate_sums, or slices of them
+                             // for splitk_reduce, and gate_sums.cu makes outputs of both
 };
 
 // The stream-K tail of a product: how clusters share the tiles that remain after full waves over
@@ -129,6 +131,8 @@ struct Plan {
   bool quantizes = false;    // the kernel quantises floats itself
   bool compensates = false;  // it compensates zero points of x, or of W, for many blocks,
                              // or a row, at once
+  bool gates = false;        // of a gated weight: the kernel stores the outputs itself, where it
+                             // stores no slices of K
   bool one_cta_per_sm = false;          // wgmma_decode: and all of its shared memory
   bool quantizer_starts_early = false;  // the kernel after the quantiser may start before what ran
                                         // before it has ended

@@ -1,7 +1,9 @@
 // The problems of the operators as plain data: pointers, sizes and types, all owned by the caller.
 //
 // The product is y[M, N] = act(x[M, K] @ W[N, K]^T + bias[N]) + residual[M, N]. N, K and the
-// weight's format belong to the weight; M to the activations.
+// weight's format belong to the weight; M to the activations. Of a gated weight, whose rows are
+// those of two weights gate and up, it is
+// y[M, N / 2] = act(x @ gate^T + bias of gate) * (x @ up^T + bias of up) + residual[M, N / 2].
 #pragma once
 
 #include <cstddef>
@@ -43,6 +45,8 @@ struct PackedWeight {
   int group_size = 128;  // 16, 32, 64, a multiple of 128, or -1
   DataType scale_type = DataType::kFloat16;
   DataType offset_type = DataType::kNone;
+  bool gated = false;  // n is a multiple of 16, and the rows are eight of gate's, then the eight of
+                       // up's for the same outputs, and so on
 
   // Zero-point terms, for products with int8 activations where either side has zero points
   // (zero_compensation.h): each row's sums of 128 weights, or its zero points of 8 bits, the
@@ -129,12 +133,13 @@ struct GemmProblem {
   ImageRows image;  // x is its pixels [pixels][channels], x_stride elements apart,
                     // where it has a batch
 
-  // Epilogue: sum -> + bias -> activation -> + residual -> out.
-  void* out = nullptr;  // [m][n] of out_type, contiguous
+  // Epilogue: sum -> + bias -> activation (of gate's, times up's) -> + residual -> out. A gated
+  // weight has n / 2 outputs, and n biases in the order of its rows.
+  void* out = nullptr;  // [m][outputs] of out_type, contiguous
   DataType out_type = DataType::kFloat16;
   void const* bias = nullptr;
   DataType bias_type = DataType::kNone;
-  void const* residual = nullptr;  // [m][n], rows residual_stride elements apart
+  void const* residual = nullptr;  // [m][outputs], rows residual_stride elements apart
   DataType residual_type = DataType::kNone;
   int64_t residual_stride = 0;
   Activation activation = Activation::kNone;

@@ -7,8 +7,8 @@ other tensor keeps its name. ``__metadata__``, all of it strings, has:
 ==================  ================================================================================
 ``format``          "pt", as other tools expect
 ``layout``          "cutlass_ops.slab64"
-``layout_version``  "2", or "3" if experts are gated; in version 1 the last two lines of this
-                    table are missing
+``layout_version``  "2", "3" if experts are gated, or "4" if other weights are; in version 1 the
+                    last two lines of this table are missing
 ``weights``         JSON: ``{name: {"n": N, "k": K, "bits": 4 or 8, "group_size": g}}``
 ``kernels``         JSON, if there are weights of convolutions: ``{name: [R, S]}``, the extents of
                     their kernels; K of ``weights`` is then R * S * C, and each tap's C channels are
@@ -17,6 +17,8 @@ other tensor keeps its name. ``__metadata__``, all of it strings, has:
                     ``{name: {"experts": E, "n": N, "gated": true or false}}``; N of ``weights`` is
                     then E * N rounded up to 64, and ``perm`` is ``[E, K]``; ``gated`` is as in
                     :class:`cutlass_ops.PackedExperts`, false where it is missing
+``gated``           JSON, if there are gated weights: ``{name: N}``; N of ``weights`` is then 2 * N,
+                    the rows of gate and up, ordered as in :class:`cutlass_ops.PackedWeight`
 ``tied``            JSON: ``{name: other}``: weight ``name`` is also module ``other``'s, not stored
                     again
 ``sources``         JSON: ``{file name: sha256}`` of the checkpoint's files

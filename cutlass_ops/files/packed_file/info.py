@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ class PackedInfo:
         experts: E, N and whether they are gated of the weights that are experts packed as one, by
             name; their n is E * N rounded up to 64.
         kernels: extents of the kernels of the weights that are convolutions', by name.
+        gated: N of the weights that are gated, by name; their n is 2 * N.
         parts: dtype and shape of a weight's tensors ("codes", "scales", ...), by name.
         tensors: dtype and shape of the other tensors, by name.
         layout: its name and version.
@@ -58,6 +59,7 @@ class PackedInfo:
     rounded: tuple[str, ...] = ()
     experts: Mapping[str, tuple[int, int, bool]] = field(default_factory=dict)
     kernels: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    gated: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def files(self) -> list[Path]:
@@ -158,7 +160,32 @@ def _file_info(path: Path, metadata: Mapping[str, str], specs: dict[str, Spec]) 
         checksums=checksums,
         experts=experts,
         kernels=kernels,
+        gated=_gated(path, metadata, weights, {*experts, *kernels}),
     )
+
+
+def _gated(
+    path: Path,
+    metadata: Mapping[str, str],
+    weights: Mapping[str, tuple[int, int, int, int]],
+    others: Collection[str],
+) -> dict[str, int]:
+    """N of the gated weights, which are none of ``others``."""
+    found = _json_object(path, metadata, "gated")
+    for name, n in found.items():
+        # type() and not isinstance(): True is no size.
+        if type(n) is not int or n < 1 or n % formats.GATED_ROWS:
+            raise CheckpointError(
+                path,
+                f"'gated' says {reprlib.repr(n)}; a multiple of {formats.GATED_ROWS} is expected",
+                name,
+            )
+        if name not in weights or weights[name][0] != 2 * n or name in others:
+            rows = weights[name][0] if name in weights else "no"
+            raise CheckpointError(
+                path, f"'gated' says {n} outputs of a matrix; the weight has {rows} rows", name
+            )
+    return found
 
 
 def _kernels(
@@ -362,6 +389,7 @@ def _directory_info(directory: Path) -> PackedInfo:
     checksums: dict[str, str] = {}
     experts: dict[str, tuple[int, int, bool]] = {}
     kernels: dict[str, tuple[int, ...]] = {}
+    gated: dict[str, int] = {}
     for shard in shards:
         if (shard.sources, shard.options, shard.slices) != (
             first.sources,
@@ -379,6 +407,7 @@ def _directory_info(directory: Path) -> PackedInfo:
         parts.update(shard.parts)
         experts.update(shard.experts)
         kernels.update(shard.kernels)
+        gated.update(shard.gated)
         tensors.update(shard.tensors)
         tied.update(shard.tied)
         places.update(shard.places)
@@ -396,6 +425,7 @@ def _directory_info(directory: Path) -> PackedInfo:
         checksums=checksums if all(shard.checksums is not None for shard in shards) else None,
         experts=experts,
         kernels=kernels,
+        gated=gated,
     )
 
 

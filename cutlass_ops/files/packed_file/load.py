@@ -65,9 +65,14 @@ def read_packed_weight(
             e, n, gated = info.experts[name]
             weight = PackedExperts.of_parts(parts, e, n, k, bits, group_size, gated)
         else:
-            kernel_size = info.kernels.get(name, ())
             weight = PackedWeight(
-                **parts, n=n, k=k, bits=bits, group_size=group_size, kernel_size=kernel_size
+                **parts,
+                n=info.gated.get(name, n),
+                k=k,
+                bits=bits,
+                group_size=group_size,
+                gated=name in info.gated,
+                kernel_size=info.kernels.get(name, ()),
             )
     except (TypeError, ValueError) as error:
         raise CheckpointError(path, str(error), name) from error

@@ -51,16 +51,23 @@ def packed_metadata(
     slices: Slices | None = None,
     experts: Mapping[str, tuple[int, int, bool]] | None = None,
     kernels: Mapping[str, Sequence[int]] | None = None,
+    gated: Mapping[str, int] | None = None,
 ) -> dict[str, str]:
     """``__metadata__`` of a packed file, as in the table of :mod:`cutlass_ops.files.packed_file`.
 
-    ``experts`` has E, N and whether they are gated, ``kernels`` the kernels' extents by name.
+    ``experts`` has E, N and whether they are gated, ``kernels`` the kernels' extents, ``gated`` N
+    of the gated weights, by name.
     """
-    gated = any(gated for _, _, gated in (experts or {}).values())
+    if gated:
+        version = formats.GATED_VERSION
+    elif any(of_gated for _, _, of_gated in (experts or {}).values()):
+        version = formats.GATED_EXPERTS_VERSION
+    else:
+        version = formats.LAYOUT_VERSION
     metadata = {
         "format": "pt",
         "layout": formats.LAYOUT_NAME,
-        "layout_version": str(formats.GATED_VERSION if gated else formats.LAYOUT_VERSION),
+        "layout_version": str(version),
         "weights": weights_metadata(weights),
         "tied": json.dumps(dict(tied)),
         "sources": json.dumps(dict(sources)),
@@ -70,6 +77,8 @@ def packed_metadata(
     if experts:
         metadata["experts"] = experts_metadata(experts)
     metadata |= kernels_metadata(kernels or {})
+    if gated:
+        metadata["gated"] = json.dumps(dict(gated))
     if slices is not None:
         metadata["tensor_parallel"] = json.dumps(
             {"rank": slices.rank, "size": slices.size, "styles": dict(slices.styles)}
@@ -124,13 +133,14 @@ def save_packed(
     for name in tied or {}:
         if name not in packed:
             raise ValueError(f"tied names {name!r}, which is no weight of this file")
-    weights = {name: (w.n, w.k, w.bits, w.group_size) for name, w in packed.items()}
+    weights = {name: (w.rows, w.k, w.bits, w.group_size) for name, w in packed.items()}
     specs: dict[str, Spec] = {
         name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in parts.items()
     }
     kernels = {name: w.kernel_size for name, w in packed.items() if w.kernel_size}
+    gated = {name: w.n for name, w in packed.items() if w.gated}
     metadata = packed_metadata(
-        weights, tied or {}, sources or {}, {}, experts=experts, kernels=kernels
+        weights, tied or {}, sources or {}, {}, experts=experts, kernels=kernels, gated=gated
     )
     with stream_safetensors(path, specs, metadata) as write:
         for name, tensor in parts.items():
