@@ -24,6 +24,8 @@ from gpu_cases import (
     assert_same,
     block_of,
     cached_allocator,
+    generator,
+    integers,
     make_floats,
     make_weight,
     multiply,
@@ -176,6 +178,47 @@ def test_bias_then_activation_then_residual(
             )
             exact = reference.activate(total if bias is None else total + bias.double(), activation)
             assert_close(y, exact if residual is None else exact + residual.double())
+
+
+@pytest.mark.parametrize("out_dtype", [HALF, BFLOAT], ids=TYPE_NAMES.get)
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=TYPE_NAMES.get)
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_residuals_beside_every_tile(
+    group_size: int, dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    n, k = 328, 256  # a broken row panel, whole 16-byte stores
+    qw = make_weight(Format(4, "symmetric", group_size, out_dtype), n, k, exact=True)
+    packed, values = co.reorder(qw), co.dequantize(qw, FLOAT).double()
+    rng = generator(group_size)
+    for m in (20, 40, 70, 100, 130, 150, 300, 1100):
+        x = integers(-4, 5, (m, k), rng).to(out_dtype)
+        total = x.double() @ values.T
+        whole = make_floats(m + 1, n + 8, dtype) * 100
+        # Rows from a multiple of 16 bytes on, and others.
+        views = (
+            whole[:m, 8:],
+            whole[:m, :n].contiguous(),
+            whole[:m, 1 : n + 1],
+            whole.view(-1)[: m * (n + 1)].view(m, n + 1)[:, :n],
+        )
+        for residual in views:
+            y = multiply(x, packed, residual=residual)
+            assert same_bits(y, (total.float() + residual.float()).to(out_dtype))
+            clamped = multiply(x, packed, activation=("clamp", -9.0, 20.0), residual=residual)
+            exact = total.float().clamp(-9, 20) + residual.float()
+            assert same_bits(clamped, exact.to(out_dtype))
+
+
+def test_what_saturates_is_the_sum_with_its_residual() -> None:
+    packed = co.reorder(make_weight(Format(4, "symmetric", 128), 192, 256, exact=True))
+    for m in (5, 300):
+        x = make_floats(m, 256, HALF).sign() * 2
+        residual = torch.full((m, 192), 65504.0, device=GPU, dtype=HALF)
+        y = multiply(x, packed, residual=residual, saturate=True)
+        total = multiply(x, packed, out_dtype=FLOAT)
+        assert same_bits(y, (total + residual.float()).clamp(max=65504).half())
+        assert (y == 65504).any()
+    assert (y < 65504).any()
 
 
 def test_the_weights_own_bias() -> None:

@@ -13,7 +13,9 @@
 
 #include "bindings/bindings.h"
 #include "cpu/cpu_ops.h"
+#include "cutlass_ops/awq.h"
 #include "cutlass_ops/experts.h"
+#include "cutlass_ops/flat_4bit.h"
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/ops.h"
 #include "cutlass_ops/pack.h"

@@ -7,6 +7,8 @@
 #include <stdexcept>
 
 #include "cpu/cpu_kernels.h"
+#include "cutlass_ops/cpu.h"
+#include "dispatch/checks.h"
 #include "dispatch/problem.h"
 #include "formats/formats.h"
 #include "host/threads.h"
@@ -320,6 +322,26 @@ void cpu_mixed_gemm(GemmProblem const& given, int threads) {
     int64_t const part = index / panels, first = p.m * part / parts;
     kernels.multiply(p, int(index % panels), int(first), int(p.m * (part + 1) / parts - first));
   });
+}
+
+Status cpu_gemm(GemmProblem const& problem, int threads) {
+  if (Status status = check_product(problem); !status.ok()) return status;
+  char const* const refused = is_image(problem)                         ? "an image"
+                              : problem.activation != Activation::kNone ? "an activation"
+                              : problem.residual                        ? "a residual"
+                              : problem.saturate                        ? "saturate"
+                              : problem.weight.gated                    ? "a gated product"
+                                                                        : nullptr;
+  if (refused)
+    return {Status::kUnsupported,
+            std::string(refused) + " is asked for; products on a CPU end with the bias"};
+  if (threads < 0)
+    return {Status::kInvalid,
+            "threads is " + std::to_string(threads) + "; 0 (every core) and up is expected"};
+  Status const status = check_addresses({{"out", problem.out, bytes_of(problem.out_type)}});
+  if (!status.ok() || problem.m == 0) return status;
+  cpu_mixed_gemm(problem, threads > 0 ? threads : core_count());
+  return {};
 }
 
 void cpu_dequantize(DequantizeProblem const& problem, int threads) {

@@ -3,43 +3,26 @@
 #pragma once
 
 #include "device/hopper_tiles.cuh"
+#include "device/mma.cuh"
 
 namespace cutlass_ops::hopper {
 
-// Ask for a tile's residual, so that it is in the cache when its sums are finished: all tiles of a
-// wave come to it together.
-template <class C>
-__device__ __forceinline__ void prefetch_residual(Params const& p, ThreadCoord<C> const& coord,
-                                                  int row0, int m0) {
-  EpilogueParams const& e = p.epilogue;
-  if (!e.residual || !p.store_halves) return;
-  int const n = row0 + coord.warpgroup * kRowsPerPanel;
-  for (int row = coord.warp * 32 + coord.lane; row < C::kBlockM; row += 128) {
-    if (m0 + row < e.m && n < e.n)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<uint16_t const*>(e.residual) +
-                                                    (m0 + row) * e.residual_stride + n));
-  }
-}
-
 // The residual of C::kLineRows rows of x from `first` on and a warpgroup's 64 features from n on,
-// to lines of shared memory in the 128-byte swizzle.
+// to lines of shared memory in the 128-byte swizzle. It takes no registers, which are few. What is
+// beyond the result stays as it is, and is not stored.
 template <class C>
 __device__ __forceinline__ void load_residual(uint8_t* lines, EpilogueParams const& e,
                                               ThreadCoord<C> const& coord, int first, int n) {
-  int const line = coord.warp * 4 + coord.lane / 8, piece = coord.lane % 8;
+  int const thread = coord.warp * 32 + coord.lane, piece = thread % 8;
   uint16_t const* const from = static_cast<uint16_t const*>(e.residual) + n + piece * 8;
-  uint4 vectors[C::kLineRows / 16];
-#pragma unroll
-  for (int i = 0; i < C::kLineRows / 16; ++i) {
-    int const row = first + i * 16 + line;
-    vectors[i] = row < e.m && n + piece * 8 < e.n
-                     ? __ldg(reinterpret_cast<uint4 const*>(from + row * e.residual_stride))
-                     : make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+  for (int i = thread / 8; i < C::kLineRows; i += 16) {
+    if (first + i < e.m && n + piece * 8 < e.n)
+      copy_async_16(lines + i * C::kLineBytes + (piece ^ i % 8) * 16,
+                    from + (first + i) * e.residual_stride);
   }
-#pragma unroll
-  for (int i = 0; i < C::kLineRows / 16; ++i)
-    *reinterpret_cast<uint4*>(lines + (i * 16 + line) * C::kLineBytes + (piece ^ line % 8) * 16) =
-        vectors[i];
+  commit_copies();
+  wait_copies<0>();
 }
 
 // Add a matrix's residual, which a warp reads where it will store its outputs.
@@ -182,23 +165,20 @@ __device__ __forceinline__ bool add_parts(float (&sums)[C::kSums], Params const&
     flags[coord.lane * kFlags] = 0;
   }
   __syncwarp();
-  // As many slices' sums are in flight as registers allow: each round takes the time that a sum
-  // takes from the cache.
-  constexpr int kAtOnce = C::kSums <= 32 ? (C::kWarpgroups > 2 ? 32 : 64) / C::kSums : 1;
+  // Of few sums, several slices' are in flight: a round takes the time of a load from the cache.
+  constexpr int kRegisters = C::kWarpgroups > 2 ? 32 : 64,
+                kAtOnce = kRegisters > C::kSums ? kRegisters / C::kSums : 1;
 #pragma unroll 1
-  for (int first = 0; first < others; first += kAtOnce, parts += kAtOnce * kStride) {
-    float found[kAtOnce][C::kSums];
+  for (int i = 0; i < others; i += kAtOnce, parts += kAtOnce * kStride) {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
+    for (int j = 0; j < C::kSums; ++j) {
+      float found[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < C::kSums; ++j)
-        if (kAtOnce == 1 || first + i < others) found[i][j] = __ldcg(parts + i * kStride + j * 128);
-    }
+      for (int next = 0; next < kAtOnce; ++next)
+        if (next == 0 || i + next < others) found[next] = __ldcg(parts + next * kStride + j * 128);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-      for (int j = 0; j < C::kSums; ++j)
-        if (kAtOnce == 1 || first + i < others) sums[j] += found[i][j];
+      for (int next = 0; next < kAtOnce; ++next)
+        if (next == 0 || i + next < others) sums[j] += found[next];
     }
   }
   return true;

@@ -7,6 +7,21 @@
 
 namespace cutlass_ops::hopper {
 
+// A warp asks for a tile's residual, so that it is in the cache when the sums are finished: all
+// tiles of a wave come to it together.
+template <class C>
+__device__ __forceinline__ void prefetch_residual(Params const& p, int row0, int m0) {
+  EpilogueParams const& e = p.epilogue;
+  if (!e.residual || !p.store_halves) return;
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < C::kBlockM * C::kWarpgroups; i += 32) {
+    int const row = m0 + i / C::kWarpgroups, n = row0 + i % C::kWarpgroups * kRowsPerPanel;
+    if (row < e.m && n < e.n)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<uint16_t const*>(e.residual) +
+                                                    row * e.residual_stride + n));
+  }
+}
+
 // Where a cluster's CTAs have the same features, each copies one of the row panels into both.
 template <class C>
 __device__ __forceinline__ void share_row_panel(uint8_t* stage, uint64_t* full, Params const& p,
@@ -152,6 +167,7 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work work(index, p);
     int m0 = first_x_row<C>(work, rank, p), end = work.end_k(p);
+    if constexpr (!C::kGrouped) prefetch_residual<C>(p, first_feature<C>(work.pair, rank, p), m0);
     // prepare_pixels() brings those of an image.
     int scaled = !C::kLoadTokenScales || (C::kImages && p.image.columns)
                      ? 0

@@ -8,9 +8,6 @@
 namespace cutlass_ops {
 namespace {
 
-// Bytes of an element of a float type.
-int bytes_of(DataType type) { return type == DataType::kFloat32 ? 4 : 2; }
-
 // Of columns of x that share a scale.
 Status check_block(int block) {
   if (block == -1 || block == 16 || block == 32 || block == 64 || block == 128) return {};
@@ -173,7 +170,7 @@ static Status check_image(GemmProblem const& problem) {
   return {};
 }
 
-Status check_gemm(GemmProblem const& problem, Device const& device) {
+Status check_product(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   if (Status status = check_weight(w); !status.ok()) return status;
   if (problem.m < 0 || problem.m > kMaxM) {
@@ -195,10 +192,6 @@ Status check_gemm(GemmProblem const& problem, Device const& device) {
     }
   } else if (!is_float(problem.x_type)) {
     return unsupported("x has a type that is not fp16, bf16 or fp32");
-  } else if (problem.act_quant == ActQuant::kNone && problem.x_type == DataType::kFloat32) {
-    return unsupported(
-        "x is float32 with act_quant=\"none\"; on a GPU that takes float16 or bfloat16 (float32 "
-        "with \"token\" or \"block\")");
   }
   if (problem.bias && !is_float(problem.bias_type)) return invalid("bias_type is not a float type");
   if (problem.residual && !is_float(problem.residual_type))
@@ -210,11 +203,6 @@ Status check_gemm(GemmProblem const& problem, Device const& device) {
   }
   if (!is_float(problem.out_type))
     return unsupported("out_dtype is not float16, bfloat16 or float32");
-  if (problem.architecture < 0 || problem.architecture > device.architecture) {
-    return unsupported("architecture is " + std::to_string(problem.architecture) +
-                       "; the GPU is sm_" + std::to_string(device.architecture) +
-                       ", which runs kernels of that architecture and of earlier ones");
-  }
   if (!has_integer_codes(w) && multiplies_int8(problem)) {
     return unsupported("the weight has " + std::string(info(w.format).codes) +
                        " and the activations are int8; that takes fp16 or bf16 activations");
@@ -240,6 +228,22 @@ Status check_gemm(GemmProblem const& problem, Device const& device) {
                        {"residual", problem.residual, bytes_of(problem.residual_type), false}});
   if (!status.ok() || !problem.residual) return status;
   return check_stride("residual_stride", problem.residual_stride, outputs(w), problem.m);
+}
+
+Status check_gemm(GemmProblem const& problem, Device const& device) {
+  if (Status status = check_product(problem); !status.ok()) return status;
+  if (!problem.quantized.codes && problem.act_quant == ActQuant::kNone &&
+      problem.x_type == DataType::kFloat32) {
+    return unsupported(
+        "x is float32 with act_quant=\"none\"; on a GPU that takes float16 or bfloat16 (float32 "
+        "with \"token\" or \"block\")");
+  }
+  if (problem.architecture < 0 || problem.architecture > device.architecture) {
+    return unsupported("architecture is " + std::to_string(problem.architecture) +
+                       "; the GPU is sm_" + std::to_string(device.architecture) +
+                       ", which runs kernels of that architecture and of earlier ones");
+  }
+  return {};
 }
 
 Status check_launch(GemmProblem const& problem, Plan const& plan, Workspace workspace) {

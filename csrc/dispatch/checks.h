@@ -4,6 +4,8 @@
 
 #include <initializer_list>
 
+#include "cutlass_ops/awq.h"
+#include "cutlass_ops/flat_4bit.h"
 #include "cutlass_ops/ops.h"
 
 namespace cutlass_ops {
@@ -42,6 +44,8 @@ Status check_act_quant(ActQuant act_quant, bool of_image = false);
 Status check_weight(PackedWeight const& weight);
 // That a weight is not gated, for an operation without gated outputs.
 Status check_plain_rows(PackedWeight const& weight, char const* operation);
+// A product, anywhere and on a GPU.
+Status check_product(GemmProblem const& problem);
 Status check_gemm(GemmProblem const& problem, Device const& device);
 // What a plan does not say: the result's memory and the workspace, of one row or more.
 Status check_launch(GemmProblem const& problem, Plan const& plan, Workspace workspace);

@@ -7,11 +7,6 @@
 #include "dispatch/problem.h"
 
 namespace cutlass_ops {
-namespace {
-
-constexpr int bytes_of(DataType type) { return type == DataType::kFloat32 ? 4 : 2; }
-
-}  // namespace
 
 DecodeMemory decode_memory(GemmProblem const& p, DecodeShape const& shape) {
   DecodeMemory at;

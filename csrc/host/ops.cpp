@@ -2,6 +2,8 @@
 // every call says so.
 #include "cutlass_ops/ops.h"
 
+#include "cutlass_ops/awq.h"
+#include "cutlass_ops/flat_4bit.h"
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/zero_compensation.h"
 #include "dispatch/checks.h"

@@ -12,6 +12,8 @@ namespace cutlass_ops {
 // have begun. The others are kept for the next call.
 void run_on_threads(int threads, void (*work)(void*), void* data);
 
+inline int core_count() { return int(std::max(1u, std::thread::hardware_concurrency())); }
+
 // Runs work(0) .. work(count - 1), in any order, on up to `threads` threads (0: every core).
 // Threads take `batch` indices at a time, which should be some tens of microseconds of work.
 template <class Work>
@@ -25,7 +27,7 @@ void for_each_index(int64_t count, int64_t batch, int threads, Work const& work)
       for (int64_t index = first; index < last; ++index) work(index);
     }
   };
-  int64_t const wanted = threads > 0 ? threads : std::max(1u, std::thread::hardware_concurrency());
+  int64_t const wanted = threads > 0 ? threads : core_count();
   int64_t const batches = (count + batch - 1) / batch;
   run_on_threads(
       int(std::min(wanted, batches)), [](void* data) { (*static_cast<decltype(run)*>(data))(); },

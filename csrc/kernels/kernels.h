@@ -2,6 +2,8 @@
 // kernel, pure host signatures.
 #pragma once
 
+#include "cutlass_ops/awq.h"
+#include "cutlass_ops/flat_4bit.h"
 #include "dispatch/grouped.h"
 #include "dispatch/spec.h"
 

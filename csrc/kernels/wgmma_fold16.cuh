@@ -203,9 +203,11 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
   hopper::ClusterTiles<C> tiles(p);
   while (tiles.more()) {
     typename C::Work const work = tiles.next(p, C::kBand);
-    int const end = work.end_k(p) * C::kSteps;
-    hopper::XRows<C::kKSlices * 16, !C::kGrouped> x_rows(
-        p.image, hopper::first_x_row<C>(work, rank, p) + rank * half, work.first_k(p));
+    int const end = work.end_k(p) * C::kSteps, m0 = hopper::first_x_row<C>(work, rank, p);
+    if constexpr (!C::kGrouped)
+      hopper::prefetch_residual<C>(p, (work.pair * C::kCluster + rank) * C::kRows, m0);
+    hopper::XRows<C::kKSlices * 16, !C::kGrouped> x_rows(p.image, m0 + rank * half,
+                                                         work.first_k(p));
 #pragma unroll 1
     for (int step = work.first_k(p) * C::kSteps; step < end; ++step, ring.advance()) {
       uint64_t* full = &barriers.full_panels[ring.stage];
@@ -298,7 +300,6 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
     typename C::Work const work = next_tile(index);
     int const row0 = (work.pair * C::kCluster + coord.rank) * C::kRows;
     int const m0 = hopper::first_x_row<C>(work, coord.rank, p);
-    if constexpr (!C::kGrouped) hopper::prefetch_residual<C>(p, coord, row0, m0);
     int const count = work.end_k(p) - work.first_k(p);
     float sums[C::kSums] = {};
     uint32_t a[2][C::kGroups][C::kGroupKSlices][4];

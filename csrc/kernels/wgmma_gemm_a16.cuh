@@ -135,7 +135,6 @@ Config<Element, Format, kBlockM, kZeros, Scale, kWarpgroups, kGrouped>::consume(
     int row0 = hopper::first_feature<C>(work.pair, coord.rank, p),
         m0 = hopper::first_x_row<C>(work, coord.rank, p);
     if (work.empty()) break;
-    if constexpr (!C::kGrouped) hopper::prefetch_residual<C>(p, coord, row0, m0);
     int count = work.end_k(p) - work.first_k(p);
     float products[C::kProducts], sums[C::kSums] = {};
     StoredWeights<C> weights;

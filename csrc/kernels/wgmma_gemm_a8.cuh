@@ -44,7 +44,6 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
     typename C::Work const work = hopper::next_tile<C>(index, p, barriers, ring);
     int row0 = hopper::first_feature<C>(work.pair, coord.rank, p),
         m0 = hopper::first_x_row<C>(work, coord.rank, p);
-    if constexpr (!C::kGrouped) hopper::prefetch_residual<C>(p, coord, row0, m0);
     int count = work.end_k(p) - work.first_k(p);
     uint32_t integers[C::kSums];
     float sums[kChannel ? 1 : C::kSums] = {};

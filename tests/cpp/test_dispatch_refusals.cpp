@@ -8,8 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "cutlass_ops/awq.h"
 #include "cutlass_ops/conv.h"
 #include "cutlass_ops/experts.h"
+#include "cutlass_ops/flat_4bit.h"
 #include "cutlass_ops/zero_compensation.h"
 #include "dispatch/checks.h"
 #include "dispatch_problems.h"

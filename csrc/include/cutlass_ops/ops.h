@@ -12,7 +12,7 @@
 
 namespace cutlass_ops {
 
-struct Status {
+struct [[nodiscard]] Status {
   enum Code { kOk = 0, kUnsupported, kInvalid, kCuda };
   Code code = kOk;
   std::string text;
@@ -101,18 +101,5 @@ Status unpack(PackProblem const& problem, Stream stream);
 
 // Packed codes to floats.
 Status dequantize(DequantizeProblem const& problem, Stream stream);
-
-// Floats to 4-bit codes in flat blocks, and back.
-Status quantize_flat(FlatProblem const& problem, Stream stream);
-Status dequantize_flat(FlatProblem const& problem, Stream stream);
-
-// (code - zero) * scale, [k][n] of the scales' type.
-Status dequantize_awq(AwqWeight const& weight, void* out, Stream stream);
-
-// x [m][k] of the scales' type, rows x_stride elements apart, each from an address of a multiple of
-// 16 bytes, times the weight, [m][n]: up to kMaxAwqRows rows, groups of a multiple of 32.
-constexpr int kMaxAwqRows = 64;
-Status awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m, void* out,
-                Stream stream);
 
 }  // namespace cutlass_ops

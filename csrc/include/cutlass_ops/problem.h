@@ -168,31 +168,6 @@ struct DequantizeProblem {
   int tap_channels = 0;
 };
 
-// Floats and their 4-bit codes in flat blocks, bitsandbytes' storage: value = book[code] *
-// absmax[element / blocksize]. Floats and packed codes start on 16 bytes.
-struct FlatProblem {
-  int64_t count = 0;   // elements
-  int blocksize = 64;  // 32, 64, ..., 4096
-  void* floats = nullptr;
-  DataType type = DataType::kFloat16;
-  uint8_t* packed = nullptr;  // (count + 1) / 2 bytes, the even element's code in the high nibble
-  float* absmax = nullptr;    // one a block
-
-  // To quantise: v = x / absmax takes codes[number of cuts below it]. With `magnitudes`, |v| does,
-  // by 7 cuts, and negative v have 8 added.
-  float const* cuts = nullptr;  // ascending
-  uint8_t const* codes = nullptr;
-  bool magnitudes = false;
-
-  // To dequantise. With nested_codes, absmax = nested_book[nested_codes] * nested_absmax[block /
-  // 256] + *nested_offset.
-  float const* book = nullptr;  // [16]
-  uint8_t const* nested_codes = nullptr;
-  float const* nested_absmax = nullptr;
-  float const* nested_book = nullptr;  // [256]
-  float const* nested_offset = nullptr;
-};
-
 // Codes of a weight, one a byte, and packed, on a GPU. Code (row, column) is at codes[row *
 // n_stride + column * k_stride].
 struct PackProblem {
@@ -202,18 +177,6 @@ struct PackProblem {
   int64_t n_stride = 0, k_stride = 1;
   int n = 0, k = 0;
   int bits = 4;  // 4 or 8
-};
-
-// A weight in AutoAWQ's storage ("gemm"), W[K, N] by its transposed: nibble i of a word is column
-// [0, 2, 4, 6, 1, 3, 5, 7][i] of its eight.
-struct AwqWeight {
-  uint32_t const* codes = nullptr;  // [k][n / 8]
-  void const* scales = nullptr;     // [groups][n] of type
-  uint32_t const* zeros = nullptr;  // [groups][n / 8]
-  int n = 0;                        // a multiple of 8
-  int k = 0;
-  int groups = 0;  // a divisor of k
-  DataType type = DataType::kFloat16;
 };
 
 // Scratch memory of the caller's, aligned to 256 bytes, of at least Plan::workspace bytes.

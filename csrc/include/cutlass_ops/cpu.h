@@ -1,0 +1,16 @@
+// Products on the host.
+#pragma once
+
+#include "cutlass_ops/ops.h"
+#include "cutlass_ops/problem.h"
+
+namespace cutlass_ops {
+
+// y = x @ W^T + bias by up to so many threads (0: every core), all memory being the host's. x is
+// fp16, bf16 or fp32, and quantised first where the problem says so, or quantised already. A row of
+// y has the bits of the Python package's reference, whatever m, the threads and the instruction set
+// are. The rules of mixed_gemm hold, but for fp32, and these are kUnsupported: an image, an
+// activation, a residual, saturate, and a gated weight, which a caller applies to fp32 sums.
+Status cpu_gemm(GemmProblem const& problem, int threads = 0);
+
+}  // namespace cutlass_ops
