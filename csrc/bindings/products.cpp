@@ -91,8 +91,6 @@ void run(Weight& weight, GemmProblem const& problem, py::handle like, size_t ele
   check(mixed_gemm(problem, plan, workspace, as<void>(stream)));
 }
 
-size_t bytes_of(DataType type) { return type == DataType::kFloat32 ? 4 : 2; }
-
 py::object mixed_gemm(PyObject* const* arguments) {
   auto const next = [&] { return py::handle(*arguments++); };
   GemmProblem problem;

@@ -330,6 +330,7 @@ Status cpu_gemm(GemmProblem const& problem, int threads) {
                               : problem.activation != Activation::kNone ? "an activation"
                               : problem.residual                        ? "a residual"
                               : problem.saturate                        ? "saturate"
+                              : problem.weight.gated                    ? "a gated product"
                                                                         : nullptr;
   if (refused)
     return {Status::kUnsupported,

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "cutlass_ops/cpu.h"
 #include "dispatch/checks.h"
 #include "dispatch_problems.h"
 
@@ -38,7 +39,7 @@ TEST(Gated, SumsGoThroughTheWorkspaceToOneMoreKernel) {
         size_t const sums = stores_slices(plain) ? 0 : size_t(m) * 4096 * sizeof(float);
         EXPECT_EQ(found.workspace, plain.workspace + sums);
         EXPECT_EQ(found.layout.splitk_workspace, plain.layout.splitk_workspace + sums);
-        if (sums) EXPECT_EQ(found.layout.gate_sums, plain.layout.splitk_workspace);
+        EXPECT_EQ(found.layout.gate_sums, sums ? plain.layout.splitk_workspace : 0);
         ++(sums ? whole : split);
       }
     }
@@ -100,6 +101,9 @@ TEST(Gated, OtherOperatorsTakePlainWeights) {
     EXPECT_EQ(status.code, Status::kUnsupported);
     EXPECT_NE(status.text.find("the weight is gated"), std::string::npos) << status.text;
   }
+  Status const status = cpu_gemm(p, 1);
+  EXPECT_EQ(status.code, Status::kUnsupported);
+  EXPECT_NE(status.text.find("a gated product"), std::string::npos) << status.text;
   EXPECT_TRUE(check_dequantize({p.weight, &some_byte, DataType::kFloat16}).ok());
 }
 

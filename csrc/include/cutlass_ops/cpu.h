@@ -10,7 +10,7 @@ namespace cutlass_ops {
 // fp16, bf16 or fp32, and quantised first where the problem says so, or quantised already. A row of
 // y has the bits of the Python package's reference, whatever m, the threads and the instruction set
 // are. The rules of mixed_gemm hold, but for fp32, and these are kUnsupported: an image, an
-// activation, a residual, and saturate, which a caller applies to fp32 sums.
+// activation, a residual, saturate, and a gated weight, which a caller applies to fp32 sums.
 Status cpu_gemm(GemmProblem const& problem, int threads = 0);
 
 }  // namespace cutlass_ops
