@@ -334,7 +334,7 @@ Status cpu_gemm(GemmProblem const& problem, int threads) {
                                                                         : nullptr;
   if (refused)
     return {Status::kUnsupported,
-            std::string(refused) + " is asked for; products on a CPU end with the bias"};
+            std::string(refused) + " is in the problem; products on a CPU end with the bias"};
   if (threads < 0)
     return {Status::kInvalid,
             "threads is " + std::to_string(threads) + "; 0 (every core) and up is expected"};

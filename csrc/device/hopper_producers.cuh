@@ -7,7 +7,7 @@
 
 namespace cutlass_ops::hopper {
 
-// A warp asks for a tile's residual, so that it is in the cache when the sums are finished: all
+// A warp brings a tile's residual to the cache, before the sums are finished: all
 // tiles of a wave come to it together.
 template <class C>
 __device__ __forceinline__ void prefetch_residual(Params const& p, int row0, int m0) {

@@ -63,9 +63,8 @@ TEST(Dispatch, TakesEveryOptionOfTheEpilogueAndEveryType) {
     GemmProblem p = problem(5, 192, 576);
     p.out_type = p.bias_type = p.residual_type = p.weight.scale_type = p.weight.offset_type = type;
     p.bias = p.residual = p.weight.offsets = &some_byte, p.residual_stride = 192;
-    for (Activation activation : {Activation::kNone, Activation::kRelu, Activation::kRelu6,
-                                  Activation::kGelu, Activation::kSilu, Activation::kClamp}) {
-      p.activation = activation;
+    for (ActivationInfo const& info : kActivations) {
+      p.activation = info.activation;
       EXPECT_TRUE(planned(p).spec);
     }
   }

@@ -1,5 +1,5 @@
 // THE order of packed weights: "slab64". One index formula, used by the host packer and by every
-// kernel. It is the same in packed files of layout_version 1 to 3, whose metadata differs
+// kernel. It is the same in packed files of layout_version 1 to 4, whose metadata differs
 // (cutlass_ops/weights/formats.py).
 //
 // Weights are operand A of every matrix instruction (rows of W are the instruction's M), so that a
