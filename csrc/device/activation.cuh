@@ -69,4 +69,25 @@ __device__ __forceinline__ void visit_activation(Activation activation, Activati
   f([=](float x) { return clamp_keeping_nan(x, bounds.low, bounds.high); });
 }
 
+// A thread's sums of rows g and g + 8 two by two. Where these are gate's and up's, activation(gate) *
+// up takes gate's place; otherwise both are activated. The code for gate's is that for row g: a
+// kernel has an activation's instructions once for each sum.
+template <int kSums>
+__device__ __forceinline__ void activate_or_gate(float (&sums)[kSums], Activation activation,
+                                                 ActivationBounds bounds, bool gated) {
+  visit_activation(activation, bounds, [&](auto const& function) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i)
+      if (i % 4 < 2) sums[i] = function(sums[i]);
+    if (gated) return;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i)
+      if (i % 4 >= 2) sums[i] = function(sums[i]);
+  });
+  if (!gated) return;
+#pragma unroll
+  for (int i = 0; i < kSums; ++i)
+    if (i % 4 < 2) sums[i] *= sums[i + 2];
+}
+
 }  // namespace cutlass_ops

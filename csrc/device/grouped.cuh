@@ -144,20 +144,6 @@ struct RowPieces {
   RowPieces() = default;
 };
 
-// A thread's sums of a tile, those of gate's row g and up's row g + 8 two by two:
-// activation(gate) * up takes gate's place. Each choice is made once for all of them.
-template <int kSums>
-__device__ __forceinline__ void gate(float (&sums)[kSums], Activation activation,
-                                     ActivationBounds bounds) {
-  visit_activation(activation, bounds, [&](auto const& function) {
-#pragma unroll
-    for (int i = 0; i < kSums; i += 4) {
-      sums[i] = function(sums[i]) * sums[i + 2];
-      sums[i + 1] = function(sums[i + 1]) * sums[i + 3];
-    }
-  });
-}
-
 // Four sums of neighbouring features from n on to outputs of a row of the tile.
 __device__ __forceinline__ void finish_group(float (&v)[4], int x_row, int n, SlotTile const& tile,
                                              Groups const& groups, EpilogueParams const& p) {
@@ -198,7 +184,7 @@ __device__ __forceinline__ void finish_gated(float (&v)[4], float const* row_sca
       v[2 * h] += bias, v[2 * h + 1] += bias;
     }
   }
-  gate(v, groups.activation, groups.bounds);
+  activate_or_gate(v, groups.activation, groups.bounds, true);
   // From two rows of x of a feature to two features of a row of x.
   uint32_t pair = to_half_bits(v[0], v[1], p.out_type == DataType::kBFloat16);
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(pair) : "r"(pair));

@@ -65,12 +65,6 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
   EpilogueParams const& e = p.epilogue;
   int n = row0 + coord.warpgroup * kRowsPerPanel, barrier = 1 + coord.warpgroup;
   bool copies = coord.warp == 0 && coord.lane == 0;
-  int const row = n + coord.warp * 16 + coord.lane / 4;
-  add_bias(sums, e.bias, e.bias_type, row, p.weight.n);
-  visit_activation(e.activation, e.bounds, [&](auto const& function) {
-#pragma unroll
-    for (float& sum : sums) sum = function(sum);
-  });
   uint8_t* const lines =
       reinterpret_cast<uint8_t*>(staging) + coord.warpgroup * C::kLineRows * C::kLineBytes;
   // Four 8 x 8 matrices an instruction: rows g and g + 8 of eight rows of x, then of the next
@@ -97,7 +91,7 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
         }
       }
     }
-    if (e.limit < HUGE_VALF) {
+    if (!C::kGrouped && e.limit < HUGE_VALF) {
       each_matrix(first, [&](float* v, uint8_t*) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] = clamp_keeping_nan(v[i], -e.limit, e.limit);
@@ -252,18 +246,19 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging,
       return;
     }
   }
-  if (p.store_halves && p.weight.gated) {
+  if (p.store_halves) {
     EpilogueParams const& e = p.epilogue;
+    bool const gated = p.weight.gated;
     int const first = row0 + coord.warpgroup * kRowsPerPanel;
     add_bias(sums, e.bias, e.bias_type, first + coord.warp * 16 + coord.lane / 4, p.weight.n);
-    gate(sums, e.activation, e.bounds);
+    activate_or_gate(sums, e.activation, e.bounds, gated);
+    if (!gated) return store_halves<C>(sums, staging, map, p, coord, row0, m0);
     if (e.limit < HUGE_VALF) {
 #pragma unroll
       for (float& sum : sums) sum = clamp_keeping_nan(sum, -e.limit, e.limit);
     }
     return store_gated<C>(sums, staging, map, e, coord, first / 2, m0);
   }
-  if (p.store_halves) return store_halves<C>(sums, staging, map, p, coord, row0, m0);
   int n = row0 + coord.warpgroup * kRowsPerPanel, thread = coord.warp * 32 + coord.lane,
       barrier = 1 + coord.warpgroup;
   staging += coord.warpgroup * C::kStoreRows * C::kStoreStride;
@@ -338,7 +333,7 @@ __device__ __forceinline__ void store_group(float (&sums)[C::kSums], float* stag
   add_bias(sums, row_panel < groups.row_panels ? groups.bias : nullptr, groups.bias_type, row,
            INT64_MAX);
   if (!groups.gated) return store_halves<C>(sums, staging, map, p, coord, row0, m0, work.end_x_row);
-  gate(sums, groups.activation, groups.bounds);
+  activate_or_gate(sums, groups.activation, groups.bounds, true);
   store_gated<C>(sums, staging, map, p.epilogue, coord, row_panel * kRowsPerPanel / 2, m0,
                  work.end_x_row);
 }

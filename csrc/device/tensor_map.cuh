@@ -35,6 +35,17 @@ struct Encoder {
       encode = reinterpret_cast<Function>(function);
     }
   }
+
+  // The driver needs the thread's context, which a thread that has not used the runtime, as those
+  // of autograd, lacks.
+  template <class... Arguments>
+  CUresult operator()(Arguments... arguments) const {
+    static thread_local bool const bound = [] {
+      int device = 0;
+      return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
+    }();
+    return bound ? encode(arguments...) : CUDA_ERROR_INVALID_CONTEXT;
+  }
 };
 
 // A tensor map of boxes, innermost dimension first; strides are bytes. Loads bring zeros from
@@ -48,9 +59,9 @@ Status encode(CUtensorMapDataType type, void const* data, cuuint64_t const (&dim
   if (!encoder.status.ok()) return encoder.status;
   cuuint32_t steps[kRank];
   std::fill_n(steps, kRank, 1);
-  CUresult result = encoder.encode(map, type, kRank, const_cast<void*>(data), dims, strides, box,
-                                   steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion,
-                                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult result =
+      encoder(map, type, kRank, const_cast<void*>(data), dims, strides, box, steps,
+              CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     return {Status::kCuda, "cuTensorMapEncodeTiled: error " + std::to_string(int(result))};
   return {};
@@ -95,7 +106,7 @@ inline Status encode_pixels(void const* x, int element_bytes, int channels, int6
     upper[i] = image.padding[axis] - image.dilation[axis] * (image.taps[axis] - 1);
   }
   dims[rank - 1] = cuuint64_t(image.batch), steps[rank - 1] = 1;
-  CUresult const result = encoder.encode(
+  CUresult const result = encoder(
       map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
       cuuint32_t(rank), const_cast<void*>(x), dims, strides, lower, upper,
       cuuint32_t(128 / element_bytes), cuuint32_t(box_pixels), steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
