@@ -71,7 +71,9 @@ def test_products_are_exact(fmt: Format, activations: str) -> None:
                 x = torch.empty_like(x).index_copy_(1, whole.perm, x)
             bias = torch.arange(2 * n, device=GPU, dtype=FLOAT) % 7 - 3
             residual = torch.arange(m * n, device=GPU, dtype=FLOAT).view(m, n) % 5 - 2
-            options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric}
+            # 8-bit codes plus offsets have more bits than a weight that is rounded to 16.
+            options: dict[str, Any] = {"exact": fmt.bits == 8 and fmt.kind == "offsets"}
+            options |= {"act_quant": act_quant, "act_symmetric": symmetric}
             for out_dtype in (FLOAT, dtype):
                 options |= {"bias": bias, "activation": "relu", "out_dtype": out_dtype}
                 y = multiply(x, packed, residual=residual, **options)
@@ -92,9 +94,10 @@ def test_activations(activation: Any, m: int) -> None:
     x = make_exact_floats(m, 256, HALF, "none", True, 128)
     y = multiply(x, pack(whole), activation=activation, out_dtype=FLOAT)
     assert whole.bias is not None
-    sums, nothing = oracle(x, whole), torch.zeros(m, 256, device=GPU)
-    expected = gated(sums, whole.bias, activation, nothing, FLOAT)
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    # In fp64, as torch's fp32 GELU has no digits left where x is below -5.
+    gate, up = (oracle(x, whole).double() + whole.bias.double()).chunk(2, -1)
+    expected = reference.activate(gate, activation) * up
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=TYPE_NAMES.__getitem__)

@@ -327,7 +327,7 @@ def opcheck_samples() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     library = torch.ops.cutlass_ops
     packed = co.reorder(make_weight(Format(4, "zeros", 64), 200, 700, exact=False, perm=True))
     parts = (packed.codes, packed.scales, packed.zeros, packed.offsets, packed.bias, packed.perm)
-    fields = (*parts, packed.n, packed.k, packed.bits, packed.group_size, packed.book)
+    fields = (*parts, packed.n, packed.k, packed.bits, packed.group_size, packed.book, packed.gated)
     x = make_floats(5, 700, HALF)
     bias, residual = make_floats(1, 200, FLOAT)[0], make_floats(5, 200, HALF)
     qa = co.quantize_activations(x, 64, False, packed.perm)

@@ -37,8 +37,6 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
     layout.sums = true, layout.colsums = layout.splitk_workspace;
     layout.splitk_workspace = layout.colsums + align_256(size_t(colsum_bytes(w)));
   }
-  plan->gates =
-      w.gated && plan->spec->gates && problem.out_type != DataType::kFloat32 && !problem.residual;
   bool const stores_slices = plan->slices > 1 && plan->tail_tiles == 0;
   layout.gates = w.gated && (stores_slices || !plan->gates);
   if (layout.gates && !stores_slices) {

@@ -45,7 +45,8 @@ Status no_kernel(GemmProblem const& problem, Device const& device) {
   return unsupported(text + " kernels run on sm_80 and later");
 }
 
-void fill_in(KernelSpec const& spec, Candidate const& candidate, Plan* plan) {
+void fill_in(GemmProblem const& problem, KernelSpec const& spec, Candidate const& candidate,
+             Plan* plan) {
   Tile const& tile = candidate.tile;
   plan->spec = &spec;
   plan->kernel = spec.name;
@@ -55,6 +56,9 @@ void fill_in(KernelSpec const& spec, Candidate const& candidate, Plan* plan) {
   plan->rounds = spec.rounds;
   plan->compensates = candidate.compensates;
   plan->one_cta_per_sm = spec.decodes && tile.min_ctas_per_sm == 1;
+  plan->quantizes = candidate.quantizes && multiplies_int8(problem) && !problem.quantized.codes;
+  plan->gates = problem.weight.gated && spec.gates && problem.out_type != DataType::kFloat32 &&
+                !problem.residual;
 }
 
 // The first kernel that has a candidate; of those that decode, and those with costs for a 16-bit
@@ -87,8 +91,7 @@ Status select_as(GemmProblem const& asked, GemmProblem const& problem, Device co
   int64_t time = 0;
   if (problem.batch_invariant) best = best_candidate(problem, device, *spec, true, &time);
   plan->slices = tail_split.slices, plan->tail_tiles = int(tail_split.tail_tiles);
-  fill_in(*spec, *best, plan);
-  plan->quantizes = best->quantizes && multiplies_int8(problem) && !problem.quantized.codes;
+  fill_in(problem, *spec, *best, plan);
   spec->shape(problem, device, *best, plan);
   return {};
 }
@@ -100,8 +103,7 @@ bool plan_candidate(GemmProblem const& problem, Device const& device, KernelSpec
   *plan = {};
   TailSplit const tail_split = tail_split_of(problem, device, spec, candidate);
   plan->slices = tail_split.slices, plan->tail_tiles = int(tail_split.tail_tiles);
-  fill_in(spec, candidate, plan);
-  plan->quantizes = candidate.quantizes && multiplies_int8(problem) && !problem.quantized.codes;
+  fill_in(problem, spec, candidate, plan);
   if (!spec.shape(problem, device, candidate, plan)) return false;
   lay_out_workspace(problem, spec.upcasts, plan);
   start_quantizer(problem, plan);

@@ -20,8 +20,8 @@ GemmProblem gated(GemmProblem p) {
 
 bool stores_slices(Plan const& plan) { return plan.slices > 1 && plan.tail_tiles == 0; }
 
-TEST(Gated, SumsGoThroughTheWorkspaceToOneMoreKernel) {
-  int split = 0, whole = 0;
+TEST(Gated, SumsGoThroughTheWorkspaceToOneMoreKernelUnlessTheFirstMakesOutputs) {
+  int split = 0, whole = 0, fused = 0;
   for (Device const& device : kDevices) {
     for (int m : {1, 16, 100, 4096}) {
       for (Named const& input : inputs(problem(m, 4096, 4096))) {
@@ -30,6 +30,13 @@ TEST(Gated, SumsGoThroughTheWorkspaceToOneMoreKernel) {
                    found = planned(gated(input.problem), device);
         EXPECT_STREQ(found.kernel, plain.kernel);
         EXPECT_EQ(found.slices, plain.slices);
+        if (found.gates && !stores_slices(plain)) {
+          EXPECT_FALSE(found.layout.gates);
+          EXPECT_EQ(names(found), names(plain));
+          EXPECT_EQ(found.workspace, plain.workspace);
+          ++fused;
+          continue;
+        }
         EXPECT_TRUE(found.layout.gates);
         EXPECT_FALSE(plain.layout.gates);
         std::vector<std::string> expected = names(plain);
@@ -46,6 +53,7 @@ TEST(Gated, SumsGoThroughTheWorkspaceToOneMoreKernel) {
   }
   EXPECT_GT(split, 0);
   EXPECT_GT(whole, 0);
+  EXPECT_GT(fused, 0);
 }
 
 TEST(Gated, KernelsThatStoreOutputsNeedNoOther) {
@@ -64,6 +72,29 @@ TEST(Gated, SumsOfManyRowsAreCountedIn64Bits) {
   plan.block_m = 48;
   lay_out_workspace(gated(problem(kMaxM, 57344, 4096)), false, &plan);
   EXPECT_EQ(plan.workspace, size_t(kMaxM) * 57344 * sizeof(float));
+}
+
+TEST(Gated, AKernelMakes16BitOutputsWithoutAResidual) {
+  GemmProblem p = gated(problem(4096, 4096, 4096));
+  p.out = some_bytes;
+  Plan const chosen = planned(p);
+  EXPECT_TRUE(chosen.gates);
+  Workspace const workspace{some_bytes, chosen.workspace};
+  auto const refused = [&](auto change, char const* words) {
+    GemmProblem changed = p;
+    change(changed);
+    Status const status = check_launch(changed, chosen, workspace);
+    EXPECT_NE(status.text.find(words), std::string::npos) << status.text;
+  };
+  EXPECT_TRUE(check_launch(p, chosen, workspace).ok());
+  refused([](auto& q) { q.residual = &some_byte; }, "without a residual");
+  refused([](auto& q) { q.out_type = DataType::kFloat32; }, "16-bit outputs");
+  refused([](auto& q) { q.out = some_bytes + 8; }, "out");
+  p.out_type = DataType::kFloat32;
+  EXPECT_FALSE(planned(p).gates);
+  p = gated(problem(4096, 4096, 4096));
+  p.residual = &some_byte, p.residual_type = DataType::kFloat16, p.residual_stride = 2048;
+  EXPECT_FALSE(planned(p).gates);
 }
 
 TEST(Gated, SaysWhichFieldDoesNotFit) {
