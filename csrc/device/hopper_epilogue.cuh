@@ -212,21 +212,10 @@ __device__ __forceinline__ bool add_parts(float (&sums)[C::kSums], Params const&
     flags[coord.lane * kFlags] = 0;
   }
   __syncwarp();
-  // Of few sums, several slices' are in flight: a round takes the time of a load from the cache.
-  constexpr int kRegisters = C::kWarpgroups > 2 ? 32 : 64,
-                kAtOnce = kRegisters > C::kSums ? kRegisters / C::kSums : 1;
 #pragma unroll 1
-  for (int i = 0; i < others; i += kAtOnce, parts += kAtOnce * kStride) {
+  for (int i = 0; i < others; ++i, parts += kStride) {
 #pragma unroll
-    for (int j = 0; j < C::kSums; ++j) {
-      float found[kAtOnce];
-#pragma unroll
-      for (int next = 0; next < kAtOnce; ++next)
-        if (next == 0 || i + next < others) found[next] = __ldcg(parts + next * kStride + j * 128);
-#pragma unroll
-      for (int next = 0; next < kAtOnce; ++next)
-        if (next == 0 || i + next < others) sums[j] += found[next];
-    }
+    for (int j = 0; j < C::kSums; ++j) sums[j] += __ldcg(parts + j * 128);
   }
   return true;
 }

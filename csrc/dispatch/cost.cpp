@@ -47,11 +47,11 @@ TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, Kernel
   if (tiles < clusters) {
     int const slices = slice_count(problem, device, spec, tile);
     if (slices == 1) return best;
-    int64_t const by_reduce = splitk_reduce_time(problem, slices),
-                  by_clusters = exchange_time(tile, slices);
-    bool const adds = by_clusters < by_reduce;
-    return {
-        adds ? tiles : 0, slices, {ceil_div(k, slices), 64, (adds ? by_clusters : by_reduce) * 32}};
+    // The tile is chosen by the time that splitk_reduce takes.
+    int64_t const by_reduce = splitk_reduce_time(problem, slices);
+    return {exchange_time(tile, slices) < by_reduce ? tiles : 0,
+            slices,
+            {ceil_div(k, slices), 64, by_reduce * 32}};
   }
   if (rest == 0) return best;
   int64_t least = time_of(best.time, cost, end);
