@@ -44,8 +44,8 @@ def planned(row: dict[str, Any], quantized_before: bool) -> _C.Plan:
     kind = getattr(_C.Format, "codebook" if name == "nf4" else f"int{row['bits']}")
     weight = _C.PackedWeight(
         SOME, SOME, SOME if "-zp" in name else 0, offsets, 0, SOME if name == "nf4" else 0,
-        row["n"], row["k"], kind, group_size, half, half if offsets else none, 0, none, None,
-        0, {},
+        row["n"], row["k"], kind, group_size, half, half if offsets else none, False, 0,
+        none, None, 0, {},
     )  # fmt: skip
     symmetric = "asym" not in name
     if not symmetric:
