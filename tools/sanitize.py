@@ -77,7 +77,7 @@ LEFT_OUT = {
         for narrow in (0, 1)
     ]
 }
-# Above its own limit racecheck warns that it counted no further, and the warning counts as a finding.
+# Above its own limit racecheck warns that it counted no further, which counts as a finding.
 LIMITS = {"NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS": "100000000"}
 RACE = re.compile(r"Race reported between (\w+) access at (.+)((?:\n=+ +and \w+ access at .+)+)")
 ACCESS = re.compile(r"and (\w+) access at (.+)")
