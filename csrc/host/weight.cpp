@@ -69,7 +69,11 @@ Status check(CanonicalWeight const& weight, void const* buffer) {
 
 }  // namespace
 
-size_t weight_bytes(CanonicalWeight const& weight) { return Places(weight).end; }
+size_t weight_bytes(CanonicalWeight const& weight) {
+  bool const sized =
+      weight.n > 0 && weight.k > 0 && (weight.group_size == -1 || weight.group_size > 0);
+  return sized && find_format(weight.format) ? Places(weight).end : 0;
+}
 
 PackedWeight make_weight(CanonicalWeight const& weight, void const* buffer) {
   Places const places(weight);

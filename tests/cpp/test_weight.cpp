@@ -128,6 +128,9 @@ TEST(Weight, WhatDoesNotFitIsNamed) {
   expect_refused(changed([](auto& w) { w.offsets = w.scales; }), packed.data(), "offset_type");
   expect_refused(changed([](auto& w) { w.scale_type = DataType::kNone; }), packed.data(),
                  "scale_type");
+  EXPECT_EQ(weight_bytes(changed([](auto& w) { w.format = Format(99); })), 0u);
+  EXPECT_EQ(weight_bytes(changed([](auto& w) { w.group_size = 0; })), 0u);
+  EXPECT_EQ(weight_bytes(changed([](auto& w) { w.k = 0; })), 0u);
   source.zeros[3] = 16;
   expect_refused(source.weight, packed.data(),
                  "zeros[1, 1] is 16; accepted with bits = 4: 0 to 15");

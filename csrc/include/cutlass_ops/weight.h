@@ -25,8 +25,8 @@ struct CanonicalWeight {
   DataType offset_type = DataType::kNone;
 };
 
-// Bytes of the buffer that holds all of a packed weight. The weight's pointers are not followed:
-// which are null counts.
+// Bytes of the buffer that holds all of a packed weight; 0 where there is no such format, n, k or
+// group_size. The weight's pointers are not followed: which are null counts.
 size_t weight_bytes(CanonicalWeight const& weight);
 
 // The packed weight in a buffer of weight_bytes, padding included, by up to so many threads (0:
