@@ -99,8 +99,8 @@ struct Params {
   int scale_bytes;               // of one weight scale
   int offset_bytes;              // of one offset
   int half_x_rows;               // that a block loads of a tile
-  bool store_halves;  // the outputs are 16-bit floats in whole lines, of an epilogue that needs no
-                      // more than bounds
+  bool store_halves;  // the outputs are 16-bit floats in whole lines, as is the residual, if there
+                      // is one
   bool splits_rows;   // a cluster's CTAs have the same features and neighbouring tiles of rows of x
   ImageTiles image;   // whose pixels are the rows of x, if they are
 };

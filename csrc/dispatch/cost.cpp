@@ -1,7 +1,6 @@
 #include "dispatch/cost.h"
 
 #include <algorithm>
-#include <climits>
 
 #include "dispatch/decode_shape.h"
 #include "dispatch/problem.h"

@@ -11,12 +11,7 @@ from torch import Tensor
 
 from . import formats
 from .eights import gated_order
-from .packed_weight import (
-    PackedWeight,
-    group_vector_positions,
-    pack_codes,
-    unpack_codes,
-)
+from .packed_weight import PackedWeight, group_vector_positions, pack_codes, unpack_codes
 from .weight import PARTS, QuantizedWeight, check_part, rows_of
 
 
