@@ -632,7 +632,7 @@ __global__ void __launch_bounds__(C::kThreads + (C::kOneCta ? 64 : 0), C::kOneCt
 #endif
 }
 
-inline int offset_bytes(PackedWeight const& w) { return w.offsets ? size_of(w.offset_type) : 0; }
+inline int offset_bytes(PackedWeight const& w) { return w.offsets ? bytes_of(w.offset_type) : 0; }
 
 // The maps of a weight's codes and group vectors, in boxes of as many row panels as
 // any cluster has.
@@ -659,7 +659,7 @@ Status encode_weights(PackedWeight const& w, WgmmaDecodeShape const& shape, Maps
                                {kRowsPerPanel, row_panel_box, group_box},
                                CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE, map);
   };
-  encode_vectors(w.scales, size_of(w.scale_type), &maps->scales);
+  encode_vectors(w.scales, bytes_of(w.scale_type), &maps->scales);
   encode_vectors(w.offsets, offset_bytes(w), &maps->offsets);
   encode_vectors(w.zeros, 1, &maps->zeros);
   return status;
@@ -690,7 +690,7 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
            q.block == -1 ? 0 : q.stride,
            problem.act_symmetric,
            activation_block(w.group_size) / kLaneColumns,
-           size_of(w.scale_type),
+           bytes_of(w.scale_type),
            offset_bytes(w),
            EpilogueParams(problem),
            rows,
@@ -733,7 +733,7 @@ Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Strea
                  0,
                  true,
                  0,
-                 size_of(w.scale_type),
+                 bytes_of(w.scale_type),
                  offset_bytes(w),
                  EpilogueParams(rows_of_all),
                  rows,
