@@ -187,7 +187,7 @@ struct Workspace {
 
 // The GPU as far as the choice of a kernel goes. Times of kernels were measured on several cards; a
 // device counts as the one of the nearest memory bandwidth, which is that of memory clock and bus
-// width, as current_device() has it: 3352 for an H100 SXM, 4917 for an H200. 0, not known, is
+// width, as current_device() has it: 3352 for an H100 SXM, 4916 for an H200. 0, not known, is
 // nearest to the slowest card.
 struct Device {
   int architecture = 0;  // 10 * major + minor
