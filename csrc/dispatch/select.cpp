@@ -81,10 +81,17 @@ KernelSpec const* best_kernel(GemmProblem const& problem, Device const& device,
   return chosen;
 }
 
+// Whether kernels that decode add what they multiply in the order of those for more rows: not where
+// these have int32 sums over all of K, or sums that start from zero points.
+bool few_rows_have_the_bits(GemmProblem const& problem) {
+  bool const blocks = activations_have_blocks(problem);
+  return !sums_whole_rows(problem) && !(blocks && activations_have_zeros(problem));
+}
+
 // A few rows of a batch-invariant product by the kernel with the bits of `spec`, if there is one.
 bool plan_few_rows(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                    int slices, Plan* plan) {
-  if (!spec.few_rows || multiplies_int8(problem)) return false;
+  if (!spec.few_rows || !few_rows_have_the_bits(problem)) return false;
   KernelSpec const& few = *find_kernel(spec.few_rows);
   GemmProblem free = problem;
   free.batch_invariant = false;  // which decoding kernels left to themselves are not
@@ -92,7 +99,7 @@ bool plan_few_rows(GemmProblem const& problem, Device const& device, KernelSpec 
   Candidate const* best = nullptr;
   int64_t least = 0;
   for (Candidate const& candidate : few.candidates(problem)) {
-    if (candidate.quantizes || problem.m > candidate.max_m) continue;
+    if (problem.m > candidate.max_m) continue;
     if (candidate.applies && !candidate.applies(problem)) continue;
     Plan shaped;
     shaped.slices = slices, shaped.one_cta_per_sm = candidate.tile.min_ctas_per_sm == 1;

@@ -158,8 +158,8 @@ struct KernelSpec {
   // flag_count(plan) 64-bit flags.
   Status (*launch)(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream);
-  // The kernel that decodes a 16-bit x with the same bits, if its clusters share K by this one's
-  // slices; or null.
+  // The kernel that decodes with the same bits, if its clusters share K by this one's slices; or
+  // null.
   char const* few_rows = nullptr;
 };
 

@@ -474,7 +474,7 @@ constexpr KernelSpec kSpecs[] = {
      shape_decode_gemm, LAUNCHER(launch_decode_gemm)},
     {"wgmma_gemm_a8", "exact int8 products, the tile of least predicted time", false, false, false,
      true, false, wgmma_gemm_a8_can, wgmma_gemm_a8_candidates, predicted_time, shape_wgmma_gemm_a8,
-     LAUNCHER(launch_wgmma_gemm_a8)},
+     LAUNCHER(launch_wgmma_gemm_a8), "wgmma_decode"},
     {"wgmma_gemm_a16", "exact products of 16-bit x, the tile of least predicted time", false, true,
      true, true, false, wgmma_gemm_a16_can, OF_WIDTH(kWgmmaGemmA16), predicted_time,
      shape_wgmma_gemm_a16, LAUNCHER(launch_wgmma_gemm_a16), "wgmma_decode"},
