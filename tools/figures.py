@@ -89,12 +89,12 @@ def percent(value: float) -> str:
     return f"{100 * value:#.3g} %"
 
 
-def markdown(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
-    """Return a table whose first column is words and whose others are numbers."""
+def markdown(head: Iterable[object], rows: Iterable[Iterable[object]], words: int = 1) -> str:
+    """Return a table whose first columns are words and whose others are numbers."""
     head = [str(cell) for cell in head]
     lines = [
         head,
-        ["---", *["---:"] * (len(head) - 1)],
+        [*["---"] * words, *["---:"] * (len(head) - words)],
         *([str(cell) for cell in row] for row in rows),
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -207,7 +207,7 @@ def copies() -> str:
                 [name, f"{row['n']} x {row['k']}", digits(row["us"]), digits(row["floor_us"])]
             )
             lines[-1] += [f"{digits(peer[1])} ({peer[0]})" if peer else ""]
-    return markdown(["operation", "weight", "us", "floor", "peer"], lines)
+    return markdown(["operation", "weight", "us", "floor", "peer"], lines, words=2)
 
 
 def host() -> str:
@@ -300,7 +300,7 @@ def generation() -> str:
         [*place, *(digits(by_batch[batch]) for batch in batches)]
         for place, by_batch in speeds.items()
     )
-    table = markdown(["model", "format", "compiled, texts =", *batches], lines)
+    table = markdown(["model", "format", "compiled, texts =", *batches], lines, words=3)
     return f"{about('h200-generate.json')} Tokens a second:\n\n{table}"
 
 
@@ -483,7 +483,7 @@ def engines() -> str:
         first, *others = (f"batch {batch}" for batch in batches)
         heads = ["model", "checkpoint", "kernels", f"{first}, ms a token", *others]
         heads += ["prompts, tokens a second", "weights, s", "start, s"]
-        parts.append(f"{about(name)}\n\n{markdown(heads, lines)}")
+        parts.append(f"{about(name)}\n\n{markdown(heads, lines, words=3)}")
     return "\n\n".join(parts)
 
 
@@ -553,7 +553,7 @@ def vllm_cpu() -> str:
     heads = ["weights", "vLLM's kernel", "act_quant", *(f"M = {m}" for m in ms)]
     return (
         f"`results/vllm-cpu.json`: {result['n']} x {result['k']}, "
-        f"{facts}.\n\n{markdown(heads, lines)}"
+        f"{facts}.\n\n{markdown(heads, lines, words=3)}"
     )
 
 
@@ -752,11 +752,26 @@ def draw_products(path: Path) -> None:
     heatmap.draw([str(m) for m in HEAT_MS], rows_of, path)
 
 
+def under_headings(rows: Iterable[tuple[str, str, list[float | None]]]) -> list[heatmap.Row]:
+    """Rows of a heat map from headings, labels and ratios; a heading stands once."""
+    found: list[heatmap.Row] = []
+    last = None
+    for heading, label, ratios in rows:
+        if heading != last:
+            found.append((heading, ()))
+        found.append((label, ratios))
+        last = heading
+    return found
+
+
 def draw_experts(path: Path) -> None:
     """Layers of experts over M."""
     layers = expert_layers()
-    rows = [(name, [ours / peer for ours, peer in by_m.values()]) for name, by_m in layers.items()]
-    heatmap.draw([str(m) for m in next(iter(layers.values()))], rows, path)
+    rows = [
+        (*name.rpartition(", ")[::2], [ours / peer for ours, peer in by_m.values()])
+        for name, by_m in layers.items()
+    ]
+    heatmap.draw([str(m) for m in next(iter(layers.values()))], under_headings(rows), path)
 
 
 def draw_convolutions(path: Path) -> None:
@@ -783,13 +798,14 @@ def draw_engines(path: Path) -> None:
     batches = engine_batches(row for _, row, _ in found)
     rows = [
         (
-            f"{device.removeprefix('NVIDIA ').split()[0]}: {engine_model(row)}, "
+            f"{device.removeprefix('NVIDIA ').split()[0]}: {engine_model(row)}",
             f"{row['checkpoint'].split()[0]}, {ACTIVATIONS[row['act_quant']]}",
             [ratios.get(name) for name in (*batches, "prompts")],
         )
         for device, row, ratios in found
     ]
-    heatmap.draw(["1 text" if b == "1" else b for b in batches] + ["prompts"], rows, path)
+    columns = ["1 text" if b == "1" else b for b in batches] + ["prompts"]
+    heatmap.draw(columns, under_headings(rows), path)
 
 
 PICTURES: dict[str, Callable[[Path], None]] = {
