@@ -76,6 +76,23 @@ def test_links_lead_to_files(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
+def test_formulas_become_mathml(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook of the site knows every command of TeX in the pages."""
+    markdown = import_or_skip("markdown")
+    import_or_skip("latex2mathml")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import mathml
+
+    extensions = ["tables", "pymdownx.superfences", "pymdownx.arithmatex"]
+    settings = {"pymdownx.arithmatex": {"generic": True}}
+    html = markdown.markdown(page.read_text(), extensions=extensions, extension_configs=settings)
+    formulas = html.count('class="arithmatex"')
+    drawn = re.findall(r"<math.*?</math>", mathml.on_page_content(html), re.DOTALL)
+    assert len(drawn) == formulas
+    assert not any("\\" in formula for formula in drawn)
+
+
 def test_tables_of_formats_and_hardware_are_the_same_in_the_readme() -> None:
     tables = re.findall(
         r"(?m)^\| (?:activations x weights|hardware) (?:.*\n)(?:\|.*\n)+",
