@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from imports import import_or_skip
 
+import cutlass_ops
+import cutlass_ops.nn
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -82,15 +85,29 @@ def test_formulas_become_mathml(page: Path, monkeypatch: pytest.MonkeyPatch) -> 
     markdown = import_or_skip("markdown")
     import_or_skip("latex2mathml")
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import mathml
+    import pages
 
     extensions = ["tables", "pymdownx.superfences", "pymdownx.arithmatex"]
     settings = {"pymdownx.arithmatex": {"generic": True}}
     html = markdown.markdown(page.read_text(), extensions=extensions, extension_configs=settings)
     formulas = html.count('class="arithmatex"')
-    drawn = re.findall(r"<math.*?</math>", mathml.on_page_content(html), re.DOTALL)
+    drawn = re.findall(r"<math.*?</math>", pages.on_page_content(html), re.DOTALL)
     assert len(drawn) == formulas
     assert not any("\\" in formula for formula in drawn)
+
+
+def test_every_public_name_is_in_the_python_api() -> None:
+    words = set(re.findall(r"\w+", (ROOT / "docs" / "python-api.md").read_text()))
+    assert {*cutlass_ops.__all__, *cutlass_ops.nn.__all__, "CutlassOpsConfig"} <= words
+
+
+def test_a_role_of_a_docstring_becomes_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import pages
+
+    html = '<h2 id="cutlass_ops.explain"></h2>:func:<code>explain</code> :meth:<code>other</code>'
+    link = '<a href="#cutlass_ops.explain"><code>explain</code></a> <code>other</code>'
+    assert pages.on_page_content(html) == f'<h2 id="cutlass_ops.explain"></h2>{link}'
 
 
 def test_tables_of_formats_and_hardware_are_the_same_in_the_readme() -> None:
