@@ -34,7 +34,7 @@ ACTIVATIONS: list[Any] = [None, *reference.ACTIVATIONS, ("clamp", -3.0, 2.5)]
 
 
 def book(name: str, n: int, k: int) -> co.QuantizedWeight:
-    bits = 8 if name == "e4m3" else 4
+    bits = 4 if len(formats.BOOKS[name]) == 16 else 8
     random = torch.Generator().manual_seed(n)
     return co.quantize(torch.randn(n, k, generator=random), bits, book=name)
 

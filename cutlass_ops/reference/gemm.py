@@ -156,9 +156,8 @@ def gemm_quantized(
         compute_dtype: fp32, or fp64 for an oracle.
 
     Raises:
-        ValueError: shapes that do not fit, a block and a group of which neither
-            divides the other, two
-        biases, or a weight with a code book.
+        ValueError: shapes that do not fit, a block and a group of which neither divides the other,
+            two biases, or a weight with a code book.
     """
     check_activations(codes, scales, zeros, block)
     if qw.book is not None:
