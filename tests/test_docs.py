@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from imports import import_or_skip
@@ -17,6 +19,7 @@ import cutlass_ops.nn
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
 def blocks(name: str, language: str) -> list[str]:
@@ -138,3 +141,18 @@ def test_examples_run(example: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") >= 2
+
+
+@pytest.mark.filterwarnings("ignore")  # of tiny models
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_notebooks_run(
+    notebook: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    """Cells of code, one after another; the file holds no outputs, which would grow old."""
+    for package in ("peft", "transformers"):
+        import_or_skip(package)
+    cells = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n".join("".join(c["source"]) for c in cells), notebook.name, "exec"), {})
+    assert capsys.readouterr().out.count("\n") >= 2

@@ -61,9 +61,20 @@ def test_the_numbers_of_the_readme_are_the_files() -> None:
     }
     for line, name in zip(lines, ("w4a16", "w8a16", "w4a8-block", "w8a8-block"), strict=True):
         us, theirs = rows[name]["us"], rows[name]["peers_us"]["humming"]
-        assert line[1:] == [f"{us:.1f}", f"{theirs:.1f} (humming)", f"{theirs / us:.2f}"]
+        assert line[1:4] == [f"{us:.1f}", f"{theirs:.1f} (humming)", f"{theirs / us:.2f}"]
         assert f">cutlass_ops {us:.1f}<" in picture
         assert f">humming {theirs:.1f}<" in picture
+
+
+def test_the_perplexity_of_the_readme_is_that_of_the_accuracy_page() -> None:
+    found = re.findall(r"(?m)^\| W\dA.* ([\d.]+) \|$", README)
+    accuracy = (ROOT / "docs" / "accuracy.md").read_text()
+    rows = re.findall(r"(?m)^\| (\d) bits, symmetric, groups of 128 \| (.*) \|$", accuracy)
+    cells = {
+        bits: [f"{float(cell.split(' ')[0]):.1f}" for cell in line.split(" | ")]
+        for bits, line in rows
+    }
+    assert found[:4] == [cells["4"][0], cells["8"][0], cells["4"][2], cells["8"][2]]
 
 
 def test_the_pictures_are_those_of_the_results(figures: ModuleType) -> None:

@@ -50,6 +50,13 @@ FORMATS = {
 #: README's formats, of one row of x, which is what a chat of one user multiplies.
 ONE_ROW = ("w4a16", "w8a16", "w4a8-block", "w8a8-block")
 ONE_ROW_SHAPE = 28672, 4096, 1
+#: Bits and activations of these formats in results/accuracy.json.
+QUALITY = {
+    "w4a16": (4, "16"),
+    "w8a16": (8, "16"),
+    "w4a8-block": (4, "8 block"),
+    "w8a8-block": (8, "8 block"),
+}
 EXPERTS = {
     "qwen3-30b": "Qwen3-30B-A3B",
     "qwen3-235b-tp4": "Qwen3-235B-A22B, a quarter",
@@ -228,7 +235,14 @@ def rows_of_one() -> list[Row]:
 
 
 def one_row() -> str:
-    """README's numbers, with the best peer's."""
+    """README's numbers, with the best peer's, and what the format costs a small model."""
+    (model,) = (model for model in models() if model["compared"] == "logits")
+    quality = {
+        (row["bits"], row["activations"]): row["perplexity"]
+        for row in model["rows"]
+        if row.get("symmetric") and "clip" not in row and row["group_size"] == 128
+    }
+    (fp32,) = (row["perplexity"] for row in model["rows"] if row["activations"] == "fp32")
     lines = []
     for row in rows_of_one():
         name, us = peer_of_format(row) or ("", 0.0)
@@ -238,9 +252,11 @@ def one_row() -> str:
                 digits(row["us"]),
                 f"{digits(us)} ({name})",
                 f"{us / row['us']:.2f}",
+                f"{quality[QUALITY[row['format']]]:.1f}",
             ]
         )
-    return markdown(["format", "us", "best peer", "times as fast"], lines)
+    heads = ["format", "us", "best peer", "times as fast", f"perplexity (fp32: {fp32:.1f})"]
+    return markdown(heads, lines)
 
 
 def whole_layers() -> str:
