@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from imports import import_or_skip
 
 import cutlass_ops
@@ -56,6 +57,29 @@ def test_lines_for_users_of_other_libraries_run_as_printed(
     write_model(tmp_path / "model.gguf", "llama")
     monkeypatch.chdir(tmp_path)
     exec(compile("\n".join(blocks("docs/coming-from.md", "python")), "coming-from.md", "exec"), {})
+
+
+@pytest.mark.filterwarnings("ignore")  # of tiny models
+def test_lines_for_directories_of_ranks_run_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_or_skip("transformers")
+    from cli_runs import run
+    from hf_models import tiny
+
+    tiny().save_pretrained(tmp_path / "model-float")
+    monkeypatch.chdir(tmp_path)
+    for target in (["ranks", "--tp", "2"], ["whole"]):
+        assert run("reorder", "model-float", "-o", *target, "--bits", "8").exit_code == 0
+    here: dict[str, Any] = {}
+    exec(
+        compile("\n".join(blocks("docs/checkpoints.md", "python")), "checkpoints.md", "exec"), here
+    )
+    whole = cutlass_ops.load_packed("whole")
+    gate, up, down = (whole[f"{here['layer']}.{name}_proj"] for name in ("gate", "up", "down"))
+    h = cutlass_ops.mixed_gemm(here["x"], gate, activation="silu")
+    expected = cutlass_ops.mixed_gemm(h * cutlass_ops.mixed_gemm(here["x"], up), down)
+    torch.testing.assert_close(here["y"], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_cpp_compiles_as_printed() -> None:
