@@ -82,6 +82,20 @@ def test_lines_for_directories_of_ranks_run_as_printed(
     torch.testing.assert_close(here["y"], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_models_seen_are_those_of_the_tests() -> None:
+    import_or_skip("transformers")
+    import expert_models
+    import hf_models
+    import test_quantize_hf_model as quantized
+
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    seen = set(
+        re.findall(r"\w+", page[page.index("## Models seen") : page.index("## Experts")].lower())
+    )
+    for families in (expert_models.FAMILIES, hf_models.FAMILIES, quantized.FAMILIES):
+        assert {family.lower() for family in families} <= seen
+
+
 def test_cpp_compiles_as_printed() -> None:
     command = [
         "c++",

@@ -558,7 +558,7 @@ def vllm_cpu() -> str:
     lines = [
         [
             row["weights"],
-            row["kernel"],
+            row["kernel"].removesuffix("LinearKernel"),
             mode,
             *(f"{times[m]:.2f} ({row['ms']['vllm'][m] / times[m]:.2f})" for m in ms),
         ]
@@ -566,7 +566,7 @@ def vllm_cpu() -> str:
         for mode, times in row["ms"].items()
         if mode != "vllm"
     ]
-    heads = ["weights", "vLLM's kernel", "act_quant", *(f"M = {m}" for m in ms)]
+    heads = ["weights", "vLLM's LinearKernel", "act_quant", *(f"M = {m}" for m in ms)]
     return (
         f"`results/vllm-cpu.json`: {result['n']} x {result['k']}, "
         f"{facts}.\n\n{markdown(heads, lines, words=3)}"
