@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,13 @@ def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_only_lists_have_lines_that_begin_with_a_number(page: Path) -> None:
+    """Markdown makes an item of a list of such a line."""
+    numbers = [0, *map(int, re.findall(r"(?m)^ *(\d+)\. ", page.read_text()))]
+    assert all(b in (1, a + 1) for a, b in pairwise(numbers))
 
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)

@@ -560,7 +560,7 @@ def vllm_cpu() -> str:
             row["weights"],
             row["kernel"].removesuffix("LinearKernel"),
             mode,
-            *(f"{times[m]:.2f} ({row['ms']['vllm'][m] / times[m]:.2f})" for m in ms),
+            *(f"{digits(times[m])} ({digits(row['ms']['vllm'][m] / times[m])})" for m in ms),
         ]
         for row in result["rows"]
         for mode, times in row["ms"].items()
