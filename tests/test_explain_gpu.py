@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import cutlass_ops as co
+from cutlass_ops import _C
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the profiler's own
 
@@ -219,3 +220,10 @@ def test_explain_says_what_the_profiler_sees_of_any_x(tmp_path: Path) -> None:
             )
             check(quantized, zeros, tmp_path / "trace.json")
             check(quantized, co.reorder(plain(4, "offsets")(4096, 4096)), tmp_path / "trace.json")
+
+
+def test_the_device_has_the_memory_bandwidth_of_its_card() -> None:
+    """In GB/s, of clock and bus width: 2 x 2619 MHz x 5120 bits, 2 x 3201 MHz x 6144 bits."""
+    known = {"NVIDIA H100 80GB HBM3": 3352, "NVIDIA H200": 4916}
+    found = _C.current_device().memory_bandwidth
+    assert found == known.get(torch.cuda.get_device_name(0), found) > 0

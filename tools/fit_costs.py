@@ -3,7 +3,9 @@
 
     build/.../time_tiles tiles > results/h200-tile-costs.json        on the GPU
     build/.../time_tiles decode > results/h200-decode-costs.json
-    tools/fit_costs.py writes csrc/dispatch/costs_sm90.inc, decode_costs_sm90.inc
+    tools/fit_costs.py writes csrc/dispatch/cards.inc, tile_costs.inc and decode_costs.inc
+
+A card, as the H200 here, is one that has both files; their names begin with its name.
 
 A predicted time is linear in a candidate's costs (csrc/dispatch/cost.cpp), so they are first a
 least-squares fit of relative errors. Then they are moved, one at a time, as long as the candidates
@@ -17,13 +19,19 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
+RESULTS, DISPATCH = ROOT / "results", ROOT / "csrc" / "dispatch"
+CARDS_TABLE = DISPATCH / "cards.inc"
+#: Names of the cards that were measured.
+CARDS = sorted(
+    path.name.removesuffix("-tile-costs.json").upper() for path in RESULTS.glob("*-tile-costs.json")
+)
 #: Values of a candidate are compared, sorted and printed in the order of the C++ struct.
 Key = tuple[Any, ...]
 Row = dict[str, Any]
@@ -44,14 +52,30 @@ class Entry(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What a results file is fitted to, and where the table is."""
+    """What the results files of all cards are fitted to."""
 
-    results: Path
-    table: Path
+    name: str  #: in the names of the results files and of the table
     heading: str
     members: tuple[str, ...]  #: of the C++ struct
     units: float  #: of a microsecond, that predicted times are in
     entry: Callable[[Row, Row], Entry]  #: of a product's row and a candidate's
+
+    @property
+    def table(self) -> Path:
+        """The table that C++ includes."""
+        return DISPATCH / f"{self.name}_costs.inc"
+
+    def results(self, card: str) -> dict[str, Any]:
+        """What time_tiles printed on the card.
+
+        Raises:
+            ValueError: it was another card.
+        """
+        path = RESULTS / f"{card.lower()}-{self.name}-costs.json"
+        results: dict[str, Any] = json.loads(path.read_text())
+        if card not in results["device"]:
+            raise ValueError(f"{path.name} was measured on {results['device']!r}, no {card}")
+        return results
 
 
 TILE_COSTS = ("k4096", "row_scales", "whole_rows", "end")
@@ -86,17 +110,15 @@ def decode_entry(row: Row, tile: Row) -> Entry:
 
 MODELS = (
     Model(
-        ROOT / "results" / "h200-tile-costs.json",
-        ROOT / "csrc" / "dispatch" / "costs_sm90.inc",
-        "kernel, bits, tile, whether it compensates zero points; TileCost",
+        "tile",
+        "card, kernel, bits, tile, whether it compensates zero points; TileCost",
         TILE_COSTS,
         320,  # 32nds of 0.1 us
         tile_entry,
     ),
     Model(
-        ROOT / "results" / "h200-decode-costs.json",
-        ROOT / "csrc" / "dispatch" / "decode_costs_sm90.inc",
-        "kernel, rows of x, CTAs per SM, whether it quantises x, bits, kind; DecodeCost",
+        "decode",
+        "card, kernel, rows of x, CTAs per SM, whether it quantises x, bits, kind; DecodeCost",
         ("start", "chunk", "share", "x", "row"),
         1000,
         decode_entry,
@@ -195,16 +217,19 @@ def spelled(value: Any) -> str:
     return str(value)
 
 
-def table(costs: Costs, model: Model) -> str:
-    """The lines of the table that C++ includes."""
-    text = (
-        f"// Made by tools/fit_costs.py from {model.results.relative_to(ROOT)}: {model.heading}.\n"
-    )
+def made_from(model: Model, heading: str) -> str:
+    """The first line of a table."""
+    return f"// Made by tools/fit_costs.py from results/*-{model.name}-costs.json: {heading}.\n"
+
+
+def lines(card: str, costs: Costs, model: Model) -> str:
+    """The lines of a card in the table that C++ includes."""
+    text = ""
     for key in sorted({key for key, _ in costs}):
         values = [costs.get((key, name), 0) for name in model.members]
         if model.members is TILE_COSTS and values[0] == 0:  # the general case
             values[0] = max(values[1:3])
-        text += f"{{{', '.join(map(spelled, key))}, {{{', '.join(map(str, values))}}}}},\n"
+        text += f"{{{', '.join(map(spelled, (card, *key)))}, {{{', '.join(map(str, values))}}}}},\n"
     return text
 
 
@@ -222,9 +247,9 @@ def report(heading: str, formats: list[str], losses: list[float]) -> None:
     print(f"  all {len(losses):19} products, mean {np.mean(losses):6.2%}")
 
 
-def fit(model: Model) -> str:
-    """Fit the costs, say how good they are, and return their table."""
-    results = json.loads(model.results.read_text())
+def fit(model: Model, card: str) -> str:
+    """Fit the costs of a card, say how good they are, and return their lines of the table."""
+    results = model.results(card)
     rows = [dict(zip(results["columns"], row, strict=True)) for row in results["rows"]]
     for row in rows:
         row["tiles"] = [
@@ -240,14 +265,29 @@ def fit(model: Model) -> str:
         best = min(entry.us for entry in product)
         before.append(next((entry.us for entry in product if entry.chosen), best) / best - 1)
     report(
-        f"{model.results.name}: choices of the library that was measured, beyond the best:",
+        f"{card}, {model.name}: choices of the library that was measured, beyond the best:",
         formats,
         before,
     )
     choices = Choices(products, least_squares(every, model))
     choices.improve()
     report("choices by the fitted costs:", formats, choices.losses)
-    return table(choices.costs, model)
+    return lines(card, choices.costs, model)
+
+
+def tables() -> Iterator[tuple[Path, str]]:
+    """The files that C++ includes, and what is to be in them."""
+    tiles, _ = MODELS
+    yield (
+        CARDS_TABLE,
+        made_from(tiles, "name, memory_bandwidth; Card")
+        + "".join(f'{{"{card}", {tiles.results(card)["memory_bandwidth"]}}},\n' for card in CARDS),
+    )
+    for model in MODELS:
+        yield (
+            model.table,
+            made_from(model, model.heading) + "".join(fit(model, card) for card in CARDS),
+        )
 
 
 def main() -> int:
@@ -262,12 +302,11 @@ def main() -> int:
     )
     args = parser.parse_args()
     same = True
-    for model in MODELS:
-        text = fit(model)
+    for path, text in tables():
         if args.check:
-            same &= model.table.read_text() == text
+            same &= path.read_text() == text
         else:
-            model.table.write_text(text)
+            path.write_text(text)
     return 0 if same else 1
 
 

@@ -212,8 +212,10 @@ int main(int argc, char** argv) {
     }
   // so that any part of them is of all kinds
   std::shuffle(products.begin(), products.end(), data.random);
-  std::printf("{\"device\": \"%s\", \"multiprocessors\": %d, \"commit\": \"%s\",\n",
-              properties.name, device.multiprocessors, argc > 3 ? argv[3] : "");
+  std::printf(
+      "{\"device\": \"%s\", \"multiprocessors\": %d, \"memory_bandwidth\": %d, "
+      "\"commit\": \"%s\",\n",
+      properties.name, device.multiprocessors, device.memory_bandwidth, argc > 3 ? argv[3] : "");
   std::printf(
       "\"columns\": [\"format\", \"n\", \"k\", \"m\", \"bits\", "
       "\"candidates\"],\n\"candidate_columns\": [%s],\n\"rows\": [",
@@ -289,7 +291,7 @@ int main(int argc, char** argv) {
                       !c.applies || c.applies(p) ? "true" : "false");
         } else {
           PredictedTime const t = tail_split_of(p, device, spec, c).time;
-          auto const which = cost_kind(p, c);
+          auto const which = cost_kind(p, device, c);
           std::printf("%d, %s, \"%s\", %lld, %lld, %lld, %d, %d]", c.tile.block_n,
                       c.compensates ? "true" : "false",
                       which == &TileCost::k4096        ? "k4096"

@@ -42,13 +42,16 @@ QuantizedActivations aligned(QuantizedActivations q) {
 void register_plan(py::module_& m) {
   py::class_<Device>(m, "Device",
                      "A GPU as far as the choice of a kernel goes; it need not be there.")
-      .def(py::init([](int architecture, int multiprocessors, int shared_memory) {
-             return Device{architecture, multiprocessors, shared_memory};
-           }),
-           py::arg("architecture"), py::arg("multiprocessors"), py::arg("shared_memory"))
+      .def(py::init(
+               [](int architecture, int multiprocessors, int shared_memory, int memory_bandwidth) {
+                 return Device{architecture, multiprocessors, shared_memory, memory_bandwidth};
+               }),
+           py::arg("architecture"), py::arg("multiprocessors"), py::arg("shared_memory"),
+           py::arg("memory_bandwidth") = 0)
       .def_readonly("architecture", &Device::architecture)
       .def_readonly("multiprocessors", &Device::multiprocessors)
-      .def_readonly("shared_memory", &Device::shared_memory);
+      .def_readonly("shared_memory", &Device::shared_memory)
+      .def_readonly("memory_bandwidth", &Device::memory_bandwidth);
   py::class_<Plan>(m, "Plan", "How a product would be launched.")
       .def_readonly("kernel", &Plan::kernel)
       .def_readonly("why", &Plan::why)

@@ -45,7 +45,7 @@ struct EpilogueParams {
         bias_type(p.bias_type),
         residual_type(p.residual_type),
         activation(p.activation),
-        vector_store(int64_t(outputs(p.weight)) * size_of(p.out_type) % 16 == 0 &&
+        vector_store(int64_t(outputs(p.weight)) * bytes_of(p.out_type) % 16 == 0 &&
                      reinterpret_cast<uintptr_t>(p.out) % 16 == 0),
         vector_residual(!p.residual ||
                         (p.residual_type != DataType::kFloat32 && p.residual_stride % 8 == 0 &&

@@ -52,6 +52,30 @@ __device__ __forceinline__ void add_bias(float (&sums)[kSums], void const* bias,
   }
 }
 
+// Call `stage` with the outputs' type: it writes lines of a tile's rows of x from `first` on. Then
+// the thread that `copies` stores them, n being the first feature, m0 the tile's first row of x and
+// `end` that of the experts after its own.
+template <class C, int kLineRows, class Stage>
+__device__ __forceinline__ void store_lines(uint8_t const* lines, int line_bytes,
+                                            CUtensorMap const& map, EpilogueParams const& e,
+                                            int barrier, bool copies, int first, int n, int m0,
+                                            int end, Stage const& stage) {
+  if (e.out_type == DataType::kFloat16) {
+    stage(__half());
+  } else {
+    stage(__nv_bfloat16());
+  }
+  cute::tma_store_fence();
+  cutlass::arch::NamedBarrier::sync(128, barrier);
+  if (!copies || n >= e.n) return;
+#pragma unroll
+  for (int i = 0; i < kLineRows && first + i < C::kBlockM; i += C::kXBoxRows) {
+    if (!C::kGrouped || m0 + first + i < end)
+      cute::SM90_TMA_STORE_2D::copy(&map, lines + i * line_bytes, n, m0 + first + i);
+  }
+  cute::tma_store_arrive();
+}
+
 // The usual outputs: a thread finishes and rounds its own sums, whose rows it holds two of;
 // transposing stores put each token's 64 outputs side by side, in the 128-byte swizzle, and one
 // thread's copy stores them while the next tile is begun. A residual takes the same way back. The
@@ -97,30 +121,17 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
         for (int i = 0; i < 8; ++i) v[i] = clamp_keeping_nan(v[i], -e.limit, e.limit);
       });
     }
-    auto const stage = [&](auto type) {
-      each_matrix(first, [&](float const* v, uint8_t* at) {
-        uint32_t pairs[4];
+    store_lines<C, C::kLineRows>(
+        lines, C::kLineBytes, map, e, barrier, copies, first, n, m0, end, [&](auto type) {
+          each_matrix(first, [&](float const* v, uint8_t* at) {
+            uint32_t pairs[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) pairs[i] = pack_pair<decltype(type)>(v[2 * i], v[2 * i + 1]);
-        cute::SM90_U16x8_STSM_T::copy(pairs[0], pairs[1], pairs[2], pairs[3],
-                                      *reinterpret_cast<cute::uint128_t*>(at));
-      });
-    };
-    if (e.out_type == DataType::kFloat16) {
-      stage(__half());
-    } else {
-      stage(__nv_bfloat16());
-    }
-    cute::tma_store_fence();
-    cutlass::arch::NamedBarrier::sync(128, barrier);
-    if (copies && n < e.n) {
-#pragma unroll
-      for (int i = 0; i < C::kLineRows && first + i < C::kBlockM; i += C::kXBoxRows) {
-        if (!C::kGrouped || m0 + first + i < end)
-          cute::SM90_TMA_STORE_2D::copy(&map, lines + i * C::kLineBytes, n, m0 + first + i);
-      }
-      cute::tma_store_arrive();
-    }
+            for (int i = 0; i < 4; ++i)
+              pairs[i] = pack_pair<decltype(type)>(v[2 * i], v[2 * i + 1]);
+            cute::SM90_U16x8_STSM_T::copy(pairs[0], pairs[1], pairs[2], pairs[3],
+                                          *reinterpret_cast<cute::uint128_t*>(at));
+          });
+        });
   }
 }
 
@@ -144,30 +155,17 @@ __device__ __forceinline__ void store_gated(float const (&sums)[C::kSums], float
   for (int first = 0; first < C::kBlockM; first += kLineRows) {
     if (copies) cute::tma_store_wait<0>();  // the lines before have been read
     cutlass::arch::NamedBarrier::sync(128, barrier);
-    auto const stage = [&](auto type) {
+    store_lines<C, kLineRows>(
+        lines, kLineBytes, map, e, barrier, copies, first, n, m0, end, [&](auto type) {
 #pragma unroll
-      for (int j = 0; j < kLineRows / 16 && first + 16 * j < C::kBlockM; ++j) {
-        float const* pair = sums + first / 2 + 8 * j;
-        cute::SM90_U16x4_STSM_T::copy(
-            pack_pair<decltype(type)>(pair[0], pair[1]),
-            pack_pair<decltype(type)>(pair[4], pair[5]),
-            *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * kLineBytes));
-      }
-    };
-    if (e.out_type == DataType::kFloat16) {
-      stage(__half());
-    } else {
-      stage(__nv_bfloat16());
-    }
-    cute::tma_store_fence();
-    cutlass::arch::NamedBarrier::sync(128, barrier);
-    if (copies && n < e.n) {
-#pragma unroll
-      for (int i = 0; i < kLineRows && first + i < C::kBlockM; i += C::kXBoxRows)
-        if (!C::kGrouped || m0 + first + i < end)
-          cute::SM90_TMA_STORE_2D::copy(&map, lines + i * kLineBytes, n, m0 + first + i);
-      cute::tma_store_arrive();
-    }
+          for (int j = 0; j < kLineRows / 16 && first + 16 * j < C::kBlockM; ++j) {
+            float const* pair = sums + first / 2 + 8 * j;
+            cute::SM90_U16x4_STSM_T::copy(
+                pack_pair<decltype(type)>(pair[0], pair[1]),
+                pack_pair<decltype(type)>(pair[4], pair[5]),
+                *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * kLineBytes));
+          }
+        });
   }
 }
 

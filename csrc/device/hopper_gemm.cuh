@@ -120,7 +120,7 @@ Status launch_grouped(void (*kernel)(CUtensorMap, CUtensorMap, GroupedParams),
   p.k_tiles = weight_tiles, p.n_pad = int(padded_rows(w.n));
   p.group_tiles = w.group_size == -1 ? weight_tiles : short_groups ? 1 : w.group_size / kKPerTile;
   p.tile_groups = short_groups ? kKPerTile / w.group_size : 1;
-  p.scale_bytes = size_of(w.scale_type), p.offset_bytes = size_of(w.offset_type);
+  p.scale_bytes = bytes_of(w.scale_type), p.offset_bytes = bytes_of(w.offset_type);
   p.half_x_rows = C::kBlockM / C::kCluster, p.clusters = plan.grid_x / C::kCluster;
   EpilogueParams const& e = p.epilogue;
   CUtensorMap map = {}, out_map;
@@ -173,8 +173,8 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Pa
       : short_groups     ? 1
                          : w.group_size / kKPerTile,
       short_groups ? kKPerTile / w.group_size : 1,
-      size_of(w.scale_type),
-      size_of(w.offset_type),
+      bytes_of(w.scale_type),
+      bytes_of(w.offset_type),
       along_m ? C::kBlockM / C::kCluster : half_x_rows<C>(problem.m),
       false,
       along_m,

@@ -292,7 +292,7 @@ struct FloatRows {
         k(k_),
         perm(perm_),
         vector_loads(!perm && reinterpret_cast<uintptr_t>(x) % 16 == 0 &&
-                     stride * size_of(type) % 16 == 0 && k % kLaneColumns == 0) {}
+                     stride * bytes_of(type) % 16 == 0 && k % kLaneColumns == 0) {}
 };
 
 // A pair of fp16 or bf16.

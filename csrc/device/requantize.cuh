@@ -40,8 +40,8 @@ __device__ __forceinline__ void prefetch_channel(ConvProblem const& p, int n) {
   auto const prefetch = [](void const* base, int offset) {
     asm volatile("prefetch.global.L1 [%0];" ::"l"(static_cast<char const*>(base) + offset));
   };
-  prefetch(p.weight.scales, scale_position(n) * size_of(p.weight.scale_type));
-  if (p.bias) prefetch(p.bias, n * (p.bias_int32 ? 4 : size_of(p.bias_type)));
+  prefetch(p.weight.scales, scale_position(n) * bytes_of(p.weight.scale_type));
+  if (p.bias) prefetch(p.bias, n * (p.bias_int32 ? 4 : bytes_of(p.bias_type)));
   if (p.x_zero_point != 0) prefetch(p.weight.sums, n * 4);
 }
 

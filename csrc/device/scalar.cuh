@@ -8,7 +8,7 @@
 
 #include <type_traits>
 
-#include "cutlass_ops/problem.h"
+#include "dispatch/problem.h"
 
 namespace cutlass_ops {
 
@@ -51,12 +51,6 @@ __device__ __forceinline__ float unpack_half(uint32_t word, int half) {
     return __uint_as_float(half ? word & 0xffff0000u : word << 16);
   }
 }
-
-__host__ __device__ constexpr int size_of(DataType type) {
-  return type == DataType::kFloat32 ? 4 : type == DataType::kInt8 ? 1 : 2;
-}
-
-__host__ __device__ constexpr int log2_size_of(DataType type) { return size_of(type) / 2; }
 
 // Four neighbouring values; `index` is a multiple of 4.
 __device__ __forceinline__ void load_float4(void const* data, DataType type, int64_t index,

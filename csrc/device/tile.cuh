@@ -439,8 +439,8 @@ struct TileParams {
         k_tiles(int(padded_k(weight.k) / kKPerTile)),
         n_pad(int(padded_rows(weight.n))),
         splits(plan.slices),
-        log_scale_bytes(log2_size_of(weight.scale_type)),
-        log_offset_bytes(log2_size_of(weight.offset_type)),
+        log_scale_bytes(log2_bytes_of(weight.scale_type)),
+        log_offset_bytes(log2_bytes_of(weight.offset_type)),
         plain(!problem.bias && !problem.residual && problem.activation == Activation::kNone &&
               !problem.saturate && problem.out_type != DataType::kFloat32 && epilogue.vector_store),
         image(problem) {}

@@ -1,6 +1,7 @@
 #include "dispatch/cost.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "dispatch/decode_shape.h"
 #include "dispatch/problem.h"
@@ -37,7 +38,8 @@ TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, Kernel
                         Candidate const& candidate) {
   constexpr int kMostSlices = 16;  // a lane of a warp waits for each
   Tile const& tile = candidate.tile;
-  int const cost = candidate.cost.*cost_kind(problem, candidate), end = candidate.cost.end;
+  TileCost const& costs = candidate.costs[card_of(device)];
+  int const cost = costs.*cost_kind(problem, device, candidate), end = costs.end;
   int64_t const k = k_tiles(problem.weight),
                 clusters = std::max(1, device.multiprocessors / tile.cluster_size);
   int64_t const tiles = tile_count(problem, tile), rest = tiles % clusters,
@@ -83,12 +85,28 @@ int slice_count(GemmProblem const& problem, Device const& device, KernelSpec con
                          (tile_count(problem, tile) * tile.cluster_size);
   // A cluster's CTAs fill an SM each: fewer tiles of K are enough for them.
   int const least = tile.cluster_size > 1 ? 2 : 1024 / tile.block_n;
-  int64_t const most = std::max<int64_t>(1, k_tiles(problem.weight) / least);
-  return int(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 16)));
+  int64_t const tiles = k_tiles(problem.weight), most = std::max<int64_t>(1, tiles / least);
+  int const slices = int(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 16)));
+  if (!problem.batch_invariant || !spec.few_rows) return slices;
+  // The kernel for few rows has clusters of 1, 2, 4 or 8 CTAs, with equal parts of K.
+  int of_clusters = 8;
+  while (of_clusters > slices || tiles % of_clusters) of_clusters /= 2;
+  return of_clusters;
 }
 
-int TileCost::* cost_kind(GemmProblem const& problem, Candidate const& candidate) {
-  TileCost const& cost = candidate.cost;
+int card_of(Device const& device) {
+  auto const distance = [&](int card) {
+    return std::abs(kCards[card].memory_bandwidth - device.memory_bandwidth);
+  };
+  int nearest = 0;
+  for (int card = 1; card < kCardCount; ++card)
+    if (distance(card) < distance(nearest)) nearest = card;
+  return nearest;
+}
+
+int TileCost::* cost_kind(GemmProblem const& problem, Device const& device,
+                          Candidate const& candidate) {
+  TileCost const& cost = candidate.costs[card_of(device)];
   bool const long_sums = sums_whole_rows(problem) || sums_whole_taps(problem);
   if (cost.whole_rows > 0 && long_sums) return &TileCost::whole_rows;
   bool const row_scales = !activations_have_blocks(problem) &&
@@ -99,9 +117,10 @@ int TileCost::* cost_kind(GemmProblem const& problem, Candidate const& candidate
 int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                        Candidate const& candidate) {
   if (is_mostly_empty(candidate.tile, problem.m)) return -1;
-  int const cost = candidate.cost.*cost_kind(problem, candidate);
+  TileCost const& costs = candidate.costs[card_of(device)];
+  int const cost = costs.*cost_kind(problem, device, candidate);
   if (!problem.batch_invariant)
-    return time_of(stream_k_tail(problem, device, spec, candidate).time, cost, candidate.cost.end);
+    return time_of(stream_k_tail(problem, device, spec, candidate).time, cost, costs.end);
   int64_t const clusters = std::max(
       1, device.multiprocessors * candidate.tile.min_ctas_per_sm / candidate.tile.cluster_size);
   return ceil_div(tile_count(problem, candidate.tile), clusters) * cost;
@@ -133,17 +152,23 @@ DecodeTerms decode_terms(GemmProblem const& problem, Device const& device, Plan 
           double(problem.m) * tiles_of_cta / 32, problem.m};
 }
 
-int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
-                    Candidate const& candidate) {
+int64_t decode_time(GemmProblem const& problem, Device const& device, Candidate const& candidate,
+                    Plan const& shaped) {
   DecodeCost const& cost =
-      candidate.decode_costs[width_index(code_bits(problem.weight))][int(decode_kind(problem))];
+      candidate.decode_costs[card_of(device)][width_index(code_bits(problem.weight))]
+                            [int(decode_kind(problem))];
   if (cost.start == 0 && cost.chunk == 0 && cost.share == 0) return -1;
-  Plan shaped;
-  shaped.one_cta_per_sm = candidate.tile.min_ctas_per_sm == 1;
-  if (!spec.shape(problem, device, candidate, &shaped)) return -1;
   DecodeTerms const t = decode_terms(problem, device, shaped);
   return int64_t(cost.start + cost.chunk * t.chunks + cost.share * t.share + cost.x * t.x +
                  double(cost.row) * t.rows);
+}
+
+int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                    Candidate const& candidate) {
+  Plan shaped;
+  shaped.one_cta_per_sm = candidate.tile.min_ctas_per_sm == 1;
+  if (!spec.shape(problem, device, candidate, &shaped)) return -1;
+  return decode_time(problem, device, candidate, shaped);
 }
 
 TailSplit tail_split_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec,

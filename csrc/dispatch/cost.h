@@ -24,8 +24,12 @@ struct TailSplit {
 int slice_count(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                 Tile const& tile);
 
+// The index in kCards of the card whose costs a device has.
+int card_of(Device const& device);
+
 // Which of a tile's costs for K = 4096 counts.
-int TileCost::* cost_kind(GemmProblem const& problem, Candidate const& candidate);
+int TileCost::* cost_kind(GemmProblem const& problem, Device const& device,
+                          Candidate const& candidate);
 
 // Whether most rows of a large tile would be empty. Such tiles are no choice, nor measured.
 constexpr bool is_mostly_empty(Tile const& tile, int m) {
@@ -45,6 +49,9 @@ struct DecodeTerms {
 DecodeTerms decode_terms(GemmProblem const& problem, Device const& device, Plan const& shaped);
 int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                     Candidate const& candidate);
+// By a candidate whose CTAs `shaped` has.
+int64_t decode_time(GemmProblem const& problem, Device const& device, Candidate const& candidate,
+                    Plan const& shaped);
 
 // How K is cut for a candidate.
 TailSplit tail_split_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec,

@@ -39,7 +39,8 @@ PlanCache::Key PlanCache::key_of(GemmProblem const& problem, Device const& devic
           int64_t(w.offset_type),
           device.architecture,
           device.multiprocessors,
-          device.shared_memory};
+          device.shared_memory,
+          device.memory_bandwidth};
 }
 
 Status PlanCache::find(GemmProblem const& problem, Device const& device, Plan* plan) {

@@ -22,7 +22,7 @@ class PlanCache {
 
  private:
   // All that plan() reads after its checks.
-  using Key = std::array<int64_t, 18>;
+  using Key = std::array<int64_t, 19>;
   static Key key_of(GemmProblem const& problem, Device const& device);
 
   struct Entry {

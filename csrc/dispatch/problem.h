@@ -11,8 +11,10 @@
 namespace cutlass_ops {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-// Of a float.
-constexpr int bytes_of(DataType type) { return type == DataType::kFloat32 ? 4 : 2; }
+constexpr int bytes_of(DataType type) {
+  return type == DataType::kFloat32 ? 4 : type == DataType::kInt8 ? 1 : 2;
+}
+constexpr int log2_bytes_of(DataType type) { return bytes_of(type) / 2; }
 // Where the next part of a workspace begins.
 constexpr size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 

@@ -2,6 +2,8 @@
 // costs, and its launch.
 #pragma once
 
+#include <array>
+#include <iterator>
 #include <string>
 
 #include "cutlass_ops/layout.h"
@@ -33,7 +35,18 @@ constexpr Tile along_m(Tile tile) {
   return tile;
 }
 
-// Measured times of a tile, in tenths of a microsecond on an H200; all 0 where M alone decides.
+// The cards that costs were measured on. A device has the costs of the card whose memory bandwidth
+// is nearest to its own (card_of() in cost.h).
+struct Card {
+  char const* name;
+  int memory_bandwidth;  // Device::memory_bandwidth
+};
+constexpr Card kCards[] = {
+#include "dispatch/cards.inc"
+};
+constexpr int kCardCount = int(std::size(kCards));
+
+// Measured times of a tile, in tenths of a microsecond; all 0 where M alone decides.
 struct TileCost {
   int k4096 = 0;       // for K = 4096
   int row_scales = 0;  // instead, where int8 x has a scale a row and no zero points, or compensated
@@ -58,7 +71,7 @@ enum class DecodeKind {
 };
 constexpr int kDecodeKinds = 7;
 
-// Measured times of a decode kernel on an H200, in nanoseconds.
+// Measured times of a decode kernel, in nanoseconds.
 struct DecodeCost {
   int start = 0;  // of a launch
   int chunk = 0;  // of 64 rows x 128 columns of weights that the busiest CTA has
@@ -67,19 +80,22 @@ struct DecodeCost {
   int row = 0;    // of a row of x
 };
 
+// By kCards.
+using TileCosts = std::array<TileCost, kCardCount>;
+
 // One way in which a kernel may compute a product.
 struct Candidate {
   Tile tile;
   int min_m = 0, max_m = kMaxM;  // rows of x that it is for
-  TileCost cost = {};
+  TileCosts costs = {};
   bool (*applies)(GemmProblem const& problem) = nullptr;  // null: always
   bool quantizes = false;                                 // it quantises floats itself
   bool compensates = false;   // it compensates zero points of int8 x, or of W, for many blocks,
                               // or a row, at once
   char const* why = nullptr;  // null: the kernel's reason
-  // Costs of a decode kernel, by the width of codes. All 0: it is never chosen, because it was slower
-  // wherever it was measured, or was not compiled.
-  DecodeCost decode_costs[kWidths][kDecodeKinds] = {};
+  // Costs of a decode kernel, by kCards and the width of codes. All 0: it is never chosen, because it
+  // was slower wherever it was measured, or was not compiled.
+  DecodeCost decode_costs[kCardCount][kWidths][kDecodeKinds] = {};
 };
 
 struct Candidates {
@@ -132,8 +148,8 @@ struct KernelSpec {
   // applies is the choice.
   int64_t (*cost)(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                   Candidate const& candidate);
-  // Fill in how the product is launched by a candidate, whose slices of K the plan has. False if
-  // it does not fit.
+  // Fill in how the product is launched by a candidate, whose slices of K the plan has: a kernel
+  // that decodes makes them its clusters' of a batch-invariant product. False if it does not fit.
   bool (*shape)(GemmProblem const& problem, Device const& device, Candidate const& candidate,
                 Plan* plan);
   // Start it. problem.quantized is filled for int8 kernels, but for those that quantise floats
@@ -142,6 +158,9 @@ struct KernelSpec {
   // flag_count(plan) 64-bit flags.
   Status (*launch)(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream);
+  // The kernel that decodes with the same bits, if its clusters share K by this one's slices; or
+  // null.
+  char const* few_rows = nullptr;
 };
 
 struct KernelSpecs {

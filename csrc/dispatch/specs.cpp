@@ -213,9 +213,19 @@ bool folds_alone(GemmProblem const& problem) {
   return folds_few_rows(problem) && !erratic;
 }
 
+constexpr bool same(char const* a, char const* b) {
+  return *a == *b && (*a == 0 || same(a + 1, b + 1));
+}
+// Of kCards. Does not compile for a name that is not there.
+constexpr int card_index(char const* name) {
+  for (int i = 0; i < kCardCount; ++i)
+    if (same(kCards[i].name, name)) return i;
+  throw "no such card";
+}
+
 // Costs fitted by tools/fit_costs.py.
 struct MeasuredDecodeCost {
-  char const* kernel;
+  char const *card, *kernel;
   int block_m, ctas_per_sm;
   bool quantizes;
   int bits;
@@ -223,11 +233,8 @@ struct MeasuredDecodeCost {
   DecodeCost cost;
 };
 constexpr MeasuredDecodeCost kMeasuredDecodeCosts[] = {
-#include "dispatch/decode_costs_sm90.inc"
+#include "dispatch/decode_costs.inc"
 };
-constexpr bool same(char const* a, char const* b) {
-  return *a == *b && (*a == 0 || same(a + 1, b + 1));
-}
 
 constexpr Candidate decode_candidate(char const* kernel, Tile const& tile, int max_m,
                                      bool (*applies)(GemmProblem const&), bool quantizes,
@@ -236,7 +243,7 @@ constexpr Candidate decode_candidate(char const* kernel, Tile const& tile, int m
   for (MeasuredDecodeCost const& c : kMeasuredDecodeCosts)
     if (c.block_m == tile.block_m && c.ctas_per_sm == tile.min_ctas_per_sm &&
         c.quantizes == quantizes && same(c.kernel, kernel))
-      candidate.decode_costs[width_index(c.bits)][int(c.kind)] = c.cost;
+      candidate.decode_costs[card_index(c.card)][width_index(c.bits)][int(c.kind)] = c.cost;
   return candidate;
 }
 constexpr Candidate kWgmmaDecode[] = {
@@ -324,23 +331,25 @@ bool folds_values(GemmProblem const& problem) {
 
 // Measured costs of tiles, fitted by tools/fit_costs.py.
 struct MeasuredCost {
-  char const* kernel;
+  char const *card, *kernel;
   int bits, block_n, block_m;
   bool compensates;
   TileCost cost;
 };
 constexpr MeasuredCost kMeasuredCosts[] = {
-#include "dispatch/costs_sm90.inc"
+#include "dispatch/tile_costs.inc"
 };
-// Does not compile for a tile that was not measured. (Four warpgroups of the exact
+// Does not compile for a tile that was not measured on every card. (Four warpgroups of the exact
 // kernels are for int4.)
-constexpr TileCost cost_of(char const* kernel, int bits, Tile const& tile,
-                           bool compensates = false) {
+constexpr TileCosts costs_of(char const* kernel, int bits, Tile const& tile,
+                             bool compensates = false) {
+  TileCosts costs{};
+  int found = 0;
   for (MeasuredCost const& c : kMeasuredCosts)
     if (c.bits == bits && c.block_n == tile.block_n && c.block_m == tile.block_m &&
         c.compensates == compensates && same(c.kernel, kernel))
-      return c.cost;
-  throw "no measured cost";
+      costs[card_index(c.card)] = c.cost, ++found;
+  return found == kCardCount ? costs : throw "no measured cost";
 }
 
 template <int kBits>
@@ -348,20 +357,22 @@ constexpr Candidate wgmma_gemm_a8_of(int block_m, int min_m, int max_m,
                                      bool (*applies)(GemmProblem const&) = nullptr,
                                      int warpgroups = 2) {
   Tile const tile = wgmma_gemm_a8_tile(kBits, block_m, warpgroups);
-  return {tile, min_m, max_m, cost_of("wgmma_gemm_a8", warpgroups == 4 ? 4 : kBits, tile), applies};
+  return {tile, min_m, max_m, costs_of("wgmma_gemm_a8", warpgroups == 4 ? 4 : kBits, tile),
+          applies};
 }
 // Of images, whose output channels are few: the CTAs of a cluster along M. Of 16-bit x, which each
 // then loads alone, L2 brings less than they multiply: a third longer.
 constexpr Candidate image_along_m(Candidate candidate, bool x16 = false) {
   candidate.tile = along_m(candidate.tile);
-  if (x16) candidate.cost.k4096 = candidate.cost.k4096 * 4 / 3;
+  if (x16)
+    for (TileCost& cost : candidate.costs) cost.k4096 = cost.k4096 * 4 / 3;
   candidate.applies = [](GemmProblem const& problem) { return is_image(problem); };
   return candidate;
 }
 template <int kBits>
 constexpr Candidate compensated(int block_m) {
   Tile const tile = wgmma_gemm_a8_tile(kBits, block_m);
-  return {tile,    0,     kMaxM, cost_of("wgmma_gemm_a8", kBits, tile, true),
+  return {tile,    0,     kMaxM, costs_of("wgmma_gemm_a8", kBits, tile, true),
           nullptr, false, true,  "zero-point correction for many tiles of K at once"};
 }
 template <int kBits>
@@ -395,7 +406,7 @@ constexpr Candidate wgmma_gemm_a16_of(int block_m, int min_m, int max_m,
                                       bool (*applies)(GemmProblem const&) = nullptr,
                                       int warpgroups = 2) {
   Tile const tile = wgmma_gemm_a16_tile(kBits, block_m, warpgroups);
-  return {tile, min_m, max_m, cost_of("wgmma_gemm_a16", warpgroups == 4 ? 4 : kBits, tile),
+  return {tile, min_m, max_m, costs_of("wgmma_gemm_a16", warpgroups == 4 ? 4 : kBits, tile),
           applies};
 }
 template <int kBits>
@@ -417,7 +428,7 @@ constexpr Candidate kWgmmaGemmA16[] = {
 template <int kBits>
 constexpr Candidate wgmma_fold16_of(int block_m) {
   Tile const tile = wgmma_fold16_tile(block_m, kBits);
-  return {tile, 17, kMaxM, cost_of("wgmma_fold16", kBits, tile), folds_values};
+  return {tile, 17, kMaxM, costs_of("wgmma_fold16", kBits, tile), folds_values};
 }
 template <int kBits>
 constexpr Candidate kWgmmaFold16[] = {wgmma_fold16_of<kBits>(32),  wgmma_fold16_of<kBits>(64),
@@ -463,13 +474,13 @@ constexpr KernelSpec kSpecs[] = {
      shape_decode_gemm, LAUNCHER(launch_decode_gemm)},
     {"wgmma_gemm_a8", "exact int8 products, the tile of least predicted time", false, false, false,
      true, false, wgmma_gemm_a8_can, wgmma_gemm_a8_candidates, predicted_time, shape_wgmma_gemm_a8,
-     LAUNCHER(launch_wgmma_gemm_a8)},
+     LAUNCHER(launch_wgmma_gemm_a8), "wgmma_decode"},
     {"wgmma_gemm_a16", "exact products of 16-bit x, the tile of least predicted time", false, true,
      true, true, false, wgmma_gemm_a16_can, OF_WIDTH(kWgmmaGemmA16), predicted_time,
-     shape_wgmma_gemm_a16, LAUNCHER(launch_wgmma_gemm_a16)},
+     shape_wgmma_gemm_a16, LAUNCHER(launch_wgmma_gemm_a16), "wgmma_decode"},
     {"wgmma_fold16", "weights rounded to x's type, the tile of least predicted time", true, true,
      false, true, false, wgmma_fold16_can, OF_WIDTH(kWgmmaFold16), predicted_time,
-     shape_wgmma_fold16, LAUNCHER(launch_fold16)},
+     shape_wgmma_fold16, LAUNCHER(launch_fold16), "wgmma_decode_fold16"},
     {"book_gemm_a16",
      "few rows of x; weights go straight to registers, and are looked up in shared memory", false,
      false, false, false, false, book_gemm_a16_can, OF_ALL(kCodebookGemmA16), nullptr,

@@ -171,7 +171,7 @@ Tile tile_of(PackedWeight const& w, Loop loop, int height) {
 }
 
 // Measured times of a tile of kGroupedInt8Heights or kGroupedHeights and 256 features, in tenths of
-// a microsecond for K = 4096 on an H200: those of a weight in dispatch/costs_sm90.inc, and between
+// a microsecond for K = 4096 on an H200: those of a weight in dispatch/tile_costs.inc, and between
 // them what was not measured, 96 and 144 rows of wgmma_fold16. By loop and width. Of 32 rows of a
 // weight that kExact takes, what makes the choice between wgmma_fold16's and 64 rows right for
 // layers of groups of 128 (int4: DeepSeek-V3's eighth, 346 us to 448; int8 not measured).

@@ -48,7 +48,7 @@ Status current_device(Device* device) {
     *device = known[id];
     return {};
   }
-  int major = 0, minor = 0;
+  int major = 0, minor = 0, memory_khz = 0, memory_bits = 0;
   Device found;
   struct {
     int* value;
@@ -56,13 +56,17 @@ Status current_device(Device* device) {
   } const wanted[] = {{&major, cudaDevAttrComputeCapabilityMajor},
                       {&minor, cudaDevAttrComputeCapabilityMinor},
                       {&found.multiprocessors, cudaDevAttrMultiProcessorCount},
-                      {&found.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin}};
+                      {&found.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+                      {&memory_khz, cudaDevAttrMemoryClockRate},
+                      {&memory_bits, cudaDevAttrGlobalMemoryBusWidth}};
   for (auto const& w : wanted) {
     Status status =
         cuda_status("cudaDeviceGetAttribute", cudaDeviceGetAttribute(w.value, w.attribute, id));
     if (!status.ok()) return status;
   }
   found.architecture = 10 * major + minor;
+  // Two transfers a clock.
+  found.memory_bandwidth = int(int64_t(memory_khz) * 2 * memory_bits / 8 / 1000000);
   if (id < kMaxDevices) {
     std::lock_guard<std::mutex> lock(writing);
     if (!is_known[id]) known[id] = found;

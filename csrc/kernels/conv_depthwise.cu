@@ -328,7 +328,7 @@ struct StripParams {
 __device__ __forceinline__ void store_pair(float const (&v)[2], int m, int n,
                                            EpilogueParams const& p) {
   int64_t const index = int64_t(m) * p.n + n;
-  bool const aligned = reinterpret_cast<uintptr_t>(p.out) % (2 * size_of(p.out_type)) == 0;
+  bool const aligned = reinterpret_cast<uintptr_t>(p.out) % (2 * bytes_of(p.out_type)) == 0;
   if (p.out_type == DataType::kFloat32) {
     float* const out = static_cast<float*>(p.out) + index;
     if (aligned) {

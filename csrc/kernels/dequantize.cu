@@ -190,10 +190,10 @@ Status launch_dequantize(DequantizeProblem const& problem, Stream stream) {
   DequantizeProblem panel = problem;
   PackedWeight& w = panel.weight;  // the rows that are wanted
   w.codes += int64_t(first / kRowsPerPanel) * k_tiles * k_tile_bytes(code_bits(w));
-  w.scales = static_cast<uint8_t const*>(w.scales) + int64_t(first) * size_of(w.scale_type);
+  w.scales = static_cast<uint8_t const*>(w.scales) + int64_t(first) * bytes_of(w.scale_type);
   if (w.zeros) w.zeros += first;
   if (w.offsets)
-    w.offsets = static_cast<uint8_t const*>(w.offsets) + int64_t(first) * size_of(w.offset_type);
+    w.offsets = static_cast<uint8_t const*>(w.offsets) + int64_t(first) * bytes_of(w.offset_type);
   w.n = problem.rows < 0 ? whole.n - first : problem.rows;
   int const tap_columns = problem.tap_channels ? int(padded_k(problem.tap_channels)) : 0;
   int const out_columns = tap_columns ? w.k / tap_columns * problem.tap_channels : w.k;

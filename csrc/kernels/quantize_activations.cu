@@ -656,7 +656,7 @@ namespace {
 
 // The kernels' parameters, and whether rows of x are read 16 bytes at a time in its type.
 std::pair<Params, bool> parameters(QuantizeProblem const& q, QuantizerStart start) {
-  int const block = q.out.block, element = size_of(q.x_type);
+  int const block = q.out.block, element = bytes_of(q.x_type);
   bool const streamed = int64_t(q.m) * q.k * element > kStreamedBytes;
   int const log2_lanes = block == 16    ? 0
                          : block == 32  ? 1

@@ -92,7 +92,7 @@ Status launch_quantized_values(QuantizedValues const& problem, Stream stream) {
   Params p{problem, 1, 0};
   QuantizedValues& q = p.problem;
   if (q.block == -1 || q.range) q.block = q.columns;
-  bool const vectors = size_of(q.x_type) == 2 && q.columns % kVector == 0 &&
+  bool const vectors = bytes_of(q.x_type) == 2 && q.columns % kVector == 0 &&
                        reinterpret_cast<uintptr_t>(q.x) % 16 == 0 &&
                        reinterpret_cast<uintptr_t>(q.out) % 16 == 0;
   // A lane of scalars has four, where a warp has enough.

@@ -63,6 +63,12 @@ struct StageAddress {
   uint32_t units, scales, offsets, zeros, x_rows, token_zeros;
 };
 
+// Whether int8 x has one scale a token, and not one a token and tile.
+template <class C>
+__device__ __forceinline__ bool ends_with_token_scales(Params const& p) {
+  return C::kInt8 && !C::kQuantizes && p.x_row_stride == 0;
+}
+
 // A tile's products of codes and their promotion. `releases`: whether this lane says that
 // the stage is read.
 template <class C, int kRowPanels>
@@ -167,18 +173,35 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
       float2 scale = stored.values();
       if constexpr (C::kInt8)
         scale.x *= 1.0f / C::Decode::kScale, scale.y *= 1.0f / C::Decode::kScale;
+      // One scale a token comes last. Block scales are applied in the order of wgmma_gemm_a8's large
+      // tiles: a batch-invariant product has its bits.
+      auto const promote = [&](auto const& scaled) {
 #pragma unroll
-      for (int e = 0; e < C::kSums; ++e) {
-        float const row_scale = e % 4 < 2 ? scale.x : scale.y;
-        if constexpr (C::kInt8) {
+        for (int e = 0; e < C::kSums; ++e)
+          sums[row_panel][e] = scaled(e, e % 4 < 2 ? scale.x : scale.y, sums[row_panel][e]);
+      };
+      if constexpr (C::kInt8) {
+        auto const integer = [&](int e) {
           int sum = int(products[e]);
           if constexpr (C::kTokenZeros)
             sum -= token_zeros[e / 4][e % 2] * int(products[C::kSums + e % 4 / 2 * 2]);
-          sums[row_panel][e] =
-              fmaf(float(sum), row_scale * token_scales[e / 4][e % 2], sums[row_panel][e]);
+          return float(sum);
+        };
+        if (ends_with_token_scales<C>(p)) {
+          promote([&](int e, float row_scale, float sum) {
+            return fmaf(integer(e), row_scale, sum);
+          });
         } else {
-          sums[row_panel][e] = fmaf(products[e], row_scale, sums[row_panel][e]);
+          promote([&](int e, float row_scale, float sum) {
+            float const token_scale = token_scales[e / 4][e % 2];
+            return C::kZeros ? fmaf(integer(e), row_scale * token_scale, sum)
+                             : fmaf(integer(e) * row_scale, token_scale, sum);
+          });
         }
+      } else {
+        promote([&](int e, float row_scale, float sum) {
+          return fmaf(products[e], row_scale, sum);
+        });
       }
     }
   }
@@ -611,7 +634,8 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
     if constexpr (C::kGrouped) {
       finish_piece(v, n, x_rows, tiles[part.tile], p);
     } else {
-      finish(v, n, x_rows, C::kFolds ? p.token_scales : nullptr, p.epilogue);
+      bool const scales = C::kFolds || ends_with_token_scales<C>(p);
+      finish(v, n, x_rows, scales ? p.token_scales : nullptr, p.epilogue);
     }
   }
 }
@@ -632,7 +656,7 @@ __global__ void __launch_bounds__(C::kThreads + (C::kOneCta ? 64 : 0), C::kOneCt
 #endif
 }
 
-inline int offset_bytes(PackedWeight const& w) { return w.offsets ? size_of(w.offset_type) : 0; }
+inline int offset_bytes(PackedWeight const& w) { return w.offsets ? bytes_of(w.offset_type) : 0; }
 
 // The maps of a weight's codes and group vectors, in boxes of as many row panels as
 // any cluster has.
@@ -659,7 +683,7 @@ Status encode_weights(PackedWeight const& w, WgmmaDecodeShape const& shape, Maps
                                {kRowsPerPanel, row_panel_box, group_box},
                                CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE, map);
   };
-  encode_vectors(w.scales, size_of(w.scale_type), &maps->scales);
+  encode_vectors(w.scales, bytes_of(w.scale_type), &maps->scales);
   encode_vectors(w.offsets, offset_bytes(w), &maps->offsets);
   encode_vectors(w.zeros, 1, &maps->zeros);
   return status;
@@ -690,7 +714,7 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
            q.block == -1 ? 0 : q.stride,
            problem.act_symmetric,
            activation_block(w.group_size) / kLaneColumns,
-           size_of(w.scale_type),
+           bytes_of(w.scale_type),
            offset_bytes(w),
            EpilogueParams(problem),
            rows,
@@ -733,7 +757,7 @@ Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Strea
                  0,
                  true,
                  0,
-                 size_of(w.scale_type),
+                 bytes_of(w.scale_type),
                  offset_bytes(w),
                  EpilogueParams(rows_of_all),
                  rows,

@@ -166,6 +166,7 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
           cute::warpgroup_commit_batch();
           fence_registers(integers);
         }
+        if constexpr (C::kConvertsScalesEarly) asm volatile("" : "+f"(scale[0]), "+f"(scale[1]));
         uint64_t* empty = &barriers.empty[ring.stage];
         ring.advance();
         uint8_t const* next = stages + ring.stage * C::kStageBytes;
@@ -252,8 +253,8 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
         }
       }
     } while (C::kCompensatesByWindow && i < count);
+    if (C::kPinsStore) asm volatile("" : "+r"(row0), "+r"(m0));
     if constexpr (kBlock) {
-      if (C::kPinsStore) asm volatile("" : "+r"(row0), "+r"(m0));
       if constexpr (kGrouped) {
         hopper::store_group<C>(sums, staging, out_map, p, coord, work, row0);
       } else {

@@ -59,22 +59,31 @@ struct Config
       kPromotion_ == Promotion::kBlock && !kAsymmetric && !kZeros && kBlockM >= 128;
   // Whether a warp's lanes wait for each other before they give a stage back. They need not, but
   // the compiler then schedules the main loop of these another way: M = 4096, 28672 x 4096 in W4A8
-  // take 810 us instead of 899 with one scale a token, 1003 instead of 1014 with one a block. Other
-  // tiles, int8 weights and those with zero points take as long or up to 8 % longer. Where zero
-  // points are compensated it is int8 weights that gain, 1038 us instead of 1064, and int4 that
-  // lose, 1096 and 1072. (Measured on an H200.)
+  // take 1003 us instead of 1014 with one scale a block. Other tiles, int8 weights and those with
+  // zero points take as long or up to 8 % longer. Where zero points are compensated it is int8
+  // weights that gain, 1038 us instead of 1064, and int4 that lose, 1096 and 1072. (Measured on an
+  // H200.)
   static constexpr bool kMeetAtEnd =
-      kCompensatesByWindow ? ByWidth<bool>(false, true)[Format::kBits]
-                           : ByWidth<bool>(true, false)[Format::kBits] && kBlockM == 176 &&
-                                 !kZeros && !kAsymmetric && kPromotion != Promotion::kChannel;
+      kCompensatesByWindow
+          ? ByWidth<bool>(false, true)[Format::kBits]
+          : ByWidth<bool>(true, false)[Format::kBits] && kBlockM == 176 && !kZeros &&
+                !kAsymmetric && (kPromotion == Promotion::kBlock || kPromotion == Promotion::kTap);
   // Whether promote() multiplies by the weight's scale first: of two orders each kernel runs faster
   // in its own (by 2 to 5 %, measured on an H200).
   static constexpr bool kWeightScaleFirst =
       kPrepareScales || ByWidth<bool>(false, true)[Format::kBits];
   // Whether the arguments of store() are pinned: the main loop of these tiles is then scheduled as
-  // well as can be, 4 % (measured on an H200).
+  // well as can be, 4 % for int8 (measured on an H200), 14 % for int4 (on an H100, where also
+  // meeting at the end takes 3 %).
   static constexpr bool kPinsStore =
-      kStartsFromZeroPoints && kBlockM == 176 && ByWidth<bool>(false, true)[Format::kBits];
+      kBlockM == 176 &&
+      (kStartsFromZeroPoints ? ByWidth<bool>(false, true)[Format::kBits]
+                             : ByWidth<bool>(true, false)[Format::kBits] &&
+                                   kPromotion == Promotion::kToken && !kZeros && !kAsymmetric);
+  // Whether a stage's scales are numbers before its sums are there, and the next stage's are loaded
+  // beside them: 11 to 16 % for int4 with zero points; others lose 3 to 7 % (measured on an H100).
+  static constexpr bool kConvertsScalesEarly =
+      kPromotion == Promotion::kToken && kZeros && !kAsymmetric;
   static_assert(Config::kSharedBytes <=
                     wgmma_gemm_a8_tile(Format::kBits, kBlockM, kWarpgroups).shared_bytes,
                 "its tile promises less shared memory");

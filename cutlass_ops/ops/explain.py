@@ -17,12 +17,13 @@ from .call import Call
 
 #: Architecture -> multiprocessors and largest shared memory of a block, of a GPU that is not there
 #: (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; multiprocessors
-#: of A100, RTX 3090, RTX 4090, H100/H200, B200, RTX 5090).
-_KNOWN_DEVICES = {
+#: of A100, RTX 3090, RTX 4090, H200, B200, RTX 5090). On Hopper, where it counts, the memory
+#: bandwidth in GB/s of an H200, 2 x 3.2 GHz x 6144 bits.
+_KNOWN_DEVICES: dict[int, tuple[int, ...]] = {
     80: (108, 166912),
     86: (82, 101376),
     89: (128, 101376),
-    90: (132, 232448),
+    90: (132, 232448, 4916),
     100: (148, 232448),
     120: (170, 101376),
 }

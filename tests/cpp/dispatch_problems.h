@@ -21,9 +21,9 @@ alignas(16) inline float some_book[16];
 inline void look_up(PackedWeight& w) { w.format = Format::kCodebook, w.codebook = some_book; }
 
 // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": A100, RTX 3090,
-// RTX 4090, H100, B200, RTX 5090.
-inline Device const kDevices[] = {{80, 108, 166912}, {86, 82, 101376},   {89, 128, 101376},
-                                  {90, 132, 232448}, {100, 148, 232448}, {120, 170, 101376}};
+// RTX 4090, H200, B200, RTX 5090. Memory bandwidth, which on Hopper alone counts, is that of H200.
+inline Device const kDevices[] = {{80, 108, 166912},       {86, 82, 101376},   {89, 128, 101376},
+                                  {90, 132, 232448, 4916}, {100, 148, 232448}, {120, 170, 101376}};
 inline Device const kHopper = kDevices[3];
 
 inline Format integers(int bits) { return bits == 4 ? Format::kInt4 : Format::kInt8; }

@@ -289,11 +289,13 @@ TEST(Dispatch, HasKernelsThatMakeSense) {
       for (Candidate const& c : spec.candidates(problem(1, 192, 576, bits))) {
         EXPECT_EQ(c.tile.block_n % kRowsPerPanel, 0) << spec.name;
         EXPECT_LE(c.min_m, c.max_m) << spec.name;
-        EXPECT_EQ(c.cost.k4096 > 0, spec.cost && !spec.decodes) << spec.name;
-        int measured = 0;
-        for (auto const& of_bits : c.decode_costs)
-          for (DecodeCost const& cost : of_bits) measured += cost.start > 0;
-        EXPECT_EQ(measured > 0, spec.decodes) << spec.name;
+        for (int card = 0; card < kCardCount; ++card) {
+          EXPECT_EQ(c.costs[card].k4096 > 0, spec.cost && !spec.decodes) << spec.name;
+          int measured = 0;
+          for (auto const& of_bits : c.decode_costs[card])
+            for (DecodeCost const& cost : of_bits) measured += cost.start > 0;
+          EXPECT_EQ(measured > 0, spec.decodes) << spec.name;
+        }
         EXPECT_FALSE(spec.decodes && c.max_m > 16) << spec.name;
       }
   }

@@ -13,7 +13,7 @@ namespace cutlass_ops {
 namespace {
 
 alignas(256) uint8_t some_bytes[32];  // what non-null pointers point to; nothing here reads it
-Device const kHopper = {90, 132, 232448};
+Device const kHopper = {90, 132, 232448, 4916};
 
 // A convolution of a batch of images of size x size pixels by 3 x 3 taps, with padding.
 GemmProblem convolution(int batch, int size, int channels, int n, int bits, ActQuant act_quant,

@@ -142,6 +142,18 @@ TEST(PlanCache, FindsWhatPlanFinds) {
   }
 }
 
+// Whether the measured costs of two cards make a difference or not.
+TEST(PlanCache, KeepsCardsApart) {
+  PlanCache cache;
+  Plan found;
+  GemmProblem const p = problem(64, 4096, 4096);
+  Device slower = kHopper;
+  slower.memory_bandwidth /= 2;
+  for (Device const& device : {kHopper, slower, kHopper})
+    ASSERT_TRUE(cache.find(p, device, &found).ok());
+  EXPECT_EQ(cache.size(), 2u);
+}
+
 TEST(PlanCache, ChecksWhatPlansDoNotDependOn) {
   PlanCache cache;
   Plan found;

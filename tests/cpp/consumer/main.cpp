@@ -38,7 +38,7 @@ int main() {
   }
 
   // The kernel depends on where memory starts and how far apart rows are, not on what is there.
-  cutlass_ops::Device const h200{90, 132, 227 * 1024};
+  cutlass_ops::Device const h200{90, 132, 227 * 1024, 4916};
   cutlass_ops::Plan plan;
   cutlass_ops::Status const status = cutlass_ops::plan(problem, h200, &plan);
   std::printf("%s\n", status.ok() ? plan.kernel : status.text.c_str());
