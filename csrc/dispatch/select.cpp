@@ -82,16 +82,18 @@ KernelSpec const* best_kernel(GemmProblem const& problem, Device const& device,
 }
 
 // Whether kernels that decode add what they multiply in the order of those for more rows: not where
-// these have int32 sums over all of K, or sums that start from zero points.
-bool few_rows_have_the_bits(GemmProblem const& problem) {
-  bool const blocks = activations_have_blocks(problem);
-  return !sums_whole_rows(problem) && !(blocks && activations_have_zeros(problem));
+// these have int32 sums over all of K, sums that start from zero points, or multiply each slice's
+// sums by the scales of rows of x.
+bool few_rows_have_the_bits(GemmProblem const& problem, int slices) {
+  if (!multiplies_int8(problem)) return true;
+  if (activations_have_blocks(problem)) return !activations_have_zeros(problem);
+  return slices == 1 && !sums_whole_rows(problem);
 }
 
 // A few rows of a batch-invariant product by the kernel with the bits of `spec`, if there is one.
 bool plan_few_rows(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                    int slices, Plan* plan) {
-  if (!spec.few_rows || !few_rows_have_the_bits(problem)) return false;
+  if (!spec.few_rows || !few_rows_have_the_bits(problem, slices)) return false;
   KernelSpec const& few = *find_kernel(spec.few_rows);
   GemmProblem free = problem;
   free.batch_invariant = false;  // which decoding kernels left to themselves are not
@@ -105,7 +107,7 @@ bool plan_few_rows(GemmProblem const& problem, Device const& device, KernelSpec 
     shaped.slices = slices, shaped.one_cta_per_sm = candidate.tile.min_ctas_per_sm == 1;
     if (!few.shape(problem, device, candidate, &shaped)) continue;
     int64_t const time = decode_time(problem, device, candidate, shaped);
-    if (!best || time < least) best = &candidate, least = time;
+    if (time >= 0 && (!best || time < least)) best = &candidate, least = time;
   }
   if (!best) return false;
   plan->slices = slices, plan->tail_tiles = 0;
