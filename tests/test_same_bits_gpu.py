@@ -278,7 +278,12 @@ def test_two_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    "fmt", [Format(4), Format(8), Format(4, "zeros", 64), Format(4, "offsets")], ids=str
+    "fmt",
+    [
+        *(Format(bits, kind) for bits in (4, 8) for kind in ("symmetric", "zeros", "offsets")),
+        *(Format(4, kind, group) for kind in ("symmetric", "zeros") for group in (16, 32, 64)),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("activations", ACTIVATION_KINDS)
 def test_a_row_has_the_same_bits_whatever_m_is(activations: str, fmt: Format) -> None:
@@ -294,7 +299,7 @@ def test_a_row_has_the_same_bits_whatever_m_is(activations: str, fmt: Format) ->
         whole = co.mixed_gemm(x, packed, **options)
         want = oracle(x, packed.unpack(), act_quant, symmetric) + packed.unpack().bias.double()  # type: ignore[union-attr]
         assert_close(whole, want, not is_exact(whole, x, packed, **options))
-        for m in (1, 3, 17, 64, 129, 1000):
+        for m in (1, 3, 16, 17, 64, 129, 1000):
             for start in {0, 1000 - m, (1000 - m) // 3}:
                 assert same_bits(
                     co.mixed_gemm(x[start : start + m], packed, **options), whole[start : start + m]
@@ -305,6 +310,18 @@ def test_a_row_has_the_same_bits_whatever_m_is(activations: str, fmt: Format) ->
         if act_quant != "none":
             qa = co.quantize_activations(x[5:40], block_of(act_quant, fmt.group_size), symmetric)
             assert same_bits(co.mixed_gemm(qa, packed, batch_invariant=True), whole[5:40])
+
+
+@pytest.mark.parametrize("name", ["nf4", "e4m3"])
+@pytest.mark.parametrize("n, k", [(4096, 4096), (2000, 8192), (14336, 1024)])
+def test_up_to_4097_rows_have_the_same_bits(n: int, k: int, name: str) -> None:
+    weight = make_floats(n, k, HALF) / 64
+    packed = co.reorder(co.quantize(weight, 4 if name == "nf4" else 8, 64, book=name))
+    x = make_floats(4097, k, HALF)
+    whole = co.mixed_gemm(x, packed, activation="silu", batch_invariant=True)
+    for m in (1, 2, 7, 16, 17, 33, 100, 128, 500, 2048):
+        y = co.mixed_gemm(x[4097 - m :], packed, activation="silu", batch_invariant=True)
+        assert same_bits(y, whole[4097 - m :])
 
 
 @pytest.mark.parametrize("act_quant", ["none", "token"])

@@ -85,8 +85,13 @@ int slice_count(GemmProblem const& problem, Device const& device, KernelSpec con
                          (tile_count(problem, tile) * tile.cluster_size);
   // A cluster's CTAs fill an SM each: fewer tiles of K are enough for them.
   int const least = tile.cluster_size > 1 ? 2 : 1024 / tile.block_n;
-  int64_t const most = std::max<int64_t>(1, k_tiles(problem.weight) / least);
-  return int(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 16)));
+  int64_t const tiles = k_tiles(problem.weight), most = std::max<int64_t>(1, tiles / least);
+  int const slices = int(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 16)));
+  if (!problem.batch_invariant || !spec.few_rows) return slices;
+  // The kernel for few rows has clusters of 1, 2, 4 or 8 CTAs, with equal parts of K.
+  int of_clusters = 8;
+  while (of_clusters > slices || tiles % of_clusters) of_clusters /= 2;
+  return of_clusters;
 }
 
 int card_of(Device const& device) {
@@ -147,18 +152,23 @@ DecodeTerms decode_terms(GemmProblem const& problem, Device const& device, Plan 
           double(problem.m) * tiles_of_cta / 32, problem.m};
 }
 
-int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
-                    Candidate const& candidate) {
+int64_t decode_time(GemmProblem const& problem, Device const& device, Candidate const& candidate,
+                    Plan const& shaped) {
   DecodeCost const& cost =
       candidate.decode_costs[card_of(device)][width_index(code_bits(problem.weight))]
                             [int(decode_kind(problem))];
   if (cost.start == 0 && cost.chunk == 0 && cost.share == 0) return -1;
-  Plan shaped;
-  shaped.one_cta_per_sm = candidate.tile.min_ctas_per_sm == 1;
-  if (!spec.shape(problem, device, candidate, &shaped)) return -1;
   DecodeTerms const t = decode_terms(problem, device, shaped);
   return int64_t(cost.start + cost.chunk * t.chunks + cost.share * t.share + cost.x * t.x +
                  double(cost.row) * t.rows);
+}
+
+int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                    Candidate const& candidate) {
+  Plan shaped;
+  shaped.one_cta_per_sm = candidate.tile.min_ctas_per_sm == 1;
+  if (!spec.shape(problem, device, candidate, &shaped)) return -1;
+  return decode_time(problem, device, candidate, shaped);
 }
 
 TailSplit tail_split_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec,

@@ -128,7 +128,7 @@ bool lay_out_stages(PackedWeight const& w, StageSizes const& sizes, int tiles,
 }  // namespace
 
 WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, bool quantizes,
-                                    bool one_cta, bool folds) {
+                                    bool one_cta, bool folds, int slices) {
   constexpr int kBlockM = WgmmaDecodeShape::kBlockM;
   WgmmaDecodeShape best;
   PackedWeight const& w = p.weight;
@@ -150,6 +150,7 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
               : 3};
   int64_t least = 0;
   for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
+    if (slices && c != slices) continue;
     int const places = cluster_places(device, c);
     int const units = (all_units + places - 1) / places, needed = (all_units + units - 1) / units;
     int const tiles = (all_tiles + c - 1) / c, of_row_panel = kRowsPerPanel / unit;
@@ -167,7 +168,7 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
     shape.cluster = c;
     shape.most_row_panels = row_panels;
     shape.clusters = needed;
-    shape.sets = row_panels <= most && tiles >= groups ? groups : 1;
+    shape.sets = !slices && row_panels <= most && tiles >= groups ? groups : 1;
     if (!lay_out_stages(w, sizes, tiles, &shape)) continue;
     least = time;
     best = shape;

@@ -28,9 +28,10 @@ DecodeMemory decode_memory(GemmProblem const& problem, DecodeShape const& shape)
 
 static_assert(WgmmaDecodeShape::unit(false) == kRowsPerPanel);
 
-// `quantizes`: the CTAs quantise x themselves. `one_cta`: one CTA per SM. `folds`:
+// `slices`: that K is cut into, whole tiles each for one warpgroup; 0: as many as take least time,
+// by a CTA and its warpgroups. `quantizes`: the CTAs quantise x themselves. `one_cta`: one CTA per SM. `folds`:
 // wgmma_decode_fold16's.
 WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& problem, Device const& device,
-                                    bool quantizes, bool one_cta, bool folds);
+                                    bool quantizes, bool one_cta, bool folds, int slices);
 
 }  // namespace cutlass_ops

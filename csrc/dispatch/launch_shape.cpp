@@ -153,8 +153,10 @@ bool shape_decode(GemmProblem const& problem, Device const& device, Candidate co
                   bool folds, Plan* plan) {
   bool const one_cta = candidate.tile.min_ctas_per_sm == 1;
   WgmmaDecodeShape const shape =
-      wgmma_decode_shape(problem, device, candidate.quantizes, one_cta, folds);
+      wgmma_decode_shape(problem, device, candidate.quantizes, one_cta, folds,
+                         problem.batch_invariant ? plan->slices : 0);
   if (shape.cluster == 0) return false;
+  plan->slices = 1;  // of those whose sums leave a kernel
   plan->wgmma_decode = shape;
   plan->grid_x = shape.clusters * shape.cluster;
   plan->cluster_size = shape.cluster;

@@ -81,6 +81,38 @@ KernelSpec const* best_kernel(GemmProblem const& problem, Device const& device,
   return chosen;
 }
 
+// Whether kernels that decode add what they multiply in the order of those for more rows: not where
+// these have int32 sums over all of K, or sums that start from zero points.
+bool few_rows_have_the_bits(GemmProblem const& problem) {
+  bool const blocks = activations_have_blocks(problem);
+  return !sums_whole_rows(problem) && !(blocks && activations_have_zeros(problem));
+}
+
+// A few rows of a batch-invariant product by the kernel with the bits of `spec`, if there is one.
+bool plan_few_rows(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                   int slices, Plan* plan) {
+  if (!spec.few_rows || !few_rows_have_the_bits(problem)) return false;
+  KernelSpec const& few = *find_kernel(spec.few_rows);
+  GemmProblem free = problem;
+  free.batch_invariant = false;  // which decoding kernels left to themselves are not
+  if (few.can_implement(free, device) != Field::kNone) return false;
+  Candidate const* best = nullptr;
+  int64_t least = 0;
+  for (Candidate const& candidate : few.candidates(problem)) {
+    if (problem.m > candidate.max_m) continue;
+    if (candidate.applies && !candidate.applies(problem)) continue;
+    Plan shaped;
+    shaped.slices = slices, shaped.one_cta_per_sm = candidate.tile.min_ctas_per_sm == 1;
+    if (!few.shape(problem, device, candidate, &shaped)) continue;
+    int64_t const time = decode_time(problem, device, candidate, shaped);
+    if (!best || time < least) best = &candidate, least = time;
+  }
+  if (!best) return false;
+  plan->slices = slices, plan->tail_tiles = 0;
+  fill_in(problem, few, *best, plan);
+  return few.shape(problem, device, *best, plan);
+}
+
 // The kernel and its slices of K as for `asked`.
 Status select_as(GemmProblem const& asked, GemmProblem const& problem, Device const& device,
                  Plan* plan) {
@@ -88,6 +120,8 @@ Status select_as(GemmProblem const& asked, GemmProblem const& problem, Device co
   KernelSpec const* const spec = best_kernel(asked, device, &best);
   if (!spec) return no_kernel(asked, device);
   TailSplit const tail_split = tail_split_of(asked, device, *spec, *best);
+  if (problem.batch_invariant && plan_few_rows(problem, device, *spec, tail_split.slices, plan))
+    return {};
   int64_t time = 0;
   if (problem.batch_invariant) best = best_candidate(problem, device, *spec, true, &time);
   plan->slices = tail_split.slices, plan->tail_tiles = int(tail_split.tail_tiles);
@@ -112,7 +146,8 @@ bool plan_candidate(GemmProblem const& problem, Device const& device, KernelSpec
 
 Status select(GemmProblem const& problem, Device const& device, Plan* plan) {
   if (!problem.batch_invariant) return select_as(problem, problem, device, plan);
-  // One kernel, and K in so many slices, for every m; m chooses the tile, which changes no bit.
+  // One kernel, and K in so many slices, for every m; m chooses the tile, which changes no bit. For
+  // few rows one with the same bits.
   GemmProblem asked = problem;
   asked.m = kInvariantM;
   return select_as(asked, problem, device, plan);

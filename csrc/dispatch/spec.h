@@ -148,8 +148,8 @@ struct KernelSpec {
   // applies is the choice.
   int64_t (*cost)(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                   Candidate const& candidate);
-  // Fill in how the product is launched by a candidate, whose slices of K the plan has. False if
-  // it does not fit.
+  // Fill in how the product is launched by a candidate, whose slices of K the plan has: a kernel
+  // that decodes makes them its clusters' of a batch-invariant product. False if it does not fit.
   bool (*shape)(GemmProblem const& problem, Device const& device, Candidate const& candidate,
                 Plan* plan);
   // Start it. problem.quantized is filled for int8 kernels, but for those that quantise floats
@@ -158,6 +158,9 @@ struct KernelSpec {
   // flag_count(plan) 64-bit flags.
   Status (*launch)(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream);
+  // The kernel that decodes with the same bits, if its clusters share K by this one's slices; or
+  // null.
+  char const* few_rows = nullptr;
 };
 
 struct KernelSpecs {

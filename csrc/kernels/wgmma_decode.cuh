@@ -63,6 +63,12 @@ struct StageAddress {
   uint32_t units, scales, offsets, zeros, x_rows, token_zeros;
 };
 
+// Whether int8 x has one scale a token, and not one a token and tile.
+template <class C>
+__device__ __forceinline__ bool ends_with_token_scales(Params const& p) {
+  return C::kInt8 && !C::kQuantizes && p.x_row_stride == 0;
+}
+
 // A tile's products of codes and their promotion. `releases`: whether this lane says that
 // the stage is read.
 template <class C, int kRowPanels>
@@ -167,18 +173,35 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
       float2 scale = stored.values();
       if constexpr (C::kInt8)
         scale.x *= 1.0f / C::Decode::kScale, scale.y *= 1.0f / C::Decode::kScale;
+      // One scale a token comes last. Block scales are applied in the order of wgmma_gemm_a8's large
+      // tiles: a batch-invariant product has its bits.
+      auto const promote = [&](auto const& scaled) {
 #pragma unroll
-      for (int e = 0; e < C::kSums; ++e) {
-        float const row_scale = e % 4 < 2 ? scale.x : scale.y;
-        if constexpr (C::kInt8) {
+        for (int e = 0; e < C::kSums; ++e)
+          sums[row_panel][e] = scaled(e, e % 4 < 2 ? scale.x : scale.y, sums[row_panel][e]);
+      };
+      if constexpr (C::kInt8) {
+        auto const integer = [&](int e) {
           int sum = int(products[e]);
           if constexpr (C::kTokenZeros)
             sum -= token_zeros[e / 4][e % 2] * int(products[C::kSums + e % 4 / 2 * 2]);
-          sums[row_panel][e] =
-              fmaf(float(sum), row_scale * token_scales[e / 4][e % 2], sums[row_panel][e]);
+          return float(sum);
+        };
+        if (ends_with_token_scales<C>(p)) {
+          promote([&](int e, float row_scale, float sum) {
+            return fmaf(integer(e), row_scale, sum);
+          });
         } else {
-          sums[row_panel][e] = fmaf(products[e], row_scale, sums[row_panel][e]);
+          promote([&](int e, float row_scale, float sum) {
+            float const token_scale = token_scales[e / 4][e % 2];
+            return C::kZeros ? fmaf(integer(e), row_scale * token_scale, sum)
+                             : fmaf(integer(e) * row_scale, token_scale, sum);
+          });
         }
+      } else {
+        promote([&](int e, float row_scale, float sum) {
+          return fmaf(products[e], row_scale, sum);
+        });
       }
     }
   }
@@ -611,7 +634,8 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
     if constexpr (C::kGrouped) {
       finish_piece(v, n, x_rows, tiles[part.tile], p);
     } else {
-      finish(v, n, x_rows, C::kFolds ? p.token_scales : nullptr, p.epilogue);
+      bool const scales = C::kFolds || ends_with_token_scales<C>(p);
+      finish(v, n, x_rows, scales ? p.token_scales : nullptr, p.epilogue);
     }
   }
 }
