@@ -90,7 +90,7 @@ class Device:
         architecture: int,
         multiprocessors: int,
         shared_memory: int,
-        memory_bandwidth: int = ...,
+        memory_bandwidth: int = 0,
     ) -> None: ...
     @property
     def architecture(self) -> int: ...

@@ -208,17 +208,9 @@ def test_the_end_of_a_convolution() -> None:
     x, bias = image(2, 33, 6, 7), torch.randn(10)
     total = F.conv2d(x.double(), co.dequantize(packed, torch.float32).double(), bias.double())
     residual = torch.randn(total.shape)
-    functions: dict[Any, Callable[[Tensor], Tensor]] = {
-        None: lambda z: z,
-        "relu": F.relu,
-        "relu6": F.relu6,
-        "gelu": F.gelu,
-        "silu": F.silu,
-        ("clamp", -0.5, 2.0): lambda z: z.clamp(-0.5, 2.0),
-    }
-    for activation, function in functions.items():
+    for activation in (None, *co.reference.ACTIVATIONS, ("clamp", -0.5, 2.0)):
         y = co.mixed_conv2d(x, packed, bias, activation=activation, residual=residual)
-        assert_close(y, function(total) + residual.double())
+        assert_close(y, co.reference.activate(total, activation) + residual.double())
     own = co.reorder(co.QuantizedWeight(**{**vars(packed.unpack()), "bias": bias}))
     assert torch.equal(co.mixed_conv2d(x, own), co.mixed_conv2d(x, packed, bias))
 
@@ -349,9 +341,7 @@ def test_autocast() -> None:
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize(
-    "activation", [None, "relu", "gelu", "silu", "relu6", ("clamp", -0.5, 1.0)]
-)
+@pytest.mark.parametrize("activation", [None, *co.reference.ACTIVATIONS, ("clamp", -0.5, 1.0)])
 def test_the_gradient_is_that_of_torchs_convolution(dims: int, activation: Any) -> None:
     qw = weight(15, 20, KERNELS[dims])
     packed, geometry = co.reorder(qw), (*GEOMETRIES[dims], 3)

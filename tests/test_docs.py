@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from imports import import_or_skip
+
+import cutlass_ops
+import cutlass_ops.nn
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
 def blocks(name: str, language: str) -> list[str]:
@@ -52,6 +60,43 @@ def test_lines_for_users_of_other_libraries_run_as_printed(
     exec(compile("\n".join(blocks("docs/coming-from.md", "python")), "coming-from.md", "exec"), {})
 
 
+@pytest.mark.filterwarnings("ignore")  # of tiny models
+def test_lines_for_directories_of_ranks_run_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_or_skip("transformers")
+    from cli_runs import run
+    from hf_models import tiny
+
+    tiny().save_pretrained(tmp_path / "model-float")
+    monkeypatch.chdir(tmp_path)
+    for target in (["ranks", "--tp", "2"], ["whole"]):
+        assert run("reorder", "model-float", "-o", *target, "--bits", "8").exit_code == 0
+    here: dict[str, Any] = {}
+    exec(
+        compile("\n".join(blocks("docs/checkpoints.md", "python")), "checkpoints.md", "exec"), here
+    )
+    whole = cutlass_ops.load_packed("whole")
+    gate, up, down = (whole[f"{here['layer']}.{name}_proj"] for name in ("gate", "up", "down"))
+    h = cutlass_ops.mixed_gemm(here["x"], gate, activation="silu")
+    expected = cutlass_ops.mixed_gemm(h * cutlass_ops.mixed_gemm(here["x"], up), down)
+    torch.testing.assert_close(here["y"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_models_seen_are_those_of_the_tests() -> None:
+    import_or_skip("transformers")
+    import expert_models
+    import hf_models
+    import test_quantize_hf_model as quantized
+
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    seen = set(
+        re.findall(r"\w+", page[page.index("## Models seen") : page.index("## Experts")].lower())
+    )
+    for families in (expert_models.FAMILIES, hf_models.FAMILIES, quantized.FAMILIES):
+        assert {family.lower() for family in families} <= seen
+
+
 def test_cpp_compiles_as_printed() -> None:
     command = [
         "c++",
@@ -74,6 +119,44 @@ def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_only_lists_have_lines_that_begin_with_a_number(page: Path) -> None:
+    """Markdown makes an item of a list of such a line."""
+    numbers = [0, *map(int, re.findall(r"(?m)^ *(\d+)\. ", page.read_text()))]
+    assert all(b in (1, a + 1) for a, b in pairwise(numbers))
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
+def test_formulas_become_mathml(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook of the site knows every command of TeX in the pages."""
+    markdown = import_or_skip("markdown")
+    import_or_skip("latex2mathml")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import pages
+
+    extensions = ["tables", "pymdownx.superfences", "pymdownx.arithmatex"]
+    settings = {"pymdownx.arithmatex": {"generic": True}}
+    html = markdown.markdown(page.read_text(), extensions=extensions, extension_configs=settings)
+    formulas = html.count('class="arithmatex"')
+    drawn = re.findall(r"<math.*?</math>", pages.on_page_content(html), re.DOTALL)
+    assert len(drawn) == formulas
+    assert not any("\\" in formula for formula in drawn)
+
+
+def test_every_public_name_is_in_the_python_api() -> None:
+    words = set(re.findall(r"\w+", (ROOT / "docs" / "python-api.md").read_text()))
+    assert {*cutlass_ops.__all__, *cutlass_ops.nn.__all__, "CutlassOpsConfig"} <= words
+
+
+def test_a_role_of_a_docstring_becomes_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import pages
+
+    html = '<h2 id="cutlass_ops.explain"></h2>:func:<code>explain</code> :meth:<code>other</code>'
+    link = '<a href="#cutlass_ops.explain"><code>explain</code></a> <code>other</code>'
+    assert pages.on_page_content(html) == f'<h2 id="cutlass_ops.explain"></h2>{link}'
 
 
 def test_tables_of_formats_and_hardware_are_the_same_in_the_readme() -> None:
@@ -104,3 +187,18 @@ def test_examples_run(example: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") >= 2
+
+
+@pytest.mark.filterwarnings("ignore")  # of tiny models
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_notebooks_run(
+    notebook: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    """Cells of code, one after another; the file holds no outputs, which would grow old."""
+    for package in ("peft", "transformers"):
+        import_or_skip(package)
+    cells = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n".join("".join(c["source"]) for c in cells), notebook.name, "exec"), {})
+    assert capsys.readouterr().out.count("\n") >= 2

@@ -86,7 +86,7 @@ def test_products_are_exact(fmt: Format, activations: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "activation", [None, "relu6", "gelu", "silu", ("clamp", -1.0, 2.0)], ids=str
+    "activation", [None, *reference.ACTIVATIONS, ("clamp", -1.0, 2.0)], ids=str
 )
 @pytest.mark.parametrize("m", [1, 16, 100, 600])
 def test_activations(activation: Any, m: int) -> None:

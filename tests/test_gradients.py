@@ -126,7 +126,8 @@ def test_gradients_through_the_epilogue(
 
     y = co.mixed_gemm(x, packed, bias, name, residual=residual, **options)
     y.backward(grad)
-    assert activation in ("none", "gelu", "silu") or 0.2 < (of_z == 0).float().mean() < 0.9
+    if activation in (*co.reference.CLAMPS, "clamp"):
+        assert 0.2 < (of_z == 0).float().mean() < 0.9
     assert_product(x.grad, of_z, packed, dtype)
     torch.testing.assert_close(bias.grad, of_z.sum(0), rtol=1e-5, atol=1e-5)
     assert torch.equal(residual.grad, grad.bfloat16())

@@ -313,7 +313,7 @@ def test_a_row_has_the_same_bits_whatever_m_is(activations: str, fmt: Format) ->
 
 
 @pytest.mark.parametrize("name", ["nf4", "e4m3"])
-@pytest.mark.parametrize("n, k", [(4096, 4096), (2000, 8192), (14336, 1024)])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (2000, 8192), (14336, 1024)])
 def test_up_to_4097_rows_have_the_same_bits(n: int, k: int, name: str) -> None:
     weight = make_floats(n, k, HALF) / 64
     packed = co.reorder(co.quantize(weight, 4 if name == "nf4" else 8, 64, book=name))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cutlass_ops.weights import formats
 from cutlass_ops.weights.packed_weight import PackedWeight, group_vector_positions
-from cutlass_ops.weights.weight import CheckpointError, QuantizedWeight
+from cutlass_ops.weights.weight import CheckpointError, QuantizedWeight, format_of, not_finite
 
 # ---- formats
 
@@ -378,3 +378,20 @@ def test_a_checkpoint_error_survives_copies_and_pickles() -> None:
         "blk.0",
         "model.gguf: tensor 'blk.0': is cut off",
     )
+
+
+def test_formats_of_as_many_bits_are_known_by_their_books(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    twice = tuple(2 * value for value in formats.E4M3)
+    other = formats.Format("other", "other floats", 8, has_book=True, book=twice, nan=0x7C)
+    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, other))
+    for book, name in ((formats.E4M3, "e4m3"), (twice, "other")):
+        assert format_of(8, torch.tensor(book)).name == name
+    codes = torch.tensor([[0x7B, 0xFC]], dtype=torch.uint8)
+    weight = QuantizedWeight(
+        codes, torch.ones(1, 1), bits=8, group_size=-1, book=torch.tensor(twice)
+    )
+    assert not_finite(weight) == "codes[0, 1] is 0xfc, the NaN of other"
+    with pytest.raises(ValueError, match="and other, which codes of 8 bits"):
+        format_of(8, torch.zeros(256))

@@ -50,6 +50,13 @@ FORMATS = {
 #: README's formats, of one row of x, which is what a chat of one user multiplies.
 ONE_ROW = ("w4a16", "w8a16", "w4a8-block", "w8a8-block")
 ONE_ROW_SHAPE = 28672, 4096, 1
+#: Bits and activations of these formats in results/accuracy.json.
+QUALITY = {
+    "w4a16": (4, "16"),
+    "w8a16": (8, "16"),
+    "w4a8-block": (4, "8 block"),
+    "w8a8-block": (8, "8 block"),
+}
 EXPERTS = {
     "qwen3-30b": "Qwen3-30B-A3B",
     "qwen3-235b-tp4": "Qwen3-235B-A22B, a quarter",
@@ -89,12 +96,12 @@ def percent(value: float) -> str:
     return f"{100 * value:#.3g} %"
 
 
-def markdown(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
-    """Return a table whose first column is words and whose others are numbers."""
+def markdown(head: Iterable[object], rows: Iterable[Iterable[object]], words: int = 1) -> str:
+    """Return a table whose first columns are words and whose others are numbers."""
     head = [str(cell) for cell in head]
     lines = [
         head,
-        ["---", *["---:"] * (len(head) - 1)],
+        [*["---"] * words, *["---:"] * (len(head) - words)],
         *([str(cell) for cell in row] for row in rows),
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -207,7 +214,7 @@ def copies() -> str:
                 [name, f"{row['n']} x {row['k']}", digits(row["us"]), digits(row["floor_us"])]
             )
             lines[-1] += [f"{digits(peer[1])} ({peer[0]})" if peer else ""]
-    return markdown(["operation", "weight", "us", "floor", "peer"], lines)
+    return markdown(["operation", "weight", "us", "floor", "peer"], lines, words=2)
 
 
 def host() -> str:
@@ -228,7 +235,14 @@ def rows_of_one() -> list[Row]:
 
 
 def one_row() -> str:
-    """README's numbers, with the best peer's."""
+    """README's numbers, with the best peer's, and what the format costs a small model."""
+    (model,) = (model for model in models() if model["compared"] == "logits")
+    quality = {
+        (row["bits"], row["activations"]): row["perplexity"]
+        for row in model["rows"]
+        if row.get("symmetric") and "clip" not in row and row["group_size"] == 128
+    }
+    (fp32,) = (row["perplexity"] for row in model["rows"] if row["activations"] == "fp32")
     lines = []
     for row in rows_of_one():
         name, us = peer_of_format(row) or ("", 0.0)
@@ -238,9 +252,11 @@ def one_row() -> str:
                 digits(row["us"]),
                 f"{digits(us)} ({name})",
                 f"{us / row['us']:.2f}",
+                f"{quality[QUALITY[row['format']]]:.1f}",
             ]
         )
-    return markdown(["format", "us", "best peer", "times as fast"], lines)
+    heads = ["format", "us", "best peer", "times as fast", f"perplexity (fp32: {fp32:.1f})"]
+    return markdown(heads, lines)
 
 
 def whole_layers() -> str:
@@ -300,7 +316,7 @@ def generation() -> str:
         [*place, *(digits(by_batch[batch]) for batch in batches)]
         for place, by_batch in speeds.items()
     )
-    table = markdown(["model", "format", "compiled, texts =", *batches], lines)
+    table = markdown(["model", "format", "compiled, texts =", *batches], lines, words=3)
     return f"{about('h200-generate.json')} Tokens a second:\n\n{table}"
 
 
@@ -483,7 +499,7 @@ def engines() -> str:
         first, *others = (f"batch {batch}" for batch in batches)
         heads = ["model", "checkpoint", "kernels", f"{first}, ms a token", *others]
         heads += ["prompts, tokens a second", "weights, s", "start, s"]
-        parts.append(f"{about(name)}\n\n{markdown(heads, lines)}")
+        parts.append(f"{about(name)}\n\n{markdown(heads, lines, words=3)}")
     return "\n\n".join(parts)
 
 
@@ -542,18 +558,18 @@ def vllm_cpu() -> str:
     lines = [
         [
             row["weights"],
-            row["kernel"],
+            row["kernel"].removesuffix("LinearKernel"),
             mode,
-            *(f"{times[m]:.2f} ({row['ms']['vllm'][m] / times[m]:.2f})" for m in ms),
+            *(f"{digits(times[m])} ({digits(row['ms']['vllm'][m] / times[m])})" for m in ms),
         ]
         for row in result["rows"]
         for mode, times in row["ms"].items()
         if mode != "vllm"
     ]
-    heads = ["weights", "vLLM's kernel", "act_quant", *(f"M = {m}" for m in ms)]
+    heads = ["weights", "vLLM's LinearKernel", "act_quant", *(f"M = {m}" for m in ms)]
     return (
         f"`results/vllm-cpu.json`: {result['n']} x {result['k']}, "
-        f"{facts}.\n\n{markdown(heads, lines)}"
+        f"{facts}.\n\n{markdown(heads, lines, words=3)}"
     )
 
 
@@ -804,11 +820,26 @@ def draw_products(path: Path) -> None:
     heatmap.draw([str(m) for m in HEAT_MS], rows_of, path)
 
 
+def under_headings(rows: Iterable[tuple[str, str, list[float | None]]]) -> list[heatmap.Row]:
+    """Rows of a heat map from headings, labels and ratios; a heading stands once."""
+    found: list[heatmap.Row] = []
+    last = None
+    for heading, label, ratios in rows:
+        if heading != last:
+            found.append((heading, ()))
+        found.append((label, ratios))
+        last = heading
+    return found
+
+
 def draw_experts(path: Path) -> None:
     """Layers of experts over M."""
     layers = expert_layers()
-    rows = [(name, [ours / peer for ours, peer in by_m.values()]) for name, by_m in layers.items()]
-    heatmap.draw([str(m) for m in next(iter(layers.values()))], rows, path)
+    rows = [
+        (*name.rpartition(", ")[::2], [ours / peer for ours, peer in by_m.values()])
+        for name, by_m in layers.items()
+    ]
+    heatmap.draw([str(m) for m in next(iter(layers.values()))], under_headings(rows), path)
 
 
 def draw_convolutions(path: Path) -> None:
@@ -835,13 +866,14 @@ def draw_engines(path: Path) -> None:
     batches = engine_batches(row for _, row, _ in found)
     rows = [
         (
-            f"{device.removeprefix('NVIDIA ').split()[0]}: {engine_model(row)}, "
+            f"{device.removeprefix('NVIDIA ').split()[0]}: {engine_model(row)}",
             f"{row['checkpoint'].split()[0]}, {ACTIVATIONS[row['act_quant']]}",
             [ratios.get(name) for name in (*batches, "prompts")],
         )
         for device, row, ratios in found
     ]
-    heatmap.draw(["1 text" if b == "1" else b for b in batches] + ["prompts"], rows, path)
+    columns = ["1 text" if b == "1" else b for b in batches] + ["prompts"]
+    heatmap.draw(columns, under_headings(rows), path)
 
 
 PICTURES: dict[str, Callable[[Path], None]] = {

@@ -80,7 +80,7 @@ CHARTS = {
         ),
     ),
     "experts": Chart(
-        (("ids", "x"), ("route",), ("up",), ("down",), ("sum",)),
+        (("ids",), ("route", "x"), ("up",), ("down",), ("sum",)),
         {
             "ids": "ids",
             "x": "x",

@@ -149,7 +149,9 @@ def directory(
     quantization: dict[str, Any] | None,
     metadata: dict[str, str] | None = None,
 ) -> Model:
-    """A model's directory in which ``make(name, n, k)`` gives the tensors of each linear layer."""
+    """A model's directory in which ``make(name, n, k)`` gives the tensors of each linear layer, by
+    what follows its name (".weight").
+    """
     tensors = others(64)
     for name, (n, k) in linears(64, 96).items():
         tensors |= {f"{name}{part}": value.contiguous() for part, value in make(name, n, k).items()}
@@ -934,6 +936,7 @@ def honest_models(load: bool) -> dict[str, Model]:
             case = Case(dict(model.files))
             target = Path(folder, name)
             if check(model, case, target, load and name != "mnn") != "read":
+                read(target / "case" / model.path, None)  # raises the reason, if it is the reader's
                 raise RuntimeError(f"the honest model {name!r} is refused")
             path = target / "case" / model.path
             if not is_packed(path):

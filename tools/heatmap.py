@@ -29,10 +29,11 @@ def draw(columns: Sequence[str], rows: Sequence[Row], path: Path) -> None:
 
     Args:
         columns: headings.
-        rows: a label and the ratio of each column; None leaves a cell empty.
+        rows: a label and the ratio of each column; None leaves a cell empty. A label without ratios
+            is the heading of the rows below it.
         path: the SVG file.
     """
-    label = round(max((len(name) for name, _ in rows), default=0) * FONT * 0.54) + 12
+    label = round(max((len(name) for name, ratios in rows if ratios), default=0) * FONT * 0.54) + 12
     width, height = label + CELL * len(columns), HEIGHT * (len(rows) + 1)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 '
@@ -47,9 +48,8 @@ def draw(columns: Sequence[str], rows: Sequence[Row], path: Path) -> None:
         )
     for line, (name, ratios) in enumerate(rows, 1):
         top = HEIGHT * line
-        parts.append(
-            f'<text x="{label - 6}" y="{top + 17}" text-anchor="end">{escape(name)}</text>'
-        )
+        x, anchor = (label - 6, "end") if ratios else (0, "start")
+        parts.append(f'<text x="{x}" y="{top + 17}" text-anchor="{anchor}">{escape(name)}</text>')
         for i, ratio in enumerate(ratios):
             if ratio is None:
                 continue

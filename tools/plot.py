@@ -4,9 +4,9 @@
     tools/plot.py results/h200.json                   writes results/h200.svg
     tools/plot.py results/h200.json --out picture.svg
 
-Two pictures for each shape of weight and format, over M. Above, the time of one call in times of
-the floor, of this package and of the best peer at that M, with this package's microseconds; below,
-the rate of the products and the floor's. The same file gives the same picture, byte for byte.
+A picture for each shape of weight and format: over M, the time of one call in times of the floor,
+of this package and of the best peer at that M. This package's microseconds stand below M. The same
+file gives the same picture, byte for byte.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 Rows = list[dict[str, Any]]
-#: The M that are written beside the axis and the points: others stand too close to these.
-TICKS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+#: The M that are written below the axis: there is no room for others.
+TICKS = (1, 16, 256, 4096)
+COLUMNS = 3
+#: Percents of error beside a logarithmic axis.
+ERRORS = (1, 2, 5, 10, 20, 50)
 OURS, PEER, FLOOR = "#1f5fa8", "#d1762a", "#8a8a8a"
 
 
@@ -73,78 +76,58 @@ def save(figure: Any, path: Path) -> None:
 def draw(result: dict[str, Any], path: Path) -> None:
     """Write the picture of ``result`` to ``path``."""
     plt = pyplot("bench", 8)
+    plt.rcParams["axes.spines.bottom"] = False
     shapes = panels(result["rows"])
-    columns = max(len(formats) for formats in shapes.values())
+    formats = dict.fromkeys(name for of_shape in shapes.values() for name in of_shape)
+    drawn = [
+        (name, shape, shapes[shape][name])
+        for name in formats
+        for shape in shapes
+        if name in shapes[shape]
+    ]
+    lines = -(-len(drawn) // COLUMNS)
     figure, axes = plt.subplots(
-        2 * len(shapes),
-        columns,
-        figsize=(3.6 * columns, 4.4 * len(shapes)),
-        squeeze=False,
-        layout="constrained",
+        lines, COLUMNS, figsize=(9, 1.55 * lines + 0.4), squeeze=False, layout="constrained"
     )
-    for line, ((n, k), formats) in enumerate(shapes.items()):
-        for column in range(columns):
-            time, rate = axes[2 * line][column], axes[2 * line + 1][column]
-            if column >= len(formats):
-                time.set_axis_off(), rate.set_axis_off()
-                continue
-            name, rows = list(formats.items())[column]
-            ms = [row["m"] for row in rows]
-            peers = [best_peer(row) for row in rows]
-            with_peer = [
-                (m, peer, row["us"]) for m, peer, row in zip(ms, peers, rows, strict=True) if peer
-            ]
-            peer_names = sorted({peer[0] for _, peer, _ in with_peer})
-
-            def tops(m: int, us: float, n: int = n, k: int = k) -> float:
-                return 2 * m * n * k / us / 1e6
-
-            floor = {row["m"]: row["floor_us"] for row in rows}
-            rate.plot(
-                ms, [tops(m, floor[m]) for m in ms], color=FLOOR, linestyle=":", label="floor"
+    for axis in axes.flat[len(drawn) :]:
+        axis.set_axis_off()
+    for axis, (name, (n, k), rows) in zip(axes.flat, drawn, strict=False):
+        axis.axhline(1, color=FLOOR, linestyle=":")
+        with_peer = [(row, peer) for row in rows if (peer := best_peer(row))]
+        for colour, marker, points in (
+            (PEER, "s", [(row, us) for row, (_, us) in with_peer]),
+            (OURS, "o", [(row, row["us"]) for row in rows]),
+        ):
+            axis.plot(
+                [row["m"] for row, _ in points],
+                [us / row["floor_us"] for row, us in points],
+                color=colour,
+                marker=marker,
+                markersize=3,
             )
-            for axis, value in ((time, lambda m, us, floor=floor: us / floor[m]), (rate, tops)):
-                axis.plot(
-                    [m for m, _, _ in with_peer],
-                    [value(m, peer[1]) for m, peer, _ in with_peer],
-                    color=PEER,
-                    marker="s",
-                    markersize=3,
-                    label="best peer: " + ", ".join(peer_names),
-                )
-                axis.plot(
-                    ms,
-                    [value(r["m"], r["us"]) for r in rows],
-                    color=OURS,
-                    marker="o",
-                    markersize=3,
-                    label="cutlass_ops",
-                )
-                axis.set_xscale("log", base=2)
-                ticks = [m for m in ms if m in TICKS]
-                axis.set_xticks(ticks, [str(m) for m in ticks], rotation=45)
-                axis.minorticks_off()
-            for r in (r for r in rows if r["m"] in TICKS):
-                at = (r["m"], r["us"] / r["floor_us"])
-                time.annotate(
-                    f"{r['us']:.0f}" if r["us"] >= 100 else f"{r['us']:.3g}",
-                    at,
-                    (0, -9),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=6,
-                    color=OURS,
-                )
-            time.axhline(1, color=FLOOR, linestyle=":")
-            time.set_ylim(bottom=0)
-            rate.set_yscale("log")
-            time.set_title(f"{name}, {n} x {k}")
-            time.set_ylabel("time / floor; us")
-            rate.set_ylabel("TFLOP/s" if "a16" in name else "TOPS")
-            rate.set_xlabel("M")
-            rate.legend(fontsize=6, loc="lower right")
-    measured = f"{result['device']}, torch {result['torch']}"
-    figure.suptitle(f"{measured}: time of one call in times of the floor, and its rate, over M")
+        axis.set_xscale("log", base=2)
+        at = {row["m"]: row["us"] for row in rows if row["m"] in TICKS}
+        axis.set_xticks(
+            list(at),
+            [f"{m}\n{us:.0f}" if us >= 100 else f"{m}\n{us:.3g}" for m, us in at.items()],
+        )
+        axis.minorticks_off()
+        axis.set_ylim(bottom=0)
+        axis.set_title(f"{name}, {n} x {k}", loc="left", fontsize=8, pad=13)
+        names = sorted({peer for _, (peer, _) in with_peer})
+        axis.text(
+            0,
+            1.04,
+            "best peer: " + ", ".join(names),
+            transform=axis.transAxes,
+            color=PEER,
+            fontsize=7,
+        )
+    figure.suptitle(
+        f"{result['device']}, torch {result['torch']}: time of one call over the floor's, by M\n"
+        "(blue: cutlass_ops, its microseconds below M; orange: the best peer)",
+        fontsize=9,
+    )
     save(figure, path)
 
 
@@ -154,7 +137,7 @@ def draw_bars(bars: list[tuple[str, float, tuple[str, float]]], title: str, path
     """
     plt = pyplot("bars", 9)
     plt.rcParams.update({"axes.grid.axis": "x", "axes.axisbelow": True})
-    figure, axis = plt.subplots(figsize=(7, 0.6 * len(bars) + 0.8), layout="constrained")
+    figure, axis = plt.subplots(figsize=(5.2, 0.6 * len(bars) + 0.8), layout="constrained")
     peers = [f"{peer} {us:.1f}" for _, _, (peer, us) in bars]
     for place, colour, values, texts in (
         (-0.2, OURS, [us for _, us, _ in bars], [f"cutlass_ops {us:.1f}" for _, us, _ in bars]),
@@ -183,15 +166,15 @@ def draw_accuracy(results: dict[str, Any], path: Path) -> None:
     }
     models = results["models"]
     figure, axes = plt.subplots(
-        len(models), 2, figsize=(11, 3.6 * len(models)), squeeze=False, layout="constrained"
+        2 * len(models), 1, figsize=(7, 3.2 * 2 * len(models)), squeeze=False, layout="constrained"
     )
-    for (left, right), model in zip(axes, models, strict=True):
+    for i, model in enumerate(models):
+        kinds_axis, model_axis = axes[2 * i][0], axes[2 * i + 1][0]
         kinds = model["kinds"]
-        for i, (way, colour) in enumerate(colours.items()):
-            heights = [100 * kind["errors"][f"x {way}"] for kind in kinds]
-            left.bar(
-                [j + 0.2 * (i - 1.5) for j in range(len(kinds))],
-                heights,
+        for j, (way, colour) in enumerate(colours.items()):
+            kinds_axis.bar(
+                [place + 0.2 * (j - 1.5) for place in range(len(kinds))],
+                [100 * kind["errors"][f"x {way}"] for kind in kinds],
                 0.2,
                 color=colour,
                 label=way,
@@ -200,39 +183,40 @@ def draw_accuracy(results: dict[str, Any], path: Path) -> None:
             "\n".join([*kind["kind"].rsplit(".", 1), f"{kind['median_peak_over_rms']:.0f}"])
             for kind in kinds
         ]
-        left.set_xticks(range(len(kinds)), names, fontsize=7)
-        left.set_ylabel("error of x @ W^T, %")
-        left.set_title(
+        kinds_axis.set_xticks(range(len(kinds)), names, fontsize=8)
+        kinds_axis.set_ylabel("error of x @ W^T, %")
+        kinds_axis.set_title(
             f"{model['model']}: int8 activations alone\n(number: median of max |x| / rms)",
             fontsize=9,
         )
-        left.legend(fontsize=8, frameon=False)
+        kinds_axis.legend(fontsize=8, frameon=False)
         series = {
             "16": ("#777777", "activations not quantised"),
             "8 token": ("#c8553d", "token"),
             "8 block": ("#1f4e79", "block"),
         }
         places = [(bits, group) for bits in (8, 4) for group in (128, 64, 32)]
-        for i, (name, (colour, text)) in enumerate(series.items()):
+        for j, (name, (colour, text)) in enumerate(series.items()):
             rows = [
                 row
                 for row in model["rows"]
                 if row.get("symmetric") and "clip" not in row and row["activations"] == name
             ]
             found = {(row["bits"], row["group_size"]): 100 * row["error"] for row in rows}
-            heights = [found[place] for place in places]
-            right.bar(
-                [j + 0.27 * (i - 1) for j in range(len(places))],
-                heights,
+            model_axis.bar(
+                [place + 0.27 * (j - 1) for place in range(len(places))],
+                [found[place] for place in places],
                 0.27,
                 color=colour,
                 label=text,
             )
-        right.set_xticks(range(len(places)), [f"W{bits}\ng{group}" for bits, group in places])
-        right.set_yscale("log")
-        right.set_ylabel(f"error of {model['compared']}, %")
-        right.set_title(f"{model['model']}: the whole model, symmetric", fontsize=9)
-        right.legend(fontsize=8, frameon=False)
+        model_axis.set_xticks(range(len(places)), [f"W{bits}\ng{group}" for bits, group in places])
+        model_axis.set_yscale("log")
+        model_axis.set_yticks(ERRORS, [str(error) for error in ERRORS])
+        model_axis.minorticks_off()
+        model_axis.set_ylabel(f"error of {model['compared']}, %")
+        model_axis.set_title(f"{model['model']}: the whole model, symmetric", fontsize=9)
+        model_axis.legend(fontsize=8, frameon=False)
     save(figure, path)
 
 

@@ -88,7 +88,7 @@ int slice_count(GemmProblem const& problem, Device const& device, KernelSpec con
   int64_t const tiles = k_tiles(problem.weight), most = std::max<int64_t>(1, tiles / least);
   int const slices = int(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 16)));
   if (!problem.batch_invariant || !spec.few_rows) return slices;
-  // The kernel for few rows has clusters of 1, 2, 4 or 8 CTAs, with equal parts of K.
+  // The kernel for few rows has clusters of 1, 2, 4 or 8 CTAs, with equal slices of K.
   int of_clusters = 8;
   while (of_clusters > slices || tiles % of_clusters) of_clusters /= 2;
   return of_clusters;

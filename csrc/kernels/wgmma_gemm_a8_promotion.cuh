@@ -73,17 +73,17 @@ struct Config
   static constexpr bool kWeightScaleFirst =
       kPrepareScales || ByWidth<bool>(false, true)[Format::kBits];
   // Whether the arguments of store() are pinned: the main loop of these tiles is then scheduled as
-  // well as can be, 4 % for int8 (measured on an H200), 14 % for int4 (on an H100, where also
-  // meeting at the end takes 3 %).
+  // well as can be. 4 % for int8 with zero points of x (measured on an H200); with one scale a token
+  // 14 % for int4, 6 % for int4 with zero points, 4 % for int8 (on an H100).
   static constexpr bool kPinsStore =
-      kBlockM == 176 &&
-      (kStartsFromZeroPoints ? ByWidth<bool>(false, true)[Format::kBits]
-                             : ByWidth<bool>(true, false)[Format::kBits] &&
-                                   kPromotion == Promotion::kToken && !kZeros && !kAsymmetric);
+      kStartsFromZeroPoints ? ByWidth<bool>(false, true)[Format::kBits] && kBlockM == 176
+                            : kPromotion == Promotion::kToken && !kAsymmetric;
   // Whether a stage's scales are numbers before its sums are there, and the next stage's are loaded
-  // beside them: 11 to 16 % for int4 with zero points; others lose 3 to 7 % (measured on an H100).
+  // beside them: 11 to 16 % for int4 with zero points, 8 % for int8; int4 loses 3 to 7 % (measured
+  // on an H100).
   static constexpr bool kConvertsScalesEarly =
-      kPromotion == Promotion::kToken && kZeros && !kAsymmetric;
+      kPromotion == Promotion::kToken && !kAsymmetric &&
+      (kZeros || ByWidth<bool>(false, true)[Format::kBits]);
   static_assert(Config::kSharedBytes <=
                     wgmma_gemm_a8_tile(Format::kBits, kBlockM, kWarpgroups).shared_bytes,
                 "its tile promises less shared memory");

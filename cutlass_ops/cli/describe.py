@@ -21,7 +21,7 @@ def _note(bits: int, group_size: int, parts: dict[str, str]) -> str:
     group = "one group a row" if group_size == -1 else f"groups of {group_size}"
     kind = next((text for part, text in _KINDS.items() if part in parts), "symmetric")
     if "book" in parts:
-        kind = formats.format_of(bits, has_book=True).text
+        kind = " or ".join(known.text for known in formats.formats_of(bits, has_book=True))
     words = [f"{bits} bits in {group}", kind, f"scales {parts['scales']}"]
     words += [text for part, text in (("bias", "bias"), ("perm", "act order")) if part in parts]
     return ", ".join(words)

@@ -24,7 +24,7 @@ class MixedConv(WeightBuffers):
 
     Attributes:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups: as in
-        ``torch.nn.Conv2d``.
+            ``torch.nn.Conv2d``.
         act_quant: how x is quantised: "none", "token", "block" or "tensor".
         act_symmetric: whether quantised activations have no zero point. Unused with "none".
         activation: as in :func:`cutlass_ops.mixed_gemm`; applied after the bias.
@@ -32,7 +32,7 @@ class MixedConv(WeightBuffers):
     Args:
         packed: the weight.
         stride, padding, dilation, groups, act_quant, act_symmetric, activation: as in
-        :func:`cutlass_ops.mixed_conv2d`.
+            :func:`cutlass_ops.mixed_conv2d`.
 
     Raises:
         TypeError: a weight that is not packed.

@@ -135,7 +135,7 @@ def linear_int8(
         weight: packed, ``[N, K]``, 8 bits, one scale a row (``group_size=-1``), with or without
             zero points, no act order.
         bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype: as in
-        :func:`conv2d_int8`.
+            :func:`conv2d_int8`.
 
     Returns:
         ``[..., N]`` of ``out_dtype``.

@@ -150,9 +150,8 @@ def explain(
         dtype: dtype of x, where x is a number of rows: fp16 if None.
         device: "cpu", a GPU of this machine, or "sm_80", "sm_86", "sm_89", "sm_90", "sm_100",
             "sm_120" for one that need not be there. The weight's own device if None.
-        act_quant, act_symmetric, bias, activation, residual, out_dtype, saturate, batch_invariant,
-        architecture, exact: as in
-            :func:`mixed_gemm`.
+        act_quant, act_symmetric, bias, activation, residual: as in :func:`mixed_gemm`.
+        out_dtype, saturate, batch_invariant, architecture, exact: as in :func:`mixed_gemm`.
 
     Raises:
         TypeError, ValueError: an argument that :func:`mixed_gemm` would refuse, or a dtype

@@ -30,6 +30,7 @@ from .flat import (
 from .gemm import (
     ACTIVATIONS,
     BOOK_NEEDS_FLOATS,
+    CLAMPS,
     CONVOLUTION,
     Activation,
     activate,
@@ -49,6 +50,7 @@ from .weights import (
 __all__ = [
     "ACTIVATIONS",
     "BOOK_NEEDS_FLOATS",
+    "CLAMPS",
     "CLIP_FACTORS",
     "CONVOLUTION",
     "SMALLEST_RANGE",

@@ -166,10 +166,10 @@ def round_bias(bias: Tensor, x_scale: float, w_scales: Tensor) -> Tensor:
 def check_static_activation(activation: reference.Activation) -> None:
     """Raise ``ValueError`` if ``activation`` is none of those that :func:`limits` knows."""
     reference.check_activation(activation)
-    if not isinstance(activation, tuple) and activation not in (None, "relu", "relu6"):
+    if not isinstance(activation, tuple) and activation not in (None, *reference.CLAMPS):
+        names = ", ".join(map(repr, reference.CLAMPS))
         raise ValueError(
-            f"activation is {activation!r}; static int8 takes None, 'relu', 'relu6' and "
-            "('clamp', lo, hi)"
+            f"activation is {activation!r}; static int8 takes None, {names} and ('clamp', lo, hi)"
         )
 
 
@@ -186,8 +186,12 @@ def limits(
     """
     info = torch.iinfo(out_dtype)
     check_static_activation(activation)
-    bounds = {None: (-math.inf, math.inf), "relu": (0.0, math.inf), "relu6": (0.0, 6.0)}
-    low, high = activation[1:] if isinstance(activation, tuple) else bounds[activation]
+    if activation is None:
+        low, high = -math.inf, math.inf
+    else:
+        low, high = (
+            activation[1:] if isinstance(activation, tuple) else reference.CLAMPS[activation]
+        )
     limits_fp32 = torch.tensor([low, high], dtype=torch.float32, device="cpu")
     steps = torch.div(limits_fp32, limits_fp32.new_full((), y_scale))
     found = (steps.round().double() + y_zero_point).clamp(info.min, info.max)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -19,10 +21,11 @@ from .weights import centred_weight, weight_rows
 _EXACT_IN_FP32 = 2**24
 #: ``None``, a name of :data:`ACTIVATIONS` or ``("clamp", lo, hi)``.
 Activation: TypeAlias = "str | tuple[str, float, float] | None"
+#: Activations that clamp, and to which bounds.
+CLAMPS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0)}
 #: Activations without parameters; "gelu" is the erf form.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": lambda y: y.clamp(min=0),
-    "relu6": lambda y: y.clamp(0, 6),
+    **{name: partial(torch.clamp, min=low, max=high) for name, (low, high) in CLAMPS.items()},
     "gelu": F.gelu,
     "silu": F.silu,
 }
@@ -153,9 +156,8 @@ def gemm_quantized(
         compute_dtype: fp32, or fp64 for an oracle.
 
     Raises:
-        ValueError: shapes that do not fit, a block and a group of which neither
-            divides the other, two
-        biases, or a weight with a code book.
+        ValueError: shapes that do not fit, a block and a group of which neither divides the other,
+            two biases, or a weight with a code book.
     """
     check_activations(codes, scales, zeros, block)
     if qw.book is not None:

@@ -92,7 +92,8 @@ class Format:
         bits: of a code.
         has_book: a code stands for a value of a book, and not for an integer.
         book: the only book that there is, whose values kernels know; None: any.
-        nan: a code that is no number, with either sign, or None.
+        nan: the first code that is no number, of those without the sign; those above it are none
+            either. None: every code is a number.
     """
 
     name: str
@@ -111,12 +112,14 @@ FORMATS = (
 )
 
 
-def format_of(bits: int, has_book: bool) -> Format:
-    """The format of codes of so many bits, or raise ``ValueError``."""
-    for known in FORMATS:
-        if (known.bits, known.has_book) == (bits, has_book):
-            return known
-    raise ValueError(f"codes of {bits} bits have no code book")
+def formats_of(bits: int, has_book: bool) -> tuple[Format, ...]:
+    """The formats of codes of so many bits, or raise ``ValueError``. Where there are several, each
+    has its own book.
+    """
+    found = tuple(known for known in FORMATS if (known.bits, known.has_book) == (bits, has_book))
+    if not found:
+        raise ValueError(f"codes of {bits} bits have no code book")
+    return found
 
 
 #: What :func:`cutlass_ops.quantize` knows by name.

@@ -21,6 +21,7 @@ from .weight import (
     check_book,
     check_order,
     check_part,
+    format_of,
     rows_of,
 )
 
@@ -364,7 +365,7 @@ class PackedWeight:
                     f"{name} starts at an address that is no multiple of 16 bytes; kernels "
                     "load 16 at a time"
                 )
-        kind = formats.format_of(self.bits, self.book is not None)
+        kind = format_of(self.bits, self.book)
         pointers = {name: value.data_ptr() for name, value in self.tensors().items()}
         native = _C.PackedWeight(
             pointers["codes"],

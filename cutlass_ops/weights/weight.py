@@ -73,8 +73,8 @@ def check_book(book: Any, bits: int, zeros: Any, offsets: Any, device: torch.dev
             f"both book and {name} are given; values from a code book have neither zero "
             "points nor offsets"
         )
-    kind = formats.format_of(bits, has_book=True)
-    check_part("book", book, (1 << kind.bits,), (torch.float32,), device)
+    formats.formats_of(bits, has_book=True)
+    check_part("book", book, (1 << bits,), (torch.float32,), device)
 
 
 def check_order(perm: Tensor | None, kernel_size: tuple[int, ...]) -> None:
@@ -86,17 +86,33 @@ def check_order(perm: Tensor | None, kernel_size: tuple[int, ...]) -> None:
         )
 
 
+def _holds(book: Tensor, values: tuple[float, ...]) -> bool:
+    return torch.equal(book, torch.tensor(values, dtype=torch.float32, device=book.device))
+
+
 def wrong_book(bits: int, book: Tensor | None) -> str | None:
     """What is wrong with the values of a code book: some formats have one alone."""
-    kind = formats.format_of(bits, book is not None)
-    if book is None or kind.book is None:
+    known = formats.formats_of(bits, book is not None)
+    if book is None or any(kind.book is None or _holds(book, kind.book) for kind in known):
         return None
-    if torch.equal(book, torch.tensor(kind.book, dtype=torch.float32, device=book.device)):
-        return None
-    return (
-        f"has other values than those of {kind.name}, the code book that {kind.bits}-bit codes "
-        "may have"
-    )
+    names = " and ".join(kind.name for kind in known)
+    return f"has other values than those of {names}, which codes of {bits} bits may have"
+
+
+def format_of(bits: int, book: Tensor | None) -> formats.Format:
+    """The format of codes of so many bits; where several have a code book, by its values, for which
+    the host waits if they are on a GPU.
+
+    Raises:
+        ValueError: no format has that book.
+    """
+    known = formats.formats_of(bits, book is not None)
+    if book is None or len(known) == 1:
+        return known[0]
+    for kind in known:
+        if kind.book is not None and _holds(book, kind.book):
+            return kind
+    raise ValueError(f"book {wrong_book(bits, book)}")
 
 
 def rows_of(weight: QuantizedWeight, rows: slice | Tensor) -> QuantizedWeight:
@@ -121,8 +137,8 @@ def not_finite(weight: QuantizedWeight) -> str | None:
         if values is not None and not bool((finite := values.isfinite()).all()):
             place = [int(i) for i in (~finite).nonzero()[0]]
             return f"{name}{place} is {float(values[tuple(place)])}"
-    kind = formats.format_of(weight.bits, weight.book is not None)
-    if kind.nan is not None and bool((nan := weight.codes & 0x7F == kind.nan).any()):
+    kind = format_of(weight.bits, weight.book)
+    if kind.nan is not None and bool((nan := weight.codes & 0x7F >= kind.nan).any()):
         place = [int(i) for i in nan.nonzero()[0]]
         return f"codes{place} is {int(weight.codes[tuple(place)]):#x}, the NaN of {kind.name}"
     return None
