@@ -135,7 +135,7 @@ def test_products_on_a_cpu_are_shown_beside_peers_of_the_same_arithmetic(
     assert [line for line in figures.cpu_products().splitlines() if line] == [
         "`results/cpu-products-epyc.json`: 8 x 9; AMD EPYC (avx2 avx512f), load 0.1, cpu_avx2, "
         "torch 2.x, openvino 2026.4.1, commit `0123456`.",
-        "one thread, microseconds of CPU time:",
+        "One thread, microseconds of CPU time:",
         "| product | g32, M = 1 | g128, M = 1 |",
         "| --- | ---: | ---: |",
         "| ours A8 | 300 | 300 |",
@@ -143,7 +143,7 @@ def test_products_on_a_cpu_are_shown_beside_peers_of_the_same_arithmetic(
         "| ONNX Runtime A8 | 150 | 150 |",
         "| torch dense A16 | 1000 | 1000 |",
         "| llama.cpp Q4_0 A8 | 120 |  |",
-        "Times of this package over the best peer's in the same arithmetic:",
+        "Times over the best peer's in the same arithmetic, slower above 1:",
         "| x | g32, M = 1 | g128, M = 1 |",
         "| --- | ---: | ---: |",
         "| A8 | 2.50 (llama.cpp Q4_0) | 2.00 (ONNX Runtime) |",
@@ -152,7 +152,7 @@ def test_products_on_a_cpu_are_shown_beside_peers_of_the_same_arithmetic(
         "| product | g128, M = 1 |",
         "| --- | ---: |",
         "| ours A8 | 7.50 |",
-        "Times of this package over the best peer's in the same arithmetic:",
+        "Times over the best peer's in the same arithmetic, slower above 1:",
         "| x | g128, M = 1 |",
         "| --- | ---: |",
         "| A8 |  |",

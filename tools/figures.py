@@ -622,13 +622,13 @@ def cpu_products() -> str:
                 for own in names
                 if own.startswith("ours ")
             ]
-            text = "one thread, microseconds of CPU time"
+            text = "One thread, microseconds of CPU time"
             if threads > 1:
                 text = f"{threads} threads, microseconds"
             parts += [
                 f"{text}:",
                 markdown(["product", *heads], lines),
-                "Times of this package over the best peer's in the same arithmetic:",
+                "Times over the best peer's in the same arithmetic, slower above 1:",
                 markdown(["x", *heads], ratios),
             ]
     return "\n\n".join(parts) or "Not in `results/` yet."
