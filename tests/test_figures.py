@@ -111,11 +111,53 @@ def test_other_results_give_other_pages(
         "model": "m",
         "prompt": 9,
     }
-    (tmp_path / "cpu.json").write_text(json.dumps(about | {"rows": rows}))
+    (tmp_path / "cpu_m.json").write_text(json.dumps(about | {"rows": rows}))
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     assert "| W8A16 | 98.8 | 34.7 (humming) | 0.35 |" in figures.on_page_markdown(README, page=None)
     assert "humming in W8A16, 28672 x 4096, M = 1 (64.9 %)" in figures.behind()
     assert "| int4 A8 | 2 | 384 | 33.9 |" in figures.cpu()
+
+
+def test_products_on_a_cpu_are_shown_beside_peers_of_the_same_arithmetic(
+    figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    assert figures.cpu_products() == "Not in `results/` yet."
+    us = {"ours A8": 300.0, "ours A16": 500.0, "ONNX Runtime A8": 150.0, "torch dense A16": 1000.0}
+    rows = [
+        {"group_size": 32, "threads": 1, "m": 1, "us": us | {"llama.cpp Q4_0 A8": 120.0}},
+        {"group_size": 128, "threads": 1, "m": 1, "us": us},
+        {"group_size": 128, "threads": 2, "m": 1, "us": {"ours A8": 7.5}},
+    ]
+    heading = {"machine": "AMD EPYC", "flags": "avx2 avx512f", "load_average": 0.1, "torch": "2.x"}
+    heading |= {"kernels": "cpu_avx2", "openvino": "2026.4.1", "commit": "0123456789", "n": 8}
+    (tmp_path / "cpu-products-epyc.json").write_text(json.dumps(heading | {"k": 9, "rows": rows}))
+    assert [line for line in figures.cpu_products().splitlines() if line] == [
+        "`results/cpu-products-epyc.json`: 8 x 9; AMD EPYC (avx2 avx512f), load 0.1, cpu_avx2, "
+        "torch 2.x, openvino 2026.4.1, commit `0123456`.",
+        "One thread, microseconds of CPU time:",
+        "| product | g32, M = 1 | g128, M = 1 |",
+        "| --- | ---: | ---: |",
+        "| ours A8 | 300 | 300 |",
+        "| ours A16 | 500 | 500 |",
+        "| ONNX Runtime A8 | 150 | 150 |",
+        "| torch dense A16 | 1000 | 1000 |",
+        "| llama.cpp Q4_0 A8 | 120 |  |",
+        "Times over the best peer's in the same arithmetic, slower above 1:",
+        "| x | g32, M = 1 | g128, M = 1 |",
+        "| --- | ---: | ---: |",
+        "| A8 | 2.50 (llama.cpp Q4_0) | 2.00 (ONNX Runtime) |",
+        "| A16 | 0.50 (torch dense) | 0.50 (torch dense) |",
+        "2 threads, microseconds:",
+        "| product | g128, M = 1 |",
+        "| --- | ---: |",
+        "| ours A8 | 7.50 |",
+        "Times over the best peer's in the same arithmetic, slower above 1:",
+        "| x | g128, M = 1 |",
+        "| --- | ---: |",
+        "| A8 |  |",
+    ]
+    assert figures.cpu() == "Not in `results/` yet."
 
 
 def engine_run(kernel: str, decode_ms: dict[str, float], prompts: int, **more: object) -> Row:

@@ -1,13 +1,20 @@
-"""Time the demo's model on a CPU: tokens a second of fp32 and of packed weights, and llama.cpp's
-where it is installed.
+"""Time a model or products on a CPU, with the packages beside this one that are installed.
 
     tools/bench_cpu.py --out results/cpu_smollm2-135m.json [--llama-python
     /path/to/a/venv/bin/python]
+    tools/bench_cpu.py --products --out results/cpu-products-MACHINE.json
 
 The model is the demo's, SmolLM2-135M-Instruct from a GGUF file: once with the file's own codes
 (Q4_1: 4 bits, groups of 32, offsets), otherwise with its dequantised weights quantised again. The
-output head, which is the embedding, has 8 bits where layers are packed, as in the file. Times are
-the least of some runs; one thread's are its CPU time, as other processes may use the machine.
+output head, which is the embedding, has 8 bits where layers are packed, as in the file. Results are
+tokens a second of fp32 and of packed weights, and llama.cpp's. Times are the least of some runs;
+one thread's are its CPU time, as other processes may use the machine.
+
+--products times one int4 weight, with the peers of tools/cpu_peers.py that are installed (pip
+install ".[bench]"; llama-cpp-python is compiled when it is installed). A time is the median over
+rounds, in each of which every peer multiplies in turn, after a rest, by copies of the weight that
+together exceed twice the last cache. Every product is compared with that of the dequantised weight
+before it is timed. One thread's time is the CPU time of the process, several threads' is elapsed.
 """
 
 from __future__ import annotations
@@ -17,14 +24,16 @@ import copy
 import json
 import os
 import platform
+import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import cpu_peers
 import torch
-import transformers
 
 import cutlass_ops as co
 from cutlass_ops.cli import run_demo
@@ -39,6 +48,11 @@ WEIGHTS: dict[str, tuple[int, int, bool] | None] = {
 }
 #: What is done with x: name, act_quant, act_symmetric.
 MODES = (("A16", "none", True), ("A8", "block", True), ("A8 zeros", "block", False))
+
+#: Instructions that products are written for, as Linux calls them.
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_int8", "amx_bf16")
+#: Before a peer's pass: as long as threads of the one before wait for more work.
+REST_SECONDS = 0.01
 
 #: Run by a Python that has llama_cpp: path, threads, tokens of the prompt, tokens to make, runs.
 #: Prints two least times.
@@ -68,6 +82,8 @@ print(json.dumps({"version": llama_cpp.__version__, "best": best}))
 
 def float_model(path: Path) -> torch.nn.Module:
     """The dequantised model, as one that was never quantised."""
+    import transformers
+
     read = transformers.AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, dtype=torch.float32
     )
@@ -135,39 +151,106 @@ def rates(prompt: int, seconds: float, step: float) -> dict[str, float]:
     return {"prompt_tokens_per_s": round(prompt / seconds, 1), "tokens_per_s": round(1 / step, 1)}
 
 
+def cold_bytes() -> int:
+    """Twice the size of the last cache."""
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    kilobytes = [int(size.read_text().strip().removesuffix("K")) for size in sizes]
+    return 2 * 1024 * max(kilobytes, default=32 << 10)
+
+
+def medians(
+    passes: dict[str, cpu_peers.Pass], rounds: int, clock: Callable[[], float], rest: float
+) -> dict[str, float]:
+    """Median seconds of each pass; a round runs all of them, one after the other."""
+    times: dict[str, list[float]] = {name: [] for name in passes}
+    for _ in range(rounds):
+        for name, run in passes.items():
+            time.sleep(rest)
+            begin = clock()
+            run()
+            times[name].append(clock() - begin)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def measure_products(
+    weight: co.QuantizedWeight, threads: int, ms: list[int], rounds: int
+) -> Iterator[dict[str, Any]]:
+    """A row for each M: microseconds of a product by name.
+
+    Raises:
+        ValueError: a product is wrong.
+    """
+    torch.set_num_threads(threads)
+    clock = time.process_time if threads == 1 else time.perf_counter
+    values = co.dequantize(weight, torch.float32)
+    peers = cpu_peers.installed(weight, threads, cold_bytes())
+    for m in ms:
+        x = torch.randn(m, weight.codes.shape[1])
+        passes = {name: prepare(x) for name, (prepare, _) in peers.items()}
+        for name, run in passes.items():
+            cpu_peers.check(name, run, x @ values.t())
+        found = medians(passes, rounds, clock, REST_SECONDS)
+        us = {name: round(1e6 * time / peers[name][1], 1) for name, time in found.items()}
+        yield {"group_size": weight.group_size, "threads": threads, "m": m, "us": us}
+
+
 def heading() -> dict[str, Any]:
     """What results are measured with."""
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
     )
+    about: dict[str, str] = {}  # of the first CPU
     with open("/proc/cpuinfo") as lines:
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        for name, _, value in (line.partition(":") for line in lines):
+            about.setdefault(name.strip(), value.strip())
+    flags = about.get("flags", "").split()
     return {
-        "machine": names[0] if names else platform.machine(),
+        "machine": about.get("model name", platform.machine()),
+        "flags": " ".join(flag for flag in FLAGS if flag in flags),
         "cores": os.cpu_count(),
         "kernels": co.explain(1, co.reorder(co.quantize(torch.ones(64, 128)))).kernel,
         "load_average": round(os.getloadavg()[0], 1),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
         "cutlass_ops": co.__version__,
         "commit": commit.stdout.strip() if commit.returncode == 0 else None,
     }
 
 
-def main() -> None:
-    """Run the selected measurements; print and write their results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--threads", default="1,2", help="numbers of threads")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens to make")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--llama-python", type=Path, help="a Python that has llama_cpp")
-    parser.add_argument("--out", type=Path, help="a JSON file")
-    arguments = parser.parse_args()
+def integers(text: str) -> list[int]:
+    """The numbers of an argument such as 1,8,128."""
+    return list(map(int, text.split(",")))
+
+
+def write(path: Path | None, result: dict[str, Any]) -> None:
+    """Write the results so far."""
+    if path:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+@torch.inference_mode()
+def time_products(arguments: argparse.Namespace) -> None:
+    """Print and write the results of products."""
+    n, k = arguments.shape
+    torch.manual_seed(0)
+    result = heading() | {"n": n, "k": k, "rows": []}
+    print(", ".join(f"{name} {value}" for name, value in result.items() if name != "rows"))
+    for group_size in arguments.groups:
+        weight = cpu_peers.random_weight(n, k, group_size)
+        for threads in arguments.threads:
+            for row in measure_products(weight, threads, arguments.ms, arguments.rounds):
+                result["rows"].append(row)
+                print(f"groups of {group_size}, M = {row['m']}, {threads} threads, us:")
+                for name, us in row["us"].items():
+                    print(f"  {name:24s} {us:10.1f}", flush=True)
+                result |= cpu_peers.versions(row["us"])
+                write(arguments.out, result)
+
+
+def time_model(arguments: argparse.Namespace) -> None:
+    """Print and write the results of the demo's model."""
     path = run_demo.fetch_model(run_demo.default_folder())
-    result = heading() | {"model": path.name, "prompt": arguments.prompt, "rows": []}
+    result = heading() | {"transformers": version("transformers")}
+    result |= {"model": path.name, "prompt": arguments.prompt, "rows": []}
     print(", ".join(f"{name} {value}" for name, value in result.items() if name != "rows"))
 
     def report(threads: int, name: str, found: dict[str, float]) -> None:
@@ -177,13 +260,12 @@ def main() -> None:
             + "".join(f"  {value:8.1f} {key}" for key, value in found.items()),
             flush=True,
         )
-        if arguments.out:
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(arguments.out, result)
 
     floats = float_model(path)
     sizes = arguments.prompt, arguments.tokens, arguments.runs
     models = {name: packed_model(floats, form, path) for name, form in WEIGHTS.items()}
-    for threads in map(int, arguments.threads.split(",")):
+    for threads in arguments.threads:
         torch.set_num_threads(threads)
         clock = time.thread_time if threads == 1 else time.perf_counter
         report(threads, "torch fp32", measure(floats, *sizes, clock))
@@ -201,6 +283,28 @@ def main() -> None:
                 f"llama.cpp Q4_1 ({seen['version']})",
                 rates(arguments.prompt, *seen["best"]),
             )
+
+
+def main() -> None:
+    """Run the selected measurements; print and write their results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=integers, default=[1, 2], help="numbers of threads")
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    model = parser.add_argument_group("the demo's model")
+    model.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
+    model.add_argument("--tokens", type=int, default=48, help="tokens to make")
+    model.add_argument("--runs", type=int, default=3)
+    model.add_argument("--llama-python", type=Path, help="a Python that has llama_cpp")
+    products = parser.add_argument_group("products")
+    products.add_argument("--products", action="store_true", help="time products, not the model")
+    products.add_argument("--shape", type=integers, default=[4096, 4096], help="N,K")
+    products.add_argument("--groups", type=integers, default=[32, 128], help="group sizes")
+    products.add_argument("--ms", type=integers, default=[1, 8, 128], help="rows of x")
+    products.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    (time_products if arguments.products else time_model)(arguments)
 
 
 if __name__ == "__main__":

@@ -576,7 +576,7 @@ def vllm_cpu() -> str:
 def cpu() -> str:
     """Tokens a second of a model on a CPU: a table for each file of tools/bench_cpu.py."""
     parts = []
-    for path in sorted(RESULTS.glob("cpu*.json")):
+    for path in sorted(RESULTS.glob("cpu_*.json")):
         result = json.loads(path.read_text())
         facts = (
             f"{result['model']}, a prompt of {result['prompt']} tokens; {result['machine']}, "
@@ -595,6 +595,57 @@ def cpu() -> str:
         heads = ["weights, activations", "threads", "prompt, tokens a second", "decoding"]
         parts.append(f"`results/{path.name}`: {facts}.\n\n{markdown(heads, lines)}")
     return "\n\n".join(parts) or "Not in `results/` yet."
+
+
+def cpu_products() -> str:
+    """Microseconds of products on a CPU: tables for each file of tools/bench_cpu.py --products."""
+    parts = []
+    for path in sorted(RESULTS.glob("cpu-products-*.json")):
+        result = json.loads(path.read_text())
+        packages = ("torch", "onnxruntime", "openvino", "llama-cpp-python")
+        facts = (
+            f"{result['n']} x {result['k']}; {result['machine']} ({result['flags']}), load "
+            f"{result['load_average']}, {result['kernels']}, "
+        )
+        facts += ", ".join(f"{name} {result[name]}" for name in packages if name in result)
+        parts.append(f"`results/{path.name}`: {facts}, commit `{result['commit'][:7]}`.")
+        for threads in dict.fromkeys(row["threads"] for row in result["rows"]):
+            rows = [row for row in result["rows"] if row["threads"] == threads]
+            heads = [f"g{row['group_size']}, M = {row['m']}" for row in rows]
+            names = dict.fromkeys(name for row in rows for name in row["us"])
+            lines = [
+                [name, *(digits(row["us"][name]) if name in row["us"] else "" for row in rows)]
+                for name in names
+            ]
+            ratios = [
+                [own.removeprefix("ours "), *(over_best_peer(row["us"], own) for row in rows)]
+                for own in names
+                if own.startswith("ours ")
+            ]
+            text = "One thread, microseconds of CPU time"
+            if threads > 1:
+                text = f"{threads} threads, microseconds"
+            parts += [
+                f"{text}:",
+                markdown(["product", *heads], lines),
+                "Times over the best peer's in the same arithmetic, slower above 1:",
+                markdown(["x", *heads], ratios),
+            ]
+    return "\n\n".join(parts) or "Not in `results/` yet."
+
+
+def over_best_peer(us: dict[str, float], own: str) -> str:
+    """A time of tools/cpu_peers.py over the least of the peers that treat x alike, and its name."""
+    ending = own.removeprefix("ours")
+    peers = {
+        name.removesuffix(ending): time
+        for name, time in us.items()
+        if name.endswith(ending) and name != own
+    }
+    if not peers:
+        return ""
+    best = min(peers, key=lambda name: peers[name])
+    return f"{us[own] / peers[best]:.2f} ({best})"
 
 
 # --- accuracy
@@ -695,6 +746,7 @@ TABLES: dict[str, Callable[[], str]] = {
         engine_speed,
         vllm_cpu,
         cpu,
+        cpu_products,
         accuracy,
         four_bits,
         layers,
