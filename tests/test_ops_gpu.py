@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -488,3 +489,30 @@ def test_zero_points_keep_small_values_next_to_outliers(
     qw.codes[:, 3::128] = qw.zeros if fmt.kind == "zeros" else 1 << (fmt.bits - 1)
     y = multiply(x, co.reorder(qw), act_quant=act_quant, act_symmetric=False, out_dtype=FLOAT)
     assert_close(y, oracle(x, qw, act_quant, False))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("n, m", [(19072, 33), (4224, 48), (18944, 128)])
+def test_launches_end_where_a_cta_has_no_rows_of_the_weight(n: int, m: int, bits: int) -> None:
+    """The last cluster's first CTA has all rows of the weight that are left. One warp of its second
+    CTA, which has nothing to copy, was overtaken by the others in one of some thousand launches, and
+    waited for ever.
+    """
+    packed = [
+        co.reorder(make_weight(Format(bits, "symmetric", 32), n, 3584, exact=False))
+        for _ in range(4)
+    ]
+    x = make_floats(m, 3584, HALF)
+    for weight in packed:
+        co.mixed_gemm(x, weight, act_quant="token")
+    graph, done = torch.cuda.CUDAGraph(), torch.cuda.Event()
+    with torch.cuda.graph(graph):
+        for i in range(100):
+            co.mixed_gemm(x, packed[i % 4], act_quant="token")
+    for _ in range(100):
+        graph.replay()
+    done.record()
+    deadline = time.monotonic() + 20
+    while not done.query():
+        assert time.monotonic() < deadline, "a launch does not end"
+        time.sleep(0.01)

@@ -78,6 +78,8 @@ class Model(NamedTuple):
         return results
 
 
+#: Kernels that are no choice by costs.
+PORTABLE = "mma_gemm"
 TILE_COSTS = ("k4096", "row_scales", "whole_rows", "end")
 
 
@@ -255,11 +257,13 @@ def fit(model: Model, card: str) -> str:
         row["tiles"] = [
             dict(zip(results["candidate_columns"], values, strict=True))
             for values in row["candidates"]
+            if not values[0].startswith(PORTABLE)
         ]
     products = [[model.entry(row, tile) for tile in row["tiles"]] for row in rows]
     every = products
     products = [[entry for entry in product if entry.applies] for product in products]
-    formats = [row["format"] for row in rows]
+    formats = [row["format"] for row, product in zip(rows, products, strict=True) if product]
+    products = [product for product in products if product]
     before = []
     for product in products:
         best = min(entry.us for entry in product)

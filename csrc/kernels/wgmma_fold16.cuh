@@ -185,6 +185,8 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers<C>& bar
           if (zeros) Copy::copy(w.zeros + from, full, to + C::kZeroPoints, rows);
         }
       }
+      // Where a CTA has no weights in the tile, too: nobody may use the stage twice before this warp.
+      if (leader) ClusterBarrier::arrive(full);
       if (ends) until_next = p.group_tiles, vector += int64_t(p.tile_groups) * p.n_pad;
     }
   }
@@ -431,7 +433,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       ClusterBarrier::init(&barriers.empty_panels[i], C::kCluster * C::kWarpgroups * 4);
     }
     for (int i = 0; i < C::kChunks; ++i) {
-      TransactionBarrier::init(&barriers.full_chunks[i], 1);
+      TransactionBarrier::init(&barriers.full_chunks[i], 2);  // of both warps that copy weights
       ClusterBarrier::init(&barriers.empty_chunks[i], C::kWarpgroups * 4);
     }
     cutlass::arch::fence_barrier_init();
