@@ -54,7 +54,7 @@ PROBLEMS: dict[
     str, tuple[Callable[[int, int], co.QuantizedWeight], int, int, int, dict[str, Any]]
 ] = {
     "decode_gemm": (plain(), 1, 4096, 4096, {}),
-    "decode_gemm, int8": (plain(8), 1, 4096, 4096, {}),
+    "decode_gemm, int8": (plain(8), 1, 1000, 4096, {}),
     "decode_gemm quantises": (plain(), 1, 4096, 4096, {"act_quant": "block"}),
     "decode_gemm, offsets": (plain(4, "offsets", 32), 7, 1000, 4096, {"exact": True}),
     "wgmma_decode_fold16, offsets": (plain(4, "offsets", 32), 7, 1000, 4096, {}),

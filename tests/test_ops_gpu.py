@@ -492,11 +492,11 @@ def test_zero_points_keep_small_values_next_to_outliers(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("n, m", [(19072, 33), (4224, 48), (18944, 128)])
+@pytest.mark.parametrize(("n", "m"), [(19072, 33), (4224, 48), (18944, 128)])
 def test_launches_end_where_a_cta_has_no_rows_of_the_weight(n: int, m: int, bits: int) -> None:
     """The last cluster's first CTA has all rows of the weight that are left. One warp of its second
-    CTA, which has nothing to copy, was overtaken by the others in one of some thousand launches, and
-    waited for ever.
+    CTA, which has nothing to copy, was overtaken by the others in one of some thousand launches,
+    and waited for ever.
     """
     packed = [
         co.reorder(make_weight(Format(bits, "symmetric", 32), n, 3584, exact=False))

@@ -146,8 +146,8 @@ def cell(row: Row) -> str:
 
 def products() -> str:
     """Every format over M, a table a shape, with torch's products at the end."""
-    parts = [about("h200.json")]
-    for (n, k), formats in plot.panels(read("h200.json")["rows"]).items():
+    parts = [about("h100.json")]
+    for (n, k), formats in plot.panels(read("h100.json")["rows"]).items():
         if (n, k) == (576, 576):
             continue
         ms = [1, 16, 64, 256, 1024, 4096]
@@ -180,7 +180,7 @@ def products() -> str:
 
 def behind() -> str:
     """Where a peer was faster."""
-    rows = [row for row in read("h200.json")["rows"] if row["m"] and row["format"] in FORMATS]
+    rows = [row for row in read("h100.json")["rows"] if row["m"] and row["format"] in FORMATS]
     with_peer = [(row, peer) for row in rows if (peer := peer_of_format(row))]
     lost = [(row, *peer) for row, peer in with_peer if peer[1] < row["us"]]
     text = (
@@ -206,7 +206,7 @@ def behind() -> str:
 def copies() -> str:
     """What only moves data, and AWQ's product, which takes tensors as AutoAWQ stores them."""
     lines = []
-    for row in read("h200.json")["rows"]:
+    for row in read("h100.json")["rows"]:
         if row["m"] == 0 or row["format"] == "awq-gemm":
             peer = peer_of_format(row)
             name = row["format"] + (f", M = {row['m']}" if row["m"] else "")
@@ -220,7 +220,7 @@ def copies() -> str:
 def host() -> str:
     """CPU time of eager calls."""
     times: dict[str, dict[int, float]] = {}
-    for row in read("h200.json")["host_rows"]:
+    for row in read("h100.json")["host_rows"]:
         times.setdefault(row["call"], {})[row["m"]] = row["host_us"]
     ms = sorted({m for by_m in times.values() for m in by_m})
     return markdown(
@@ -230,7 +230,7 @@ def host() -> str:
 
 def rows_of_one() -> list[Row]:
     """The rows of README's numbers."""
-    rows = {(row["format"], row["n"], row["k"], row["m"]): row for row in read("h200.json")["rows"]}
+    rows = {(row["format"], row["n"], row["k"], row["m"]): row for row in read("h100.json")["rows"]}
     return [rows[(name, *ONE_ROW_SHAPE)] for name in ONE_ROW]
 
 
@@ -794,7 +794,7 @@ def draw_products(path: Path) -> None:
     in fp16 included.
     """
     ratios: dict[tuple[str, int], list[float]] = {}
-    for (n, k), formats in plot.panels(read("h200.json")["rows"]).items():
+    for (n, k), formats in plot.panels(read("h100.json")["rows"]).items():
         if (n, k) == (576, 576):
             continue
         fp16 = {
@@ -881,14 +881,14 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "heat_experts.svg": draw_experts,
     "heat_convolutions.svg": draw_convolutions,
     "heat_engines.svg": draw_engines,
-    "h200.svg": lambda path: plot.draw(read("h200.json"), path),
+    "h100.svg": lambda path: plot.draw(read("h100.json"), path),
     "one_row.svg": lambda path: plot.draw_bars(
         [
             (FORMATS[row["format"]], row["us"], peer_of_format(row) or ("", 0.0))
             for row in rows_of_one()
         ],
         "{}, {} x {}, M = {}: microseconds of one call".format(
-            read("h200.json")["device"], *ONE_ROW_SHAPE
+            read("h100.json")["device"], *ONE_ROW_SHAPE
         ),
         path,
     ),

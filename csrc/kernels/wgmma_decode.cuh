@@ -188,9 +188,8 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
           return float(sum);
         };
         if (ends_with_token_scales<C>(p)) {
-          promote([&](int e, float row_scale, float sum) {
-            return fmaf(integer(e), row_scale, sum);
-          });
+          promote(
+              [&](int e, float row_scale, float sum) { return fmaf(integer(e), row_scale, sum); });
         } else {
           promote([&](int e, float row_scale, float sum) {
             float const token_scale = token_scales[e / 4][e % 2];
@@ -199,9 +198,8 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
           });
         }
       } else {
-        promote([&](int e, float row_scale, float sum) {
-          return fmaf(products[e], row_scale, sum);
-        });
+        promote(
+            [&](int e, float row_scale, float sum) { return fmaf(products[e], row_scale, sum); });
       }
     }
   }

@@ -146,13 +146,13 @@ def mixed_gemm(
         saturate: results beyond the largest number of ``out_dtype`` become that number
             instead of infinity.
         batch_invariant: a row of the result has the same bits whatever M and the other rows are.
-            The kernel and the parts that K is cut into are then those for 128 rows, whatever M is,
-            and never decode_gemm's. Measured on an H200: 28672 x 4096 with int4 weights takes 2 to
-            3.5 times as long at M = 1 and 1.4 to 2 times at 16 (int8: 1.3 to 1.8 and 1.2 to 1.5),
-            up to 1.06 times from 64 on; 4096 x 4096 takes 1.7 to 3 times as long at M = 1, 1.3 to
-            1.6 at 16, and 1.1 to 1.5 from 64 on. (Symmetric blocks of x with int4 weights, which
-            have the tile of 128 rows then, were not timed so.) Split-K takes slices x M x N x 4
-            bytes of workspace. On a GPU not with an fp32 x and ``act_quant="none"``.
+            The kernel and the parts that K is cut into are then those for 128 rows, whatever M is;
+            up to 16 rows are decoded by a kernel with the same bits, except where x has blocks
+            with zero points, or one scale a row and K is cut or each row of the weight has one.
+            Measured on an H100: 28672 x 4096 in groups of 128 takes 0.84 to 1.13 times as long up
+            to 16 rows, 1.0 at 64, and 1.0 to 1.29 beyond; 4096 x 4096 with int4 weights 1.23 to
+            1.28 times up to 16 rows, 1.26 to 1.62 beyond. Split-K takes slices x M x N x 4 bytes
+            of workspace. On a GPU not with an fp32 x and ``act_quant="none"``.
         architecture: run kernels for this architecture (80 for sm_80) or earlier ones, where the
             GPU has faster ones; 0 for those of the GPU. For tests and comparisons; unused on a CPU.
         exact: round neither weights nor quantised activations to 16 bits, at the price of slower
