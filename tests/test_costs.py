@@ -61,7 +61,7 @@ def planned(row: dict[str, Any], quantized_before: bool, device: _C.Device) -> _
     mode = next((mode for word, mode in modes.items() if word in name), _C.ActQuant.none)
     quantized = None
     if quantized_before and mode != _C.ActQuant.none:
-        block = -1 if mode == _C.ActQuant.token else 128
+        block = -1 if mode == _C.ActQuant.token else min(group_size, 128)
         stride, rows = -(-row["m"] // 16) * 16, -(-row["m"] // 256) * 256
         quantized = _C.QuantizedActivations(
             SOME, SOME, 0 if symmetric else SOME, block, stride, rows
@@ -100,7 +100,7 @@ def is_decode(row: dict[str, Any], plan: _C.Plan) -> bool:
 @pytest.mark.parametrize("card", fit_costs.CARDS)
 @pytest.mark.parametrize(
     ("model", "is_chosen", "mean", "mean_of_a_format"),
-    [(TILES, is_tile, 0.005, 0.02), (DECODE, is_decode, 0.012, 0.03)],
+    [(TILES, is_tile, 0.005, 0.02), (DECODE, is_decode, 0.012, 0.04)],
     ids=["tiles", "decode"],
 )
 def test_choices_lose_little(

@@ -331,7 +331,7 @@ TEST(Dispatch, GivesFewInt8RowsBlockM32ForLargeWeights) {
 }
 
 TEST(Dispatch, GivesBatchInvariantInt4ProductsOfBlocksNoSmallTiles) {
-  GemmProblem p = problem(8, 4096, 4096, 4);
+  GemmProblem p = problem(40, 4096, 4096, 4);
   p.batch_invariant = true;
   Plan chosen;
   ASSERT_TRUE(plan(quantized_on_the_way(p, ActQuant::kBlock, true), kHopper, &chosen).ok());
