@@ -89,9 +89,9 @@ int slice_count(GemmProblem const& problem, Device const& device, KernelSpec con
   int const slices = int(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 16)));
   if (!problem.batch_invariant || !spec.few_rows) return slices;
   // The kernel for few rows has clusters of 1, 2, 4 or 8 CTAs, with equal slices of K.
-  int of_clusters = 8;
-  while (of_clusters > slices || tiles % of_clusters) of_clusters /= 2;
-  return of_clusters;
+  int cluster = 8;
+  while (cluster > slices || tiles % cluster) cluster /= 2;
+  return cluster;
 }
 
 int card_of(Device const& device) {
@@ -152,12 +152,15 @@ DecodeTerms decode_terms(GemmProblem const& problem, Device const& device, Plan 
           double(problem.m) * tiles_of_cta / 32, problem.m};
 }
 
-int64_t decode_time(GemmProblem const& problem, Device const& device, Candidate const& candidate,
-                    Plan const& shaped) {
+int64_t decode_time_in(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                       Candidate const& candidate, int slices) {
   DecodeCost const& cost =
       candidate.decode_costs[card_of(device)][width_index(code_bits(problem.weight))]
                             [int(decode_kind(problem))];
   if (cost.start == 0 && cost.chunk == 0 && cost.share == 0) return -1;
+  Plan shaped;
+  shaped.slices = slices, shaped.one_cta_per_sm = candidate.tile.min_ctas_per_sm == 1;
+  if (!spec.shape(problem, device, candidate, &shaped)) return -1;
   DecodeTerms const t = decode_terms(problem, device, shaped);
   return int64_t(cost.start + cost.chunk * t.chunks + cost.share * t.share + cost.x * t.x +
                  double(cost.row) * t.rows);
@@ -165,10 +168,7 @@ int64_t decode_time(GemmProblem const& problem, Device const& device, Candidate 
 
 int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                     Candidate const& candidate) {
-  Plan shaped;
-  shaped.one_cta_per_sm = candidate.tile.min_ctas_per_sm == 1;
-  if (!spec.shape(problem, device, candidate, &shaped)) return -1;
-  return decode_time(problem, device, candidate, shaped);
+  return decode_time_in(problem, device, spec, candidate, 1);
 }
 
 TailSplit tail_split_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec,

@@ -49,9 +49,9 @@ struct DecodeTerms {
 DecodeTerms decode_terms(GemmProblem const& problem, Device const& device, Plan const& shaped);
 int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                     Candidate const& candidate);
-// By a candidate whose CTAs `shaped` has.
-int64_t decode_time(GemmProblem const& problem, Device const& device, Candidate const& candidate,
-                    Plan const& shaped);
+// With the slices of K of a batch-invariant product.
+int64_t decode_time_in(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
+                       Candidate const& candidate, int slices);
 
 // How K is cut for a candidate.
 TailSplit tail_split_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec,

@@ -28,9 +28,9 @@ DecodeMemory decode_memory(GemmProblem const& problem, DecodeShape const& shape)
 
 static_assert(WgmmaDecodeShape::unit(false) == kRowsPerPanel);
 
-// `slices`: that K is cut into, whole tiles each for one warpgroup; 0: as many as take least time,
-// by a CTA and its warpgroups. `quantizes`: the CTAs quantise x themselves. `one_cta`: one CTA per SM. `folds`:
-// wgmma_decode_fold16's.
+// `quantizes`: the CTAs quantise x themselves. `one_cta`: one CTA per SM. `folds`:
+// wgmma_decode_fold16's. `slices`: that K is cut into, a CTA's by none of its warpgroups; 0: as many
+// as take least time.
 WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& problem, Device const& device,
                                     bool quantizes, bool one_cta, bool folds, int slices);
 

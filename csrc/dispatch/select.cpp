@@ -103,10 +103,7 @@ bool plan_few_rows(GemmProblem const& problem, Device const& device, KernelSpec 
   for (Candidate const& candidate : few.candidates(problem)) {
     if (problem.m > candidate.max_m) continue;
     if (candidate.applies && !candidate.applies(problem)) continue;
-    Plan shaped;
-    shaped.slices = slices, shaped.one_cta_per_sm = candidate.tile.min_ctas_per_sm == 1;
-    if (!few.shape(problem, device, candidate, &shaped)) continue;
-    int64_t const time = decode_time(problem, device, candidate, shaped);
+    int64_t const time = decode_time_in(problem, device, few, candidate, slices);
     if (time >= 0 && (!best || time < least)) best = &candidate, least = time;
   }
   if (!best) return false;
