@@ -377,6 +377,27 @@ def test_tiles_of_144_int8_tokens(
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "group_size", "act_quant"),
+    [
+        ("symmetric", 128, "none"),
+        ("zeros", 256, "none"),
+        ("symmetric", 128, "block"),
+        ("zeros", 128, "block"),
+        ("symmetric", 128, "token"),
+        ("symmetric", -1, "token"),
+    ],
+)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("n", "k"), [(64, 256), (100, 1032), (320, 136)])
+def test_few_features(
+    n: int, k: int, bits: int, kind: str, group_size: int, act_quant: str
+) -> None:
+    """Clusters along M, the second CTA of whose last one has some rows, or none."""
+    fmt = Format(bits, kind, group_size, HALF)
+    check_small_batches(fmt, n, k, HALF, (40, 129, 360, 1000, 2304, 60007), act_quant)
+
+
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize(("bits", "scales"), [(4, HALF), (8, BFLOAT), (8, FLOAT)])
 @pytest.mark.parametrize(

@@ -168,10 +168,11 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
     typename C::Work work(index, p);
     int m0 = first_x_row<C>(work, rank, p), end = work.end_k(p);
     if constexpr (!C::kGrouped) prefetch_residual<C>(p, first_feature<C>(work.pair, rank, p), m0);
-    // prepare_pixels() brings those of an image.
+    // prepare_pixels() brings those of an image. Of a cluster along M a CTA's rows may all lie
+    // beyond the last.
     int scaled = !C::kLoadTokenScales || (C::kImages && p.image.columns)
                      ? 0
-                     : min(C::kBlockM, p.x.stride - m0);
+                     : min(C::kBlockM, max(0, p.x.stride - m0));
     int bytes =
         C::kColumnPanels * share.loaded * C::kSwizzleBytes + scaled * (C::kLoadTokenZeros ? 5 : 4);
     XRows<C::kPanelColumns, C::kImages> x_rows(p.image, m0 + share.first, work.first_k(p));

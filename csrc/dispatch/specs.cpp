@@ -360,13 +360,30 @@ constexpr Candidate wgmma_gemm_a8_of(int block_m, int min_m, int max_m,
   return {tile, min_m, max_m, costs_of("wgmma_gemm_a8", warpgroups == 4 ? 4 : kBits, tile),
           applies};
 }
-// Of images, whose output channels are few: the CTAs of a cluster along M. Of 16-bit x, which each
-// then loads alone, L2 brings less than they multiply: a third longer.
-constexpr Candidate image_along_m(Candidate candidate, bool x16 = false) {
-  candidate.tile = along_m(candidate.tile);
-  if (x16)
-    for (TileCost& cost : candidate.costs) cost.k4096 = cost.k4096 * 4 / 3;
-  candidate.applies = [](GemmProblem const& problem) { return is_image(problem); };
+// Whether the last cluster's second CTA would have no features, where clusters lie along N.
+bool leaves_a_cta_idle(GemmProblem const& problem, int block_n) {
+  return (padded_rows(problem.weight.n) - 1) % block_n < block_n / 2;
+}
+// Of few features: the CTAs of a cluster along M.
+bool a8_along_m(GemmProblem const& problem) {
+  if (is_image(problem)) return true;
+  bool const has_instance =
+      no_x_zeros(problem) && (activations_have_blocks(problem) || sums_whole_rows(problem));
+  return has_instance && leaves_a_cta_idle(problem, 256);
+}
+bool a8_along_m_in_small_tiles(GemmProblem const& problem) {
+  return a8_along_m(problem) && small_tiles_have_the_bits(problem);
+}
+bool a16_along_m(GemmProblem const& problem) {
+  return is_image(problem) || leaves_a_cta_idle(problem, 256);
+}
+constexpr Candidate clusters_along_m(Candidate candidate, bool (*applies)(GemmProblem const&)) {
+  candidate.tile = along_m(candidate.tile), candidate.applies = applies;
+  return candidate;
+}
+// Of 16-bit x, which each CTA then loads alone, L2 brings less than they multiply: a third longer.
+constexpr Candidate loads_alone(Candidate candidate) {
+  for (TileCost& cost : candidate.costs) cost.k4096 = cost.k4096 * 4 / 3;
   return candidate;
 }
 template <int kBits>
@@ -389,10 +406,10 @@ constexpr Candidate kWgmmaGemmA8[] = {
     wgmma_gemm_a8_of<kBits>(64, 33, kMaxM, four_warpgroups_without_x_zeros, 4),
     wgmma_gemm_a8_of<kBits>(32, 17, 32, has_many_weights),
     wgmma_gemm_a8_of<kBits>(32, 17, 32, four_warpgroups_of_many_weights, 4),
-    image_along_m(wgmma_gemm_a8_of<kBits>(176, 0, kMaxM)),
-    image_along_m(wgmma_gemm_a8_of<kBits>(144, 0, kMaxM)),
-    image_along_m(wgmma_gemm_a8_of<kBits>(128, 0, kMaxM)),
-    image_along_m(wgmma_gemm_a8_of<kBits>(96, 0, kMaxM)),
+    clusters_along_m(wgmma_gemm_a8_of<kBits>(176, 33, kMaxM), a8_along_m),
+    clusters_along_m(wgmma_gemm_a8_of<kBits>(144, 33, kMaxM), a8_along_m),
+    clusters_along_m(wgmma_gemm_a8_of<kBits>(128, 33, kMaxM), a8_along_m),
+    clusters_along_m(wgmma_gemm_a8_of<kBits>(96, 33, kMaxM), a8_along_m_in_small_tiles),
 };
 Candidates wgmma_gemm_a8_candidates(GemmProblem const& problem) {
   return with_width(code_bits(problem.weight), [&](auto width) {
@@ -419,10 +436,10 @@ constexpr Candidate kWgmmaGemmA16[] = {
     wgmma_gemm_a16_of<kBits>(128, 33, kMaxM),
     wgmma_gemm_a16_of<kBits>(64, 33, kMaxM),
     wgmma_gemm_a16_of<kBits>(64, 33, kMaxM, four_warpgroups_with_scales_of_x, 4),
-    image_along_m(wgmma_gemm_a16_of<kBits>(208, 0, kMaxM), true),
-    image_along_m(wgmma_gemm_a16_of<kBits>(160, 0, kMaxM), true),
-    image_along_m(wgmma_gemm_a16_of<kBits>(128, 0, kMaxM), true),
-    image_along_m(wgmma_gemm_a16_of<kBits>(96, 0, kMaxM), true),
+    clusters_along_m(loads_alone(wgmma_gemm_a16_of<kBits>(208, 33, kMaxM)), a16_along_m),
+    clusters_along_m(loads_alone(wgmma_gemm_a16_of<kBits>(160, 33, kMaxM)), a16_along_m),
+    clusters_along_m(loads_alone(wgmma_gemm_a16_of<kBits>(128, 33, kMaxM)), a16_along_m),
+    clusters_along_m(loads_alone(wgmma_gemm_a16_of<kBits>(96, 33, kMaxM)), a16_along_m),
 };
 
 template <int kBits>

@@ -14,7 +14,7 @@
 //     |  +---------------+  |                  w0 w1 w2
 //     +---------------------+                     w0 w1 w2
 //
-// Strips, kernels of 3 x 3 taps and x of 16 bits: a thread has four places of some lines, of two
+// Strips, kernels of 3 x 3 taps and x of 16 bits: a thread has two places of some lines, of four
 // channels, and shared memory nothing. A line of x is read once for all lines of the result that it
 // is under: their sums are in registers until the last of their lines of x, and the next lines of x
 // are on their way meanwhile.
@@ -320,37 +320,16 @@ struct StripParams {
   void const* x;         // [pixels][channels]
   float const* weights;  // [taps][weight_pitch]
   int channels, weight_pitch, images;
-  int pairs, segments, strips;  // of channels; of a line's places; of an image's lines
-  int lines;                    // of a strip
+  int vectors, segments, strips;  // of channels; of a line's places; of an image's lines
+  int lines;                      // of a strip
 };
 
-// Store the outputs of two channels, of which there is an even number.
-__device__ __forceinline__ void store_pair(float const (&v)[2], int m, int n,
-                                           EpilogueParams const& p) {
-  int64_t const index = int64_t(m) * p.n + n;
-  bool const aligned = reinterpret_cast<uintptr_t>(p.out) % (2 * bytes_of(p.out_type)) == 0;
-  if (p.out_type == DataType::kFloat32) {
-    float* const out = static_cast<float*>(p.out) + index;
-    if (aligned) {
-      *reinterpret_cast<float2*>(out) = make_float2(v[0], v[1]);
-    } else {
-      out[0] = v[0], out[1] = v[1];
-    }
-    return;
-  }
-  uint32_t const bits = to_half_bits(v[0], v[1], p.out_type == DataType::kBFloat16);
-  uint16_t* const out = static_cast<uint16_t*>(p.out) + index;
-  if (aligned) {
-    *reinterpret_cast<uint32_t*>(out) = bits;
-  } else {
-    out[0] = uint16_t(bits), out[1] = uint16_t(bits >> 16);
-  }
-}
+constexpr int kStripChannels = 4, kStripPlaces = 2;  // of a thread, in a line
 
 // kStride along both axes.
 template <class T, int kStride>
 struct Strip {
-  static constexpr int kSize = 3, kPair = 2;
+  static constexpr int kSize = 3, kChannels = kStripChannels, kPlaces = kStripPlaces;
   static constexpr int kColumns = (kPlaces - 1) * kStride + kSize;
   // Lines of the result whose sums are in registers at once; and of x, on their way.
   static constexpr int kSets = (kSize + kStride - 1) / kStride, kAhead = kStride == 1 ? 3 : 2;
@@ -361,23 +340,23 @@ struct Strip {
   unsigned pixel_bytes, inside;  // inside: a bit for each column
   int y, height;
 
-  __device__ __forceinline__ void load(uint32_t (&pixels)[kColumns]) {
+  __device__ __forceinline__ void load(uint2 (&pixels)[kColumns]) {
     unsigned const there = unsigned(y) < unsigned(height) ? inside : 0;
 #pragma unroll
     for (int k = 0; k < kColumns; ++k)
       pixels[k] =
-          there >> k & 1 ? __ldg(reinterpret_cast<uint32_t const*>(line + k * pixel_bytes)) : 0;
+          there >> k & 1 ? __ldg(reinterpret_cast<uint2 const*>(line + k * pixel_bytes)) : uint2{};
     ++y, line += pitch;
     asm("" : "+l"(line));  // one addition, and not as many as there were lines
   }
 
   static __device__ __forceinline__ void run(StripParams const& p) {
     unsigned const index = blockIdx.x * unsigned(kThreads) + threadIdx.x;
-    unsigned const segment = index / unsigned(p.pairs), strip = segment / unsigned(p.segments);
+    unsigned const segment = index / unsigned(p.vectors), strip = segment / unsigned(p.segments);
     int const image = int(strip / unsigned(p.strips));
     if (image >= p.images) return;
     ImageTiles const& sizes = p.image;
-    int const n = int(index - segment * p.pairs) * kPair,
+    int const n = int(index - segment * p.vectors) * kChannels,
               column = int(segment - strip * p.segments) * kPlaces;
     int const first = int(strip - image * unsigned(p.strips)) * p.lines,
               count = min(p.lines, sizes.out[1] - first);
@@ -395,23 +374,24 @@ struct Strip {
 #pragma unroll
     for (int k = 0; k < kColumns; ++k)
       from.inside |= unsigned(unsigned(x + k) < unsigned(sizes.size[0])) << k;
-    uint32_t ahead[kAhead][kColumns];
+    uint2 ahead[kAhead][kColumns];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) from.load(ahead[i]);
-    float taps[kSize][kSize][kPair], bias[kPair] = {};
+    float taps[kSize][kSize][kChannels], bias[kChannels] = {};
 #pragma unroll
     for (int i = 0; i < kSize * kSize; ++i) {
-      float2 const v =
-          __ldg(reinterpret_cast<float2 const*>(p.weights + int64_t(i) * p.weight_pitch + n));
-      taps[i / kSize][i % kSize][0] = v.x, taps[i / kSize][i % kSize][1] = v.y;
+      float4 const v =
+          __ldg(reinterpret_cast<float4 const*>(p.weights + int64_t(i) * p.weight_pitch + n));
+      float (&tap)[kChannels] = taps[i / kSize][i % kSize];
+      tap[0] = v.x, tap[1] = v.y, tap[2] = v.z, tap[3] = v.w;
     }
     if (p.epilogue.bias) {
 #pragma unroll
-      for (int c = 0; c < kPair; ++c)
+      for (int c = 0; c < kChannels; ++c)
         bias[c] = load_float(p.epilogue.bias, p.epilogue.bias_type, n + c);
     }
     // Line `step` begins in its step, in sums[step % kSets], and ends kSets - 1 steps later.
-    float sums[kSets][kPlaces][kPair];
+    float sums[kSets][kPlaces][kChannels];
     int place = (image * sizes.out[1] + first) * sizes.out[0] + column;
 #pragma unroll 1
     for (int begin = 0; begin - (kSets - 1) < count; begin += kSets) {
@@ -422,27 +402,28 @@ struct Strip {
 #pragma unroll
         for (int q = 0; q < kPlaces; ++q) {
 #pragma unroll
-          for (int c = 0; c < kPair; ++c) sums[phase][q][c] = 0;
+          for (int c = 0; c < kChannels; ++c) sums[phase][q][c] = 0;
         }
 #pragma unroll
         for (int s = 0; s < kStride; ++s) {
-          uint32_t (&pixels)[kColumns] = ahead[(phase * kStride + s) % kAhead];
-          float values[kColumns][kPair];
+          uint2(&pixels)[kColumns] = ahead[(phase * kStride + s) % kAhead];
+          float values[kColumns][kChannels];
 #pragma unroll
           for (int k = 0; k < kColumns; ++k) {
-            values[k][0] = unpack_half<T>(pixels[k], 0),
-            values[k][1] = unpack_half<T>(pixels[k], 1);
+#pragma unroll
+            for (int c = 0; c < kChannels; ++c)
+              values[k][c] = unpack_half<T>(c < 2 ? pixels[k].x : pixels[k].y, c % 2);
           }
           from.load(pixels);
 #pragma unroll
           for (int k = 0; s + k * kStride < kSize; ++k) {
-            float (&sum)[kPlaces][kPair] = sums[(phase - k + kSets) % kSets];
+            float (&sum)[kPlaces][kChannels] = sums[(phase - k + kSets) % kSets];
 #pragma unroll
             for (int j = 0; j < kSize; ++j) {
 #pragma unroll
               for (int q = 0; q < kPlaces; ++q) {
 #pragma unroll
-                for (int c = 0; c < kPair; ++c)
+                for (int c = 0; c < kChannels; ++c)
                   sum[q][c] =
                       fmaf(values[q * kStride + j][c], taps[s + k * kStride][j][c], sum[q][c]);
               }
@@ -450,14 +431,25 @@ struct Strip {
           }
         }
         if (ended < 0) continue;
-        float (&sum)[kPlaces][kPair] = sums[(phase + 1) % kSets];
+        float (&sum)[kPlaces][kChannels] = sums[(phase + 1) % kSets];
+#pragma unroll
+        for (int q = 0; q < kPlaces; ++q) {
+#pragma unroll
+          for (int c = 0; c < kChannels; ++c) sum[q][c] = nan_unless_finite(sum[q][c]) + bias[c];
+        }
+        // The choice is made once for all places.
+        visit_activation(p.epilogue.activation, p.epilogue.bounds, [&](auto const& function) {
+#pragma unroll
+          for (int q = 0; q < kPlaces; ++q) {
+#pragma unroll
+            for (float& v : sum[q]) v = function(v);
+          }
+        });
 #pragma unroll
         for (int q = 0; q < kPlaces; ++q) {
           if (column + q >= sizes.out[0]) break;
-#pragma unroll
-          for (int c = 0; c < kPair; ++c) sum[q][c] = nan_unless_finite(sum[q][c]) + bias[c];
-          finish_biased(sum[q], place + q, n, p.epilogue);
-          store_pair(sum[q], place + q, n, p.epilogue);
+          finish_activated(sum[q], place + q, n, p.epilogue);
+          store_finished(sum[q], place + q, n, p.epilogue);
         }
         place += sizes.out[0];
       }
@@ -465,7 +457,7 @@ struct Strip {
   }
 };
 
-constexpr int kStripCtas = 4;  // of an SM
+constexpr int kStripCtas = 3;  // of an SM
 template <class T, int kStride>
 __global__ void __launch_bounds__(kThreads, kStripCtas)
     conv_depthwise_strips(__grid_constant__ StripParams const p) {
@@ -480,8 +472,8 @@ bool fits_strips(Params const& p) {
   };
   bool const plane = along(2, 1) && image.stride[2] == 1 && image.padding[2] == 0;
   bool const steps = image.stride[0] == image.stride[1] && image.stride[0] <= 2;
-  return along(0, 3) && along(1, 3) && plane && steps && p.multiplier == 1 && p.channels % 2 == 0 &&
-         reinterpret_cast<uintptr_t>(p.x) % sizeof(uint32_t) == 0;
+  return along(0, 3) && along(1, 3) && plane && steps && p.multiplier == 1 &&
+         p.channels % kStripChannels == 0 && reinterpret_cast<uintptr_t>(p.x) % sizeof(uint2) == 0;
 }
 
 // Lines of a strip. Longer strips read fewer lines of x twice; with shorter ones more SMs have
@@ -491,11 +483,11 @@ Status launch_strips(Params const& all, int planes, Stream stream) {
   ImageTiles const& image = all.image;
   StripParams p{image, all.epilogue, all.x, all.weights, all.channels, all.vectors * kChannels,
                 planes};
-  p.pairs = all.channels / 2, p.segments = int(ceil_div(image.out[0], kPlaces));
+  p.vectors = all.channels / kStripChannels, p.segments = int(ceil_div(image.out[0], kStripPlaces));
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   auto const ctas = [&](int lines) {
-    return ceil_div(planes * ceil_div(image.out[1], lines) * p.segments * p.pairs,
+    return ceil_div(planes * ceil_div(image.out[1], lines) * p.segments * p.vectors,
                     int64_t(kThreads));
   };
   // Instructions of a line of x, of a line of the result, and of a strip's begin, not fitted.

@@ -1,7 +1,7 @@
 // Packed codes -> floats [N][K], for inspection, and for operators that need the matrix itself.
 //
 // A warp takes 16 rows x 256 columns (128 at 8 bits), and issues the loads of all their codes at
-// once. A lane's record holds pairs of columns of two rows; the four lanes of those rows exchange
+// once; of a weight that would leave SMs without warps, a quarter of those columns. A lane's record holds pairs of columns of two rows; the four lanes of those rows exchange
 // words, so that each has eight neighbours of a row for a 16-byte store, and together whole lines.
 // The arithmetic is the reference's: (q - z) * s, c * s + o or value(q) * s, each operation rounded
 // to fp32 by itself, then one rounding to the output's type.
@@ -16,7 +16,7 @@ namespace cutlass_ops {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kUnits = 4;  // a warp
+constexpr int kUnits = 4;  // a warp, at most
 
 struct Params {
   DequantizeProblem problem;
@@ -24,6 +24,7 @@ struct Params {
   int log_group;    // of the columns a row covers in a tile of K
   int k_tiles;
   int n_pad;           // of the whole weight, as group vectors have it
+  int units;           // of a warp
   int columns;         // warps side by side
   bool vector_stores;  // rows of the output start on 16 bytes, and columns keep their order
   int tap_columns, out_columns;  // of a tap, in the weight; 0: none are left out. Of the output
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
   PackedWeight const& w = p.problem.weight;
   int warp = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, g = threadIdx.x % 32 / 4,
       t = threadIdx.x % 4;
-  int row0 = warp / p.columns * kRowsPerBlock, first = warp % p.columns * kUnits;  // unit along K
+  int row0 = warp / p.columns * kRowsPerBlock, first = warp % p.columns * p.units;  // unit along K
   uint8_t const* from = w.codes + int64_t(row0 / kRowsPerPanel) * p.k_tiles * k_tile_bytes(kBits) +
                         row0 % kRowsPerPanel / kRowsPerBlock * kTileUnits * kUnitBytes +
                         threadIdx.x % 32 * kLaneBytes;
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
     int unit = first + i;
-    if (there && unit < p.k_tiles * kTileUnits)
+    if (there && i < p.units && unit < p.k_tiles * kTileUnits)
       records[i] = __ldcs(
           reinterpret_cast<uint4 const*>(from + int64_t(unit / kTileUnits) * k_tile_bytes(kBits) +
                                          unit % kTileUnits * kUnitBytes));
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
     int column = (first + i) * kUnitColumns;
-    if (column >= w.k) break;
+    if (i >= p.units || column >= w.k) break;
     uint4 const& q = records[i];
     // Words for eight columns each: of two rows, or, at 4 bits, of both rows and 32
     // columns further.
@@ -200,7 +201,13 @@ Status launch_dequantize(DequantizeProblem const& problem, Stream stream) {
   bool aligned = reinterpret_cast<uintptr_t>(problem.out) % 16 == 0 &&
                  (tap_columns ? problem.tap_channels : w.k) % 8 == 0;
   VectorRows rows(w.group_size);
-  int columns = (k_tiles * code_bits(w) / 2 + kUnits - 1) / kUnits;
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  int64_t const row_blocks = padded_rows(w.n) / kRowsPerBlock;
+  int const all_units = k_tiles * code_bits(w) / 2;
+  // Four warps an SM and scheduler hide the latency of scales, which a unit waits for.
+  bool const few = row_blocks * all_units < int64_t(kUnits) * 16 * device.multiprocessors;
+  int const units = few ? 1 : kUnits, columns = int(ceil_div(all_units, units));
   Params p{panel,
            rows,
            rows.count == 8   ? 4
@@ -209,12 +216,12 @@ Status launch_dequantize(DequantizeProblem const& problem, Stream stream) {
                              : 7,
            k_tiles,
            n_pad,
+           units,
            columns,
            aligned && !w.perm,
            tap_columns,
            out_columns};
-  dim3 grid(unsigned((int64_t(columns) * (padded_rows(w.n) / kRowsPerBlock) + kThreads / 32 - 1) /
-                     (kThreads / 32)));
+  dim3 grid(unsigned(ceil_div(columns * row_blocks, kThreads / 32)));
   return visit(w.format, [&](auto format) {
     return launch(dequantize_units<decltype(format)>, grid, kThreads, 0, stream, p);
   });

@@ -69,6 +69,23 @@ TEST(ImagePlans, OfFewOutputChannelsPutTheCtasOfAClusterAlongM) {
         << std::get<2>(candidate) << ": no problem selects it";
 }
 
+TEST(MatrixPlans, OfFewFeaturesPutTheCtasOfAClusterAlongM) {
+  auto const ctas = [](int n, ActQuant act_quant, bool symmetric, int group_size) {
+    GemmProblem p = convolution(0, 0, 1024, n, 8, act_quant, group_size);
+    p.m = 60000, p.weight.k = 1024, p.act_symmetric = symmetric;
+    return planned(p).ctas_along_m;
+  };
+  for (int n : {64, 128, 320}) {
+    EXPECT_EQ(ctas(n, ActQuant::kNone, true, 128), 2);
+    EXPECT_EQ(ctas(n, ActQuant::kBlock, true, 128), 2);
+    EXPECT_EQ(ctas(n, ActQuant::kToken, true, -1), 2);
+    // Kernels that have no such clusters.
+    EXPECT_EQ(ctas(n, ActQuant::kToken, true, 128), 1);
+    EXPECT_EQ(ctas(n, ActQuant::kBlock, false, 128), 1);
+  }
+  for (int n : {192, 256, 512}) EXPECT_EQ(ctas(n, ActQuant::kNone, true, 128), 1);
+}
+
 // 320 of 384 features, and not of 512.
 TEST(ImagePlans, OfFloatsTakeTheKernelWhoseTilesTheOutputChannelsFill) {
   Plan const p = planned(convolution(2, 64, 320, 320, 4, ActQuant::kNone));
