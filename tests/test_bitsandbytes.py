@@ -302,7 +302,7 @@ def test_a_module_of_the_package(tmp_path: Path, bnb: Any) -> None:
     assert not checkpoint.others
     theirs = bnb.functional.dequantize_4bit(linear.weight.data, linear.weight.quant_state)
     assert torch.equal(reference.dequantize_weight(checkpoint["a.b"], torch.float32), theirs)
-    assert torch.equal(checkpoint["a.b"].bias, linear.bias)  # type: ignore[arg-type]
+    assert torch.equal(checkpoint["a.b"].bias, linear.bias)
 
 
 def test_int8_of_the_package(tmp_path: Path, bnb: Any) -> None:

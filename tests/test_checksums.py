@@ -139,7 +139,7 @@ def test_one_shard_of_version_1_leaves_the_directory_without_checksums(
         if isinstance(value, PackedWeight) and isinstance(same, PackedWeight):
             assert torch.equal(value.codes, same.codes)
         else:
-            assert torch.equal(value, same)  # type: ignore[arg-type]
+            assert torch.equal(value, same)
 
 
 def test_the_header_is_written_last_and_recognised_again(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_every_version_in_a_config() -> None:
             weight_format({**config, "layout_version": wrong}, "a")
 
 
-def weight_format_of(packed: PackedWeight):  # type: ignore[no-untyped-def]
+def weight_format_of(packed: PackedWeight):
     from cutlass_ops.files.packed_config import WeightFormat
 
     dtypes = sorted(
@@ -313,7 +313,7 @@ def test_sizes_that_only_bias_and_act_order_tell(tmp_path: Path) -> None:
     assert honest
     config = quantization_config(
         {"w": weight_format_of(load_packed(tmp_path / "p.safetensors")["w"])}
-    )  # type: ignore[arg-type]
+    )
     tensors = load_file(tmp_path / "p.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -335,7 +335,7 @@ def test_sizes_that_the_padding_contradicts(tmp_path: Path, part: str, size: int
     packed_file(tmp_path)
     config = quantization_config(
         {"w": weight_format_of(load_packed(tmp_path / "p.safetensors")["w"])}
-    )  # type: ignore[arg-type]
+    )
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     tensors = load_file(tmp_path / "p.safetensors")
     tensors[f"w.{part}"] = torch.zeros(size, dtype=tensors[f"w.{part}"].dtype)

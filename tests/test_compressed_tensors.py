@@ -335,7 +335,7 @@ def test_compressed_tensors_as_a_whole_model_is_saved(tmp_path: Path) -> None:
     assert list(checkpoint.others) == ["lm_head.weight"]
     biases = {name: checkpoint[name].bias for name in checkpoint}
     assert biases["down"] is None
-    assert torch.equal(biases["up"], model.up.bias)  # type: ignore[arg-type]
+    assert torch.equal(biases["up"], model.up.bias)
     compressor.decompress_model(model)
     for name in ("up", "down"):
         check(checkpoint, name, model.get_submodule(name).weight)

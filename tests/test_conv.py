@@ -157,7 +157,7 @@ def test_a_code_book_takes_floats(act_quant: str) -> None:
         values.scales,
         group_size=64,
         kernel_size=(3, 3),
-        book=values.book.half().float(),  # type: ignore[union-attr]
+        book=values.book.half().float(),
     )
     expected = F.conv2d(x.double(), co.reference.dequantize_weight(rounded, torch.float64))
     assert_close(co.mixed_conv2d(x, packed, out_dtype=torch.float32), expected)

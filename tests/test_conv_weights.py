@@ -124,8 +124,8 @@ def test_files_keep_every_bit(tmp_path: Path, part: str | None) -> None:
     linear = co.reorder(co.quantize(torch.randn(5, 64)))
     co.save_packed(tmp_path / "w.safetensors", {"conv": co.reorder(quantized), "linear": linear})
     loaded = co.load_packed(tmp_path / "w.safetensors")
-    assert_same(loaded["conv"].unpack(), quantized)  # type: ignore[union-attr]
-    assert loaded["linear"].kernel_size == ()  # type: ignore[union-attr]
+    assert_same(loaded["conv"].unpack(), quantized)
+    assert loaded["linear"].kernel_size == ()
 
 
 @pytest.mark.parametrize(
@@ -197,10 +197,10 @@ def test_the_command_line_packs_and_shows_convolutions(tmp_path: Path) -> None:
     expected = co.quantize(state["conv.weight"], bits=8, group_size=64)
     assert torch.equal(
         co.dequantize(loaded["conv"], torch.float32), co.dequantize(expected, torch.float32)
-    )  # type: ignore[arg-type]
-    assert torch.equal(loaded["conv"].bias, state["conv.bias"])  # type: ignore[union-attr, arg-type]
+    )
+    assert torch.equal(loaded["conv"].bias, state["conv.bias"])
     # 128 columns a tap for one channel are no gain, but --include accepts them.
-    assert torch.equal(loaded["depthwise.weight"], state["depthwise.weight"])  # type: ignore[arg-type]
+    assert torch.equal(loaded["depthwise.weight"], state["depthwise.weight"])
     asked = [
         "reorder",
         str(source),
@@ -212,7 +212,7 @@ def test_the_command_line_packs_and_shows_convolutions(tmp_path: Path) -> None:
         ".",
     ]
     assert run(app, asked).exit_code == 0
-    assert co.load_packed(tmp_path / "all.safetensors")["depthwise"].kernel_size == (3, 3)  # type: ignore[union-attr]
+    assert co.load_packed(tmp_path / "all.safetensors")["depthwise"].kernel_size == (3, 3)
     shown = json.loads(run(app, ["inspect", str(packed), "--json"]).output)
     tensor = next(tensor for tensor in shown["tensors"] if tensor["name"] == "conv")
     assert (tensor["shape"], tensor["kernel_size"]) == ([32, 80, 3, 3], [3, 3])

@@ -73,8 +73,8 @@ def same_bits(actual: Tensor, expected: Tensor) -> bool:
 
 
 def check(x: Tensor, qw: QuantizedWeight, **call: object) -> None:
-    expected = reference.mixed_gemm(x, qw, **call)  # type: ignore[arg-type]
-    assert same_bits(mixed_gemm(x, reorder(qw), exact=True, **call), expected)  # type: ignore[arg-type]
+    expected = reference.mixed_gemm(x, qw, **call)
+    assert same_bits(mixed_gemm(x, reorder(qw), exact=True, **call), expected)
 
 
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128, 256, -1])

@@ -133,7 +133,7 @@ def test_a_layer_of_experts(kind: str, dtype: torch.dtype) -> None:
     if kind == "nf4":  # the values of a code book are rounded to x's dtype
         gate_up, down = (
             [replace(q, book=q.book.to(dtype).float()) for q in qs] for qs in (gate_up, down)
-        )  # type: ignore[union-attr]
+        )
     found = co.mixed_moe(x, *both(gate_up, down), ids, w)
     assert found.dtype == dtype
     check(found, oracle(x, gate_up, down, ids, w))

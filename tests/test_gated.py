@@ -115,7 +115,7 @@ def test_the_bias_is_in_the_order_of_the_rows(biased: str) -> None:
     expected = torch.cat([a[:8], b[:8], a[8:], b[8:]])
     assert torch.equal(packed.bias, expected)
     assert torch.equal(packed.bias.signbit(), expected.signbit())
-    assert torch.equal(packed.unpack().bias, torch.cat([a, b]))  # type: ignore[arg-type]
+    assert torch.equal(packed.unpack().bias, torch.cat([a, b]))
 
 
 @pytest.mark.parametrize(

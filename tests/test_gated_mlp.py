@@ -158,14 +158,14 @@ def with_hook(name: str) -> Callable[[], MLP]:
 
 def with_forward() -> MLP:
     mlp = packed(MLP())
-    mlp.forward = mlp.forward  # type: ignore[method-assign]  # as accelerate does it
+    mlp.forward = mlp.forward  # as accelerate does it
     return mlp
 
 
 def with_activation() -> MLP:
     mlp = packed(MLP())
     for layer in (mlp.gate_proj, mlp.up_proj):
-        layer.activation = "relu"  # type: ignore[assignment]
+        layer.activation = "relu"
     return mlp
 
 

@@ -334,4 +334,4 @@ def test_an_option_of_another_dialect(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the dialect 'awq' has no such option"):
         load_checkpoint(path, zero_offset=1)
     with pytest.raises(ValueError, match="zero_offset is 2; 'auto', 0 and 1 are accepted"):
-        load_checkpoint(path, zero_offset=2)  # type: ignore[arg-type]
+        load_checkpoint(path, zero_offset=2)

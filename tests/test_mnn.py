@@ -350,7 +350,7 @@ def lie(
         (lie([0, 38, 8]), "a position and three sizes"),
         (lie([0, 38]), "a position and two sizes or more"),
         (lie([0, 38, 8, -4]), "within 62 bytes"),
-        (lie([0, 38, 8, 4.0]), "within 62 bytes"),  # type: ignore[list-item]
+        (lie([0, 38, 8, 4.0]), "within 62 bytes"),
         (lie([20, 38, 8, 4]), "within 62 bytes"),
         (lie([0, 38, 1 << 70, 4]), "within 62 bytes"),
         (lie([0, 37, 8, 4]), r"takes 37 bytes; \[1, 32\] of 4 bits take 38"),

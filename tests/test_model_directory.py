@@ -129,7 +129,7 @@ def test_a_model_becomes_a_directory(source: Path, tmp_path: Path) -> None:
         assert torch.equal(weight.unpack().codes, expected.codes)
         assert torch.equal(weight.unpack().scales, expected.scales)
         assert (weight.bias is not None) == (f"{name}.bias" in plain)
-    assert all(torch.equal(packed[name], plain[name]) for name in done.tensors)  # type: ignore[arg-type]
+    assert all(torch.equal(packed[name], plain[name]) for name in done.tensors)
     found = verify_packed(out, load_checkpoint(source))
     assert (found.problems, found.same_source) == ([], True)
 
@@ -338,7 +338,7 @@ def test_what_a_run_refuses(source: Path, tmp_path: Path) -> None:
     reorder_model(checkpoint, out, OPTIONS)
     before = {name: (out / name).read_bytes() for name in listing(out)}
     for change in ({"bits": 8}, {"exclude": None}, {"symmetric": True}):
-        other = Options(**{**OPTIONS.__dict__, **change})  # type: ignore[arg-type]
+        other = Options(**{**OPTIONS.__dict__, **change})
         with pytest.raises(
             ValueError, match=r"model\.safetensors is of another checkpoint, other options"
         ):

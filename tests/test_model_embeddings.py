@@ -84,7 +84,7 @@ def with_a_float_table(model: Any) -> Tensor:
     packed = model.get_input_embeddings()
     table = nn.Embedding.from_pretrained(packed.dequantize(packed.dtype))
     scaled = nn.Module()
-    scaled.forward = lambda ids: table(ids) * torch.tensor(packed.scale).to(packed.dtype)  # type: ignore[method-assign]
+    scaled.forward = lambda ids: table(ids) * torch.tensor(packed.scale).to(packed.dtype)
     model.set_input_embeddings(scaled)
     found = logits(model)
     model.set_input_embeddings(packed)
@@ -337,7 +337,7 @@ def test_embeddings_that_compute_something_else_stay() -> None:
     with pytest.raises(ValueError, match="the model is itself a Embedding"):
         co.quantize_model(nn.Embedding(8, 32), embeddings=True)
     with pytest.raises(TypeError, match="embeddings is 1; True or False is expected"):
-        co.quantize_model(model, embeddings=1)  # type: ignore[arg-type]
+        co.quantize_model(model, embeddings=1)
 
 
 def test_a_packed_embedding_is_not_resized() -> None:

@@ -68,7 +68,7 @@ def test_forward_is_the_operator(act_quant: str, act_symmetric: bool, activation
 
 def test_a_weight_that_is_not_packed_is_refused() -> None:
     with pytest.raises(TypeError, match="packed is a QuantizedWeight; a PackedWeight"):
-        co.MixedLinear(co.quantize(torch.randn(N, K)))  # type: ignore[arg-type]
+        co.MixedLinear(co.quantize(torch.randn(N, K)))
 
 
 def test_unknown_act_quant_is_refused_when_the_layer_is_made() -> None:

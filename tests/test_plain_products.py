@@ -106,7 +106,7 @@ def test_unusual_weights_are_left_to_the_checks() -> None:
     assert taken(x, book)
     assert not taken(x, book, "block")
     with pytest.raises(TypeError, match="by position; 2 are given"):
-        _C.product(fresh, x)  # type: ignore[call-arg]
+        _C.product(fresh, x)
 
 
 @contextmanager
@@ -197,6 +197,6 @@ def test_a_default_device_does_not_move_results() -> None:
     packed, x = packed_weight(), activations(3, K)
     expected = co.mixed_gemm(x, packed)
     for mode in (torch.device("meta"), nullcontext()):
-        with mode:  # type: ignore[attr-defined]
+        with mode:
             assert taken(x, packed)
             assert torch.equal(co.mixed_gemm(x, packed), expected)

@@ -245,14 +245,14 @@ def test_a_group_beyond_k_is_all_of_k_and_takes_no_more(
     ):
         found, whole = (
             co.quantize(weight, **{"group_size": size, **options}) for size in (group_size, -1)
-        )  # type: ignore[arg-type]
+        )
         assert found.group_size == group_size
         assert equal(found, whole)
         assert torch.equal(co.dequantize(found), co.dequantize(whole))
         packed, expected = co.reorder(found), co.reorder(whole)
         assert packed.nbytes == expected.nbytes
         co.save_packed(tmp_path / "packed.safetensors", {"m": packed})
-        packed = co.load_packed(tmp_path / "packed.safetensors")["m"]  # type: ignore[assignment]
+        packed = co.load_packed(tmp_path / "packed.safetensors")["m"]
         assert packed.group_size == group_size
         for mode in ("none",) if "book" in options else ("none", "token", "block"):
             y = co.mixed_gemm(x, packed, act_quant=mode)

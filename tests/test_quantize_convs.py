@@ -119,7 +119,7 @@ def hooked() -> nn.Module:
 
 
 def normed() -> nn.Module:
-    return parametrizations.weight_norm(nn.Conv2d(64, 64, 3))  # type: ignore[no-any-return]
+    return parametrizations.weight_norm(nn.Conv2d(64, 64, 3))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_packed_convolutions_are_passed_over() -> None:
 def test_wrong_arguments_are_refused_before_anything_changes() -> None:
     model = Autoencoder()
     with pytest.raises(TypeError, match="convs is 1; True or False is expected"):
-        co.quantize_model(model, convs=1)  # type: ignore[arg-type]
+        co.quantize_model(model, convs=1)
     with pytest.raises(ValueError, match="the model is itself a Conv2d"):
         co.quantize_model(nn.Conv2d(64, 64, 3), convs=True)
     with pytest.raises(

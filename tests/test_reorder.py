@@ -111,7 +111,7 @@ def test_reorder_takes_views() -> None:
 
 def test_reorder_refuses_other_things() -> None:
     with pytest.raises(TypeError, match="weight is a Tensor"):
-        reorder(torch.zeros(4, 4))  # type: ignore[arg-type]
+        reorder(torch.zeros(4, 4))
 
 
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
@@ -189,7 +189,7 @@ def test_weights_of_other_act_orders_or_biases_are_not_packed_as_one() -> None:
     with pytest.raises(ValueError, match="no weight"):
         reorder([])
     with pytest.raises(TypeError, match=r"weights\[1\] is a PackedWeight"):
-        reorder([first, reorder(first)])  # type: ignore[list-item]
+        reorder([first, reorder(first)])
 
 
 @pytest.mark.gpu
@@ -298,7 +298,7 @@ def test_save_refuses(
     with pytest.raises(error, match=match):
         save_packed(
             path, {name: weight if value == "weight" else value for name, value in tensors.items()}
-        )  # type: ignore[misc]
+        )
     assert not list(tmp_path.iterdir())
 
 

@@ -297,7 +297,7 @@ def test_a_row_has_the_same_bits_whatever_m_is(activations: str, fmt: Format) ->
         packed = co.reorder(make_weight(fmt, n, k, exact=False, bias=True))
         x = make_floats(1000, k, HALF)
         whole = co.mixed_gemm(x, packed, **options)
-        want = oracle(x, packed.unpack(), act_quant, symmetric) + packed.unpack().bias.double()  # type: ignore[union-attr]
+        want = oracle(x, packed.unpack(), act_quant, symmetric) + packed.unpack().bias.double()
         assert_close(whole, want, not is_exact(whole, x, packed, **options))
         for m in (1, 3, 16, 17, 64, 129, 1000):
             for start in {0, 1000 - m, (1000 - m) // 3}:

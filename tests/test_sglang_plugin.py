@@ -143,7 +143,7 @@ CASES = [
 def loaded(method: Any, form: Any, k: int = K) -> tuple[Any, Any]:
     """Our method of a layer, and the layer, after loading; ``k`` input features on this rank."""
     layer = torch.nn.Module()
-    layer.scheme = form  # type: ignore[assignment]
+    layer.scheme = form
     ours = linear.taken(method)
     ours.create_weights(layer, k, [N], K, N, torch.bfloat16)
     ours.process_weights_after_loading(layer)

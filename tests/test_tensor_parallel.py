@@ -110,12 +110,12 @@ def test_slices_are_slices_of_the_values(kind: str, k: int, group_size: int) -> 
     assert bias is not None
     rows = [slice_weight(weight, "colwise", rank, 2) for rank in range(2)]
     assert torch.equal(torch.cat([dequantize(part, torch.float32) for part in rows]), values)
-    assert torch.equal(torch.cat([part.bias for part in rows]), bias)  # type: ignore[misc]
+    assert torch.equal(torch.cat([part.bias for part in rows]), bias)
     columns = [slice_weight(weight, "rowwise", rank, 2) for rank in range(2)]
     assert torch.equal(
         torch.cat([dequantize(part, torch.float32) for part in columns], dim=1), values
     )
-    assert torch.equal(sum(part.bias for part in columns), bias)  # type: ignore[arg-type, misc]
+    assert torch.equal(sum(part.bias for part in columns), bias)
     for part in (*rows, *columns):
         assert torch.equal(reorder(part).unpack().codes, part.codes)
 
@@ -129,9 +129,9 @@ def test_biases_of_float_layers_are_split_with_them(source: Path, tmp_path: Path
     plain = dict(checkpoint.plain())
     o0 = "model.layers.0.self_attn.o_proj"
     assert (done.styles[f"{Q0}.bias"], done.styles[f"{o0}.bias"]) == ("colwise", "rowwise")
-    assert torch.equal(torch.cat([part[f"{Q0}.bias"] for part in parts]), plain[f"{Q0}.bias"])  # type: ignore[misc]
-    assert torch.equal(parts[0][f"{o0}.bias"], plain[f"{o0}.bias"])  # type: ignore[arg-type]
-    assert not parts[1][f"{o0}.bias"].any()  # type: ignore[union-attr]
+    assert torch.equal(torch.cat([part[f"{Q0}.bias"] for part in parts]), plain[f"{Q0}.bias"])
+    assert torch.equal(parts[0][f"{o0}.bias"], plain[f"{o0}.bias"])
+    assert not parts[1][f"{o0}.bias"].any()
     assert verify_packed(out, checkpoint).problems == []
 
 
@@ -162,10 +162,10 @@ def test_the_bias_of_a_rowwise_layer_is_added_once_with_its_sign() -> None:
     slices = [slice_weight(weight, "rowwise", rank, 3).bias for rank in range(3)]
     floats = [slice_tensor(bias, "rowwise", rank, 3) for rank in range(3)]
     for parts in (slices, floats):
-        total = parts[0] + parts[1] + parts[2]  # type: ignore[operator]
+        total = parts[0] + parts[1] + parts[2]
         assert torch.equal(total.view(torch.int32), bias.view(torch.int32))
-        assert torch.equal(parts[0], bias)  # type: ignore[arg-type]
-        assert [part.tolist() for part in parts[1:]] == [[0.0] * 4] * 2  # type: ignore[union-attr]
+        assert torch.equal(parts[0], bias)
+        assert [part.tolist() for part in parts[1:]] == [[0.0] * 4] * 2
 
 
 def test_ranks_hold_slices_of_the_unsplit_model(source: Path, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_ranks_hold_slices_of_the_unsplit_model(source: Path, tmp_path: Path) ->
     assert kept == 5  # two k_proj, two norms, the embedding
     assert whole["model.layers.1.mlp.up_proj.weight"].shape == (192, 128)
     assert parts[0]["model.layers.1.mlp.up_proj.weight"].shape == (96, 128)  # floats are split too
-    assert parts[0][DOWN0].group_size == 32  # type: ignore[union-attr]
+    assert parts[0][DOWN0].group_size == 32
     for rank in range(2):
         config = json.loads((out / f"rank-{rank}-of-2" / "config.json").read_text())[
             "quantization_config"
