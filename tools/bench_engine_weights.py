@@ -46,7 +46,7 @@ def fill(name: str, values: torch.Tensor) -> None:
 
 
 @register_model_loader("random")
-class RandomLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
+class RandomLoader(BaseModelLoader):
     """Fills a model's tensors."""
 
     def download_model(self, model_config: Any) -> None:

@@ -71,7 +71,9 @@ class StoredLinear:
         why is logged once.
         """
         sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
-        super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)  # type: ignore[misc]
+        super().create_weights(  # type: ignore[misc]
+            layer, *sizes, params_dtype, **extra_weight_attrs
+        )
         self.batch_invariant = self.engine.batch_invariant()
         found = self.form_of(layer)
         reason: str | None

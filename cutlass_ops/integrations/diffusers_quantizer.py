@@ -35,7 +35,8 @@ class _Method(str, enum.Enum):
     CUTLASS_OPS = QUANT_METHOD  # diffusers reads its .value
 
 
-class CutlassOpsDiffusersConfig(QuantizationConfigMixin):  # type: ignore[misc]  # diffusers is not typed
+# diffusers is not typed, for mypy.
+class CutlassOpsDiffusersConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The ``quantization_config`` of a packed model, as ``packed_config.py`` describes it: each
     key an attribute.
 

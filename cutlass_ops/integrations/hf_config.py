@@ -94,9 +94,11 @@ class CutlassOpsConfig(QuantizationConfigMixin):
         packed model says.
         """
         if any(key in config_dict for key in _DESCRIPTION):
-            return PackedModelConfig.from_dict(config_dict, return_unused_kwargs, **kwargs)  # type: ignore[no-untyped-call]
+            from_dict: Any = PackedModelConfig.from_dict  # transformers does not type it
+            return from_dict(config_dict, return_unused_kwargs, **kwargs)
+        from_dict = super().from_dict
         options = {key: value for key, value in config_dict.items() if key != "quant_method"}
-        return super().from_dict(options, return_unused_kwargs, **kwargs)  # type: ignore[no-untyped-call]
+        return from_dict(options, return_unused_kwargs, **kwargs)
 
 
 class PackedModelConfig(QuantizationConfigMixin):

@@ -105,5 +105,6 @@ def _expected(value: Tensor, parameter: Tensor | None) -> bool:
 
 def _parameter(value: Tensor) -> nn.Parameter:
     parameter = nn.Parameter(value, requires_grad=False)
-    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves its values
+    # transformers then leaves its values as they are.
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     return parameter

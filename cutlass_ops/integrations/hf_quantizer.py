@@ -85,7 +85,9 @@ def _guarded(to_json_string: Callable[..., str]) -> Callable[..., str]:
     return guarded
 
 
-PreTrainedConfig.to_json_string = _guarded(PreTrainedConfig.to_json_string)  # type: ignore[method-assign]
+PreTrainedConfig.to_json_string = _guarded(  # type: ignore[method-assign]
+    PreTrainedConfig.to_json_string
+)
 
 
 @functools.cache

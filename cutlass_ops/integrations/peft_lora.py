@@ -47,7 +47,8 @@ def _refuse_merging() -> None:
     )
 
 
-class PackedBackend(quantization_utils.QuantizationBackend):  # type: ignore[misc]  # peft has no types
+# peft is not typed, for mypy.
+class PackedBackend(quantization_utils.QuantizationBackend):  # type: ignore[misc]
     """What PEFT's methods need of a packed layer."""
 
     layer_type = "linear"
@@ -329,7 +330,8 @@ def _register() -> None:
         if isinstance(base, MixedExperts | ExpertWeights):
             _refuse_experts(str(kwargs.get("current_key") or type(base).__name__))
         if not _is_packed(base) or kwargs.get("parameter_name") is not None:
-            return dispatch(target, adapter_name, config=config, **kwargs)  # type: ignore[no-any-return]
+            layer: nn.Module | None = dispatch(target, adapter_name, config=config, **kwargs)
+            return layer
         _check_called(base)
         return PackedLoraLinear(target, adapter_name, config, **kwargs)
 

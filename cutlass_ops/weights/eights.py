@@ -50,7 +50,7 @@ def join_codes(gate: Tensor, up: Tensor, n: int, bits: int) -> Tensor:
     else:
         bytes_of_eights = joined.view(*a.shape[:4], 2, -1, 2, 4)
         for of_result, codes in enumerate((a, b)):
-            eights = codes.unflatten(-1, (-1, 2, 4)).transpose(-3, -2)  # type: ignore[no-untyped-call]
+            eights = codes.view(*codes.shape[:-1], -1, 2, 4).transpose(-3, -2)
             bytes_of_eights[..., of_result, :].copy_(eights)
     panels_of_both = formats.padded_rows(2 * n) // formats.ROWS_PER_PANEL
     return joined.view(2 * panels, -1)[:panels_of_both].flatten()

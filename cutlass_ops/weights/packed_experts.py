@@ -85,9 +85,9 @@ class PackedExperts:
         gated: bool = False,
     ) -> PackedExperts:
         """The inverse of :meth:`tensors`; parts that are None or missing are not there."""
-        tensors = {part: parts.get(part) for part in PARTS if part != "perm"}
+        tensors: dict[str, Any] = {part: parts.get(part) for part in PARTS if part != "perm"}
         rows = experts * formats.padded_rows(n)
-        weight = PackedWeight(**tensors, perm=None, n=rows, k=k, bits=bits, group_size=group_size)  # type: ignore[arg-type]
+        weight = PackedWeight(**tensors, perm=None, n=rows, k=k, bits=bits, group_size=group_size)
         return cls(weight, experts, n, parts.get("perm"), gated)
 
     def tensors(self) -> dict[str, Tensor]:
