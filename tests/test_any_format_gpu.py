@@ -285,7 +285,7 @@ def test_int8_activations(
         ("codebook", 4, 32),
     ],
 )
-def test_few_rows_of_every_cut(
+def test_few_rows_in_every_shape_of_a_decode_kernel(
     kind: str, bits: int, group_size: int, n: int, k: int, act_quant: str, exact: bool
 ) -> None:
     """Clusters of one to eight CTAs, whole and half row panels, x that is quantised in the

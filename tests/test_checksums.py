@@ -65,7 +65,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
         assert not is_sound(path), (at, bit)
 
 
-def test_what_verify_says_of_a_flipped_bit(tmp_path: Path) -> None:
+def test_verifys_message_for_a_flipped_bit(tmp_path: Path) -> None:
     whole = bytearray(packed_file(tmp_path))
     path = tmp_path / "p.safetensors"
     damaged = bytearray(whole)
@@ -308,7 +308,7 @@ def test_a_saved_directory_that_is_damaged(saved: tuple[Path, Path]) -> None:
         assert run(command, target).exit_code == 2
 
 
-def test_sizes_that_only_bias_and_act_order_tell(tmp_path: Path) -> None:
+def test_sizes_that_only_the_bias_and_the_act_order_determine(tmp_path: Path) -> None:
     honest = packed_file(tmp_path)  # N = 3, K = 40, with both
     assert honest
     config = quantization_config(

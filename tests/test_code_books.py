@@ -102,7 +102,7 @@ def test_mxfp4_is_refused_where_it_is_not_defined() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_mxfp4_along_the_straight_line(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_mxfp4_from_quantisation_to_product(dtype: torch.dtype, tmp_path: Path) -> None:
     weight = co.quantize(randn(70, 200, dtype=dtype), group_size=32, book="mxfp4")
     co.save_packed(tmp_path / "w.safetensors", {"w": co.reorder(weight)})
     packed = co.load_packed(tmp_path / "w.safetensors")["w"]
@@ -135,7 +135,7 @@ def test_limits_belong_to_the_smaller_code(quant_type: str) -> None:
     ).tolist() == list(above)
 
 
-def test_a_book_of_ones_own_takes_the_nearest_and_halfway_the_smaller() -> None:
+def test_a_custom_code_book_rounds_to_the_nearest_value_and_ties_to_the_smaller() -> None:
     book = torch.tensor(
         [3.0, -1.0, 0.5, 1.0, -0.5, 2.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 0.0]
     )
@@ -165,7 +165,7 @@ def test_zero_blocks_and_odd_lengths(quant_type: str, zero: int) -> None:
     assert torch.equal(y, x.half())
 
 
-def test_nothing_that_is_not_a_number_becomes_one() -> None:
+def test_nan_never_becomes_a_number() -> None:
     x = torch.ones(3, 64)
     x[0, 5], x[1, 6] = math.nan, math.inf
     for quant_type in formats.CODE_BOOKS:
@@ -181,7 +181,7 @@ def test_nothing_that_is_not_a_number_becomes_one() -> None:
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_tensors_larger_than_what_is_worked_on_at_a_time(quant_type: str) -> None:
+def test_tensors_larger_than_a_piece_of_work(quant_type: str) -> None:
     """More than 2^20 elements: codes and absmax are those of their place from the
     first to the last.
     """
@@ -304,7 +304,7 @@ def test_double_quantisation_halfway_takes_the_smaller_value() -> None:
 @pytest.mark.parametrize(
     ("n", "k", "group_size"), [(70, 200, 64), (64, 576, 32), (33, 300, 128), (5, 96, -1)]
 )
-def test_a_weight_along_the_straight_line(
+def test_a_weight_from_quantisation_to_product(
     quant_type: str, n: int, k: int, group_size: int, tmp_path: Path
 ) -> None:
     weight = randn(n, k, dtype=HALF)
@@ -376,7 +376,7 @@ def test_bitsandbytes_has_the_same_weight(bnb: Any, quant_type: str, group_size:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_weight_by_a_code_book_of_ones_own(dtype: torch.dtype) -> None:
+def test_a_weight_with_a_custom_code_book(dtype: torch.dtype) -> None:
     book = torch.tensor(formats.NF4)[torch.randperm(16, generator=torch.Generator().manual_seed(0))]
     weight = randn(40, 200, dtype=dtype)
     qw = co.quantize(weight, group_size=64, book=book)
@@ -463,7 +463,7 @@ def test_compile() -> None:
 # ---- what is refused
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     x = randn(4, 64)
     packed, absmax = co.quantize_4bit(x)
     with pytest.raises(ValueError, match="blocksize is 48; supported are 32, 64"):

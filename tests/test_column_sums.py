@@ -124,7 +124,7 @@ def test_a_copy_keeps_nothing_of_its_original(made: list[int]) -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_what_inference_mode_made_keeps_no_sums(
+def test_weights_made_in_inference_mode_keep_no_column_sums(
     monkeypatch: pytest.MonkeyPatch, inference: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
@@ -134,7 +134,7 @@ def test_what_inference_mode_made_keeps_no_sums(
     assert packed.takes_sums != inference  # torch would not record what is written
 
 
-def test_compiled_products_read_what_is_kept_of_the_values_as_they_are(
+def test_compiled_products_follow_values_that_are_written_to(
     made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = small_weight()
@@ -319,7 +319,7 @@ def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("act_quant", ["token", "block"])
 @pytest.mark.parametrize("fmt", WEIGHTS, ids=str)
-def test_results_do_not_tell_where_sums_come_from(fmt: Format, act_quant: str) -> None:
+def test_results_do_not_depend_on_where_column_sums_come_from(fmt: Format, act_quant: str) -> None:
     m, n, k = 300, 17000, 4300
     qw = make_weight(fmt, n, k, exact=False)
     x = make_floats(m, k, HALF)
@@ -357,7 +357,7 @@ def test_results_do_not_tell_where_sums_come_from(fmt: Format, act_quant: str) -
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("act_quant", ["token", "block"])
-def test_results_are_of_the_values_as_they_are(act_quant: str) -> None:
+def test_results_follow_values_that_are_written_to(act_quant: str) -> None:
     m, n, k = 300, 17000, 4096
     x = make_floats(m, k, HALF)
     options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": False}

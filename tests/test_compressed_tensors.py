@@ -217,7 +217,7 @@ def test_compressed_tensors_nvfp4_as_the_package_writes_it(
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
-def test_compressed_tensors_refuses_an_nvfp4_scale_of_no_number(
+def test_compressed_tensors_refuses_an_nvfp4_scale_that_is_nan(
     tmp_path: Path, value: float
 ) -> None:
     tensors = {

@@ -130,7 +130,7 @@ def test_torch_convolves_the_values_of_few_channels_codes(
 
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("kind", ["int4", "int4 with zero points", "int8"])
-def test_what_tmas_im2col_mode_cannot_collect(kind: str) -> None:
+def test_strides_and_paddings_beyond_tmas_im2col_mode(kind: str) -> None:
     quantized = co.quantize(torch.randn(70, 72, 2, 3) / 10, **FORMATS[kind])
     x = torch.randn(2, 72, 40, 300).half()
     for geometry in (

@@ -321,7 +321,7 @@ def test_kernels_of_more_taps_than_iterators_have_masks_for_are_read_bytewise() 
         assert kernels(found) == ["conv_int8_implicit_gemm"]
 
 
-def test_what_x_is_copied_for() -> None:
+def test_geometries_that_need_a_copy_of_x() -> None:
     pixels = 2 * 14 * 14
     for plan in plans(64, 64):
         assert (plan.copied_channels, plan.pads, plan.workspace) == (0, False, 0)

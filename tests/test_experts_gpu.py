@@ -82,7 +82,7 @@ def check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_layer_is_the_cpus(kind: str, dtype: torch.dtype, size: str) -> None:
+def test_a_layer_equals_the_cpus(kind: str, dtype: torch.dtype, size: str) -> None:
     for m in ROWS:
         gate_up, down, x, ids, w = layer(m, dtype, kind, size)
         expected = co.mixed_moe(x, gate_up, down, ids, w)
@@ -155,7 +155,7 @@ def test_small_integers_are_exact(
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_layer_of_fp32_is_the_cpus(kind: str) -> None:
+def test_a_layer_of_fp32_equals_the_cpus(kind: str) -> None:
     for m in (0, 1, 33):
         gate_up, down, x, ids, w = layer(m, torch.float32, kind)
         expected = co.mixed_moe(x, gate_up, down, ids, w)
@@ -184,7 +184,7 @@ def test_rows_of_x_are_read_wherever_they_lie(m: int, kind: str, act_quant: str)
     "kind",
     ["int4", "int4 with zero points", "int4 in short groups", "int8", "int8 of 128", "int8 of 16"],
 )
-def test_a_layer_of_quantised_activations_is_the_cpus(
+def test_a_layer_of_quantised_activations_equals_the_cpus(
     kind: str, size: str, act_quant: str, symmetric: bool
 ) -> None:
     for m in (1, 33, 100, 150, 300, 777):
@@ -338,7 +338,7 @@ def test_plain_rows_of_gate_and_up_are_brought_into_eights(kind: str, size: str)
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_plain_rows_are_captured_once_an_eager_call_has_converted_them() -> None:
+def test_row_major_experts_can_be_captured_after_an_eager_call_has_converted_them() -> None:
     gate_up, down, x, ids, w = (value.to("cuda") for value in layer(40, torch.float16, "int4"))
     plain = co.reorder_experts(gate_up.unpack())
 
@@ -449,7 +449,7 @@ def test_quantised_activations_of_fp32_are_the_cpus(act_quant: str) -> None:
     assert float((found - expected).norm() / expected.norm()) < 1e-3
 
 
-def test_a_routing_is_the_cpus_and_is_captured() -> None:
+def test_a_routing_equals_the_cpus_and_can_be_captured() -> None:
     ids = torch.randint(-1, 300, (4097, 8), generator=torch.Generator().manual_seed(0))
     expected = co.route(ids, 300)
     on_gpu = torch.zeros_like(ids, device="cuda")

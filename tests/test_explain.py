@@ -89,7 +89,9 @@ def test_explain_a_gpu_that_is_not_there(bits: int, act_quant: str, device: str)
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_explain_refuses(change: Change, error: type[Exception], words: list[str]) -> None:
+def test_explain_refuses_invalid_arguments(
+    change: Change, error: type[Exception], words: list[str]
+) -> None:
     arguments: Change = {"x": 3, "weight": co.reorder(weight()), "device": "sm_90", **change}
     with pytest.raises(error) as caught:
         co.explain(**arguments)

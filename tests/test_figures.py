@@ -191,7 +191,7 @@ def write_engines(folder: Path, *rows: Row, card: str = "H200") -> None:
     (folder / f"{card.lower()}-vllm.json").write_text(json.dumps(heading | {"rows": rows}))
 
 
-def test_engines_are_shown_as_far_as_they_ran(
+def test_tables_of_engines_leave_out_what_did_not_run(
     figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the fastest of vLLM's kernels for the same model and checkpoint, in a file a card."""

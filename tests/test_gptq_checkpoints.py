@@ -111,7 +111,7 @@ def test_a_zero_point_that_autogptq_wrote_over_others(
 @pytest.mark.parametrize("stored", [7, 8])
 @pytest.mark.parametrize("stated", ["gptq", "gptq_v2", None])
 @pytest.mark.parametrize("sym", [True, None, False])
-def test_gptq_metadata_that_lies(
+def test_gptq_metadata_that_contradicts_the_tensors(
     tmp_path: Path, stored: int, stated: str | None, sym: bool | None
 ) -> None:
     """Stored zero points that are all 7 or all 8 are believed before the metadata, unless it

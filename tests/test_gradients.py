@@ -134,7 +134,7 @@ def test_gradients_through_the_epilogue(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_only_what_is_wanted_gets_a_gradient(device: str) -> None:
+def test_only_inputs_that_require_it_get_a_gradient(device: str) -> None:
     packed = weight(device=device)
     x = values(M, K, dtype=torch.float16, device=device)
     for wanted in ("bias", "residual"):
@@ -315,7 +315,7 @@ def test_panels_of_16_bits_add_up_in_fp32(
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_what_is_kept_for_the_backward_pass(activation: str | None) -> None:
+def test_tensors_that_are_kept_for_the_backward_pass(activation: str | None) -> None:
     """The packed tensors; x only where the gradient depends on it; no values of W, and no z."""
     packed = weight("perm")
     kept: list[Tensor] = []

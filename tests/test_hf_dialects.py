@@ -90,7 +90,9 @@ def test_quantised_routers_become_their_values(tmp_path: Path) -> None:
     )
 
 
-def test_both_doors_quantise_the_activations_that_a_checkpoint_was_made_for(tmp_path: Path) -> None:
+def test_load_model_and_from_pretrained_quantise_activations_as_the_checkpoint_says(
+    tmp_path: Path,
+) -> None:
     model = tiny(num_hidden_layers=1)
     tensors = dict(model.state_dict())
     for name, linear in linears(model).items():

@@ -31,7 +31,7 @@ def refused_or_read(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_honest_models_are_read(tmp_path: Path, name: str) -> None:
+def test_the_undamaged_models_are_read(tmp_path: Path, name: str) -> None:
     assert refused_or_read(write(tmp_path, FILES[name], MODELS[name][1]))
     checkpoint = load_checkpoint(tmp_path)
     assert list(checkpoint.entries) == ["m", "norm.weight"]
@@ -101,7 +101,7 @@ def test_a_model_with_another_tensor(
 
 @pytest.mark.parametrize("size", [0, -1, -5, 1 << 31, 1 << 64, 10**400])
 @pytest.mark.parametrize("name", ["ct packed", "gptq act order"])
-def test_a_stated_size_that_fits_nothing(tmp_path: Path, name: str, size: int) -> None:
+def test_a_stated_size_that_matches_no_tensor(tmp_path: Path, name: str, size: int) -> None:
     """With act order a size is but a wish: the groups are those of the tensor."""
     config = copy.deepcopy(MODELS[name][1])
     holder = config["config_groups"]["group_0"]["weights"] if name == "ct packed" else config
@@ -123,7 +123,7 @@ def test_a_stated_size_that_fits_nothing(tmp_path: Path, name: str, size: int) -
 @example(text='{"quantization_config": {}}')
 @example(text='{"text_config": {"quantization_config": []}}')
 @example(text='{"compression_config": {"quant_method": {"a": []}}}')
-def test_a_config_that_is_any_text(tmp_path: Path, text: str) -> None:
+def test_a_config_of_random_text(tmp_path: Path, text: str) -> None:
     folder = write(tmp_path, FILES["gptq"], None)
     (folder / "config.json").write_bytes(text.encode(errors="surrogatepass"))
     refused_or_read(folder)

@@ -48,7 +48,7 @@ FUZZ = settings(
 # ---- GGUF, written by hand so that every field can lie
 
 
-def test_the_honest_file_is_read(tmp_path: Path) -> None:
+def test_the_undamaged_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf_file())
     checkpoint = load_checkpoint(path)
@@ -153,7 +153,7 @@ LIES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_gguf_that_lies(tmp_path: Path, lie: str) -> None:
+def test_a_gguf_with_false_sizes(tmp_path: Path, lie: str) -> None:
     content, match = LIES[lie]
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
@@ -248,7 +248,7 @@ def float_entry(begin: int, end: int, shape: list[int], dtype: str = "F32") -> d
         raw_safetensors(b'{"__metadata__": {"a": 3}}', b""),
     ],
 )
-def test_a_safetensors_that_lies(tmp_path: Path, content: bytes) -> None:
+def test_a_safetensors_file_with_a_false_header(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError):
@@ -367,7 +367,7 @@ def byte(name: str, value: int) -> Callable[[dict[str, Any], bytearray], None]:
         (byte("w.zeros", 8), r"tensor 'w\.zeros': holds values outside of -8"),
     ],
 )
-def test_a_packed_file_that_lies(
+def test_a_packed_file_with_false_metadata(
     tmp_path: Path, change: Callable[[dict[str, Any], bytearray], object], match: str | None
 ) -> None:
     honest = packed_file(tmp_path)

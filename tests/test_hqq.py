@@ -72,7 +72,7 @@ BY_HAND = {
 }
 
 
-def test_a_module_by_hand(tmp_path: Path) -> None:
+def test_codes_scales_and_offsets_by_hand(tmp_path: Path) -> None:
     weight = load_checkpoint(write(tmp_path, state(**BY_HAND)))["m"]
     codes = [[i >> 4 for i in range(64)], [i & 15 for i in range(64)]]
     assert weight.codes.tolist() == codes
@@ -216,7 +216,9 @@ def scalar(value: int) -> torch.Tensor:
         ({"quant_scale": torch.tensor(1, dtype=torch.uint8)}, "quantised themselves"),
     ],
 )
-def test_what_cannot_be_packed(tmp_path: Path, change: dict[str, Any], match: str) -> None:
+def test_tensors_that_cannot_be_packed_are_refused(
+    tmp_path: Path, change: dict[str, Any], match: str
+) -> None:
     checkpoint = load_checkpoint(write(tmp_path, state(**{**BY_HAND, **change})))
     with pytest.raises(CheckpointError, match=rf"tensor 'm\.W_q': .*{match}"):
         checkpoint["m"]

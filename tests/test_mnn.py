@@ -328,7 +328,9 @@ def test_every_name_of_the_model_opens_it(tmp_path: Path) -> None:
         (convolution("c", 1, 32, [0, 38, 32, 0], QUAN), "group_size is 8"),
     ],
 )
-def test_what_cannot_be_packed(tmp_path: Path, operator: dict[str, Any], match: str) -> None:
+def test_tensors_that_cannot_be_packed_are_refused(
+    tmp_path: Path, operator: dict[str, Any], match: str
+) -> None:
     blob = head(1, 32, range(-8, 8)) + bytes(16) + struct.pack("<8f", *(0, 1) * 4)
     with pytest.raises(CheckpointError, match=f"'c': .*{match}"):
         load_checkpoint(write(tmp_path, [operator], blob))["c"]

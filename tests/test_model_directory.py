@@ -68,7 +68,7 @@ def test_the_config_gives_every_module_its_format() -> None:
         ({"tensors": None}, "tensors are expected"),
     ],
 )
-def test_a_config_that_means_nothing(change: dict[str, object], match: str) -> None:
+def test_an_invalid_config(change: dict[str, object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         weight_format({**quantization_config({"a": FOUR}), **change}, "a")
 
@@ -292,7 +292,7 @@ def test_a_killed_run_is_resumed(source: Path, tmp_path: Path, ranks: int) -> No
     assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in listing(whole))
 
 
-def test_a_lost_shard_is_made_again_and_meanwhile_nothing_looks_whole(
+def test_a_lost_shard_is_written_again_and_until_then_the_directory_is_incomplete(
     source: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -324,7 +324,7 @@ def test_a_shard_that_one_rank_lost_is_made_again(source: Path, tmp_path: Path) 
         assert file.read_bytes() == before
 
 
-def test_what_a_run_refuses(source: Path, tmp_path: Path) -> None:
+def test_a_run_refuses_invalid_options(source: Path, tmp_path: Path) -> None:
     checkpoint, out = load_checkpoint(source), tmp_path / "out"
     with pytest.raises(ValueError, match="directory of the checkpoint itself"):
         reorder_model(checkpoint, source, OPTIONS)
@@ -372,7 +372,7 @@ def test_what_a_run_refuses(source: Path, tmp_path: Path) -> None:
         other_process.communicate()
 
 
-def test_a_directory_that_lies(source: Path, tmp_path: Path) -> None:
+def test_a_directory_with_false_metadata(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = reorder_model(load_checkpoint(source), out, OPTIONS, shard_bytes=60_000)
     index = out / "model.safetensors.index.json"
@@ -424,7 +424,7 @@ def test_a_directory_that_lies(source: Path, tmp_path: Path) -> None:
         ('{"rank": 0, "size": 2, "styles": {"m": "rows"}}', "a rank below size"),
     ],
 )
-def test_slices_that_mean_nothing(tmp_path: Path, value: str, match: str) -> None:
+def test_invalid_slices(tmp_path: Path, value: str, match: str) -> None:
     path = tmp_path / "p.safetensors"
     layout = {"layout": "cutlass_ops.slab64", "layout_version": "1", "weights": "{}"}
     save_file({"x": torch.zeros(2)}, path, {**layout, "tensor_parallel": value})

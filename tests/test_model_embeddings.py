@@ -158,7 +158,7 @@ def test_float_embeddings_stay_unless_they_are_named(tmp_path: Path) -> None:
         assert isinstance(model.lm_head, nn.Linear)
 
 
-def test_a_head_that_ranks_split_is_no_embedding(tmp_path: Path) -> None:
+def test_a_head_that_is_split_over_ranks_is_not_used_as_the_embedding(tmp_path: Path) -> None:
     checkpoint = co.load_checkpoint(write_model(tmp_path / "m.gguf"))
     with pytest.raises(
         ValueError,

@@ -49,7 +49,7 @@ EVERY_TILE = ((1, 3, 16), (17, 32), (33, 64), (65, 129, 300))
 
 
 @pytest.mark.skipif(not cached_allocator(), reason="torch's allocator does not cache")
-def test_poison_is_what_the_next_tensor_gets() -> None:
+def test_the_next_allocation_gets_the_poisoned_memory() -> None:
     # a cached block that fits better would be taken before the poisoned ones
     torch.cuda.empty_cache()
     for shape in ((1, 32), (33, 1000), (4097, 192)):

@@ -209,7 +209,7 @@ def test_residuals_beside_every_tile(
             assert same_bits(clamped, exact.to(out_dtype))
 
 
-def test_what_saturates_is_the_sum_with_its_residual() -> None:
+def test_the_sum_with_its_residual_saturates() -> None:
     packed = co.reorder(make_weight(Format(4, "symmetric", 128), 192, 256, exact=True))
     for m in (5, 300):
         x = make_floats(m, 256, HALF).sign() * 2
@@ -388,7 +388,7 @@ def test_opcheck() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # the profiler's own
-def test_explain_tells_what_runs() -> None:
+def test_explain_names_the_kernels_that_run() -> None:
     major, minor = torch.cuda.get_device_capability()
     packed = co.reorder(make_weight(Format(), 192, 576, exact=True))
     for activations in ACTIVATION_KINDS:

@@ -178,7 +178,7 @@ def test_a_skip_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
         ("transformers.utils", UserWarning, False),
     ],
 )
-def test_which_warnings_fail_a_test(module: str, category: type[Warning], fails: bool) -> None:
+def test_warnings_that_fail_a_test(module: str, category: type[Warning], fails: bool) -> None:
     with warnings.catch_warnings(record=True), pytest.raises(category) if fails else nullcontext():
         warnings.warn_explicit("text", category, "file.py", 1, module, {})
 

@@ -249,7 +249,7 @@ def test_other_methods_of_a_bf16_model(models: tuple[Any, Path], method: Any) ->
     assert logits(model).dtype == torch.bfloat16
 
 
-def test_norms_of_dora_are_those_of_biased_layers_too() -> None:
+def test_norms_of_dora_are_right_with_biases() -> None:
     torch.manual_seed(0)
     # PEFT looks for the device of a parameter
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
@@ -313,7 +313,7 @@ def test_variants_that_need_the_weight_are_refused(
         adapted(packed(models), **options)
 
 
-def test_a_layer_that_only_its_parts_call_is_refused(models: tuple[Any, Path]) -> None:
+def test_a_layer_whose_children_alone_are_called_is_refused(models: tuple[Any, Path]) -> None:
     kinds = (peft.LoraConfig, peft.IA3Config, peft.VeraConfig)
     for kind in kinds:
         options = {"feedforward_modules": []} if kind is peft.IA3Config else {}

@@ -90,13 +90,13 @@ class Labelled(Tensor):
         (activations(3, K), "block", 1),
     ],
 )
-def test_unusual_arguments_are_left_to_the_checks(x: Any, act_quant: Any, symmetric: Any) -> None:
+def test_unusual_arguments_take_the_checked_path(x: Any, act_quant: Any, symmetric: Any) -> None:
     packed = packed_weight()
     assert taken(activations(3, K), packed)
     assert not taken(x, packed, act_quant, symmetric)
 
 
-def test_unusual_weights_are_left_to_the_checks() -> None:
+def test_unusual_weights_take_the_checked_path() -> None:
     x = activations(3, K)
     fresh = co.reorder(weight())
     assert not taken(x, fresh)
@@ -124,14 +124,14 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_of_torch_are_left_to_the_checks(mode: str) -> None:
+def test_modes_of_torch_take_the_checked_path(mode: str) -> None:
     packed, x = packed_weight(), activations(3, K)
     with MODES[mode]():
         assert not taken(x, packed)
     assert taken(x, packed)
 
 
-def test_traces_are_left_to_the_checks() -> None:
+def test_traces_take_the_checked_path() -> None:
     packed, x = packed_weight(), activations(3, K)
     found = []
 
@@ -145,7 +145,7 @@ def test_traces_are_left_to_the_checks() -> None:
     assert not any(found)
 
 
-def test_autocast_of_fp32_is_left_to_the_checks() -> None:
+def test_autocast_of_fp32_takes_the_checked_path() -> None:
     packed, x = packed_weight(), activations(3, K)
     with torch.autocast("cpu", torch.bfloat16):
         assert not taken(x, packed)
@@ -155,7 +155,7 @@ def test_autocast_of_fp32_is_left_to_the_checks() -> None:
     assert co.mixed_gemm(x, packed).dtype == torch.float32
 
 
-def test_gradients_are_left_to_the_checks() -> None:
+def test_calls_with_gradients_take_the_checked_path() -> None:
     packed, x = packed_weight(kind="offsets", bias=True), activations(3, K)
     assert packed.bias is not None
     assert packed.offsets is not None

@@ -145,7 +145,7 @@ def normed() -> nn.Module:
         (hooked, "hooks are registered: 1"),
     ],
 )
-def test_convolutions_that_are_left_with_a_word(
+def test_convolutions_that_stay_in_floating_point_are_warned_of(
     make: Callable[[], nn.Module], message: str
 ) -> None:
     model = nn.Sequential(nn.Conv2d(64, 64, 3), make())
@@ -192,7 +192,7 @@ class Autoencoder(nn.Module):
         self.proj = nn.Linear(64, 64)
 
 
-def test_ends_stay_unless_skip_is_given() -> None:
+def test_first_and_last_layers_stay_unless_skip_is_given() -> None:
     assert packed(quantized(Autoencoder())) == {"body": co.nn.MixedConv2d, "proj": co.MixedLinear}
     assert len(packed(quantized(Autoencoder(), skip=()))) == 4
     assert packed(quantized(Autoencoder(), convs=False)) == {"proj": co.MixedLinear}

@@ -81,7 +81,7 @@ def test_any_size(n: int, k: int) -> None:
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0.02)
 
 
-def test_what_is_kept() -> None:
+def test_bias_mode_and_skipped_layers_are_kept() -> None:
     model = nn.ModuleDict({"a": nn.Linear(32, 8), "b": nn.Embedding(4, 32), "c": nn.Linear(32, 4)})
     model["a"].eval()
     model["c"].requires_grad_(False)
@@ -334,7 +334,9 @@ class Subclass(nn.Linear):
         (lambda: nn.Linear(32, 32).to(torch.float8_e4m3fn), "the weight is float8_e4m3fn: 1"),
     ],
 )
-def test_layers_that_are_left_with_a_word(make: Callable[[], nn.Module], message: str) -> None:
+def test_layers_that_stay_in_floating_point_are_named_in_a_warning(
+    make: Callable[[], nn.Module], message: str
+) -> None:
     model = nn.Sequential(nn.Linear(32, 32), make())
     left = model[1]
     with said(message):
@@ -365,7 +367,7 @@ def test_parameters_of_two_modules_stay(part: str, one_object: bool) -> None:
     assert packed_names(model) == ["1"]
 
 
-def test_layers_of_bitsandbytes_are_left() -> None:
+def test_layers_of_bitsandbytes_stay_with_the_engine() -> None:
     bnb = import_or_skip("bitsandbytes")
     model = nn.Sequential(nn.Linear(32, 32), bnb.nn.Linear4bit(32, 32), bnb.nn.Linear8bitLt(32, 32))
     with said(
@@ -457,7 +459,7 @@ def test_a_weight_that_is_not_finite_is_refused_before_anything_changes(
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, RuntimeError])
-def test_an_error_on_the_way_leaves_a_usable_model(
+def test_an_error_while_quantising_leaves_a_usable_model(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = mlp()

@@ -45,7 +45,7 @@ def test_any_number_of_rows_in_any_order(activations: str) -> None:
         check(x[:m], packed, act_quant=act_quant, act_symmetric=symmetric)
 
 
-def test_what_changes_the_plan_between_calls() -> None:
+def test_changes_between_calls_choose_another_plan() -> None:
     packed, x = packed_weight(group_size=64), make_floats(40, K, HALF)
     wide = make_floats(40, K + 12, HALF)
     changes: tuple[tuple[Tensor, dict[str, Any]], ...] = (

@@ -66,7 +66,7 @@ def test_unpack_undoes_reorder(
     assert_same(reorder(weight).unpack(), weight)
 
 
-def test_group_vectors_stand_where_lanes_read_them() -> None:
+def test_group_vectors_are_in_the_order_in_which_lanes_read_them() -> None:
     n, k = 70, 130  # two row panels and two K tiles, both short; groups of 64: 3 of 4
     weight = random_weight(n, k, group_size=64, kind="zeros")
     packed = reorder(weight)
@@ -218,7 +218,7 @@ def contents() -> dict[str, PackedWeight | torch.Tensor]:
     }
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_saved_weights_are_loaded(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     saved = contents()
     save_packed(path, saved, tied={"a.up": "embedding"}, sources={"x.gguf": "00"})

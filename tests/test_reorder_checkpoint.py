@@ -138,7 +138,9 @@ def test_a_checkpoint_does_not_overwrite_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("link", ["symbolic", "hard", "through a directory", "dangling"])
-def test_a_link_to_the_checkpoint_does_not_overwrite_it(tmp_path: Path, link: str) -> None:
+def test_writing_through_a_link_does_not_overwrite_the_checkpoint(
+    tmp_path: Path, link: str
+) -> None:
     path = float_checkpoint(tmp_path / "m.safetensors")
     before = path.read_bytes()
     out = tmp_path / "p.safetensors"
@@ -222,7 +224,7 @@ def test_names_that_clash_in_the_packed_file(tmp_path: Path) -> None:
         "token_embd",
     ],
 )
-def test_what_is_no_linear_layer_by_name(name: str) -> None:
+def test_names_that_are_not_linear_layers(name: str) -> None:
     import re
 
     assert re.search(DEFAULT_EXCLUDE, name)
@@ -330,7 +332,7 @@ def test_verify_sees_what_is_too_much(packed_pair: tuple[Path, Path], tmp_path: 
     assert found.same_source is False
 
 
-def test_the_first_difference_that_is_no_number_stays_the_largest(
+def test_a_difference_that_is_nan_stays_the_largest(
     packed_pair: tuple[Path, Path],
 ) -> None:
     """Names in order: down_proj before up_proj."""

@@ -195,7 +195,7 @@ def test_zero_points_of_gptq_are_read_by_the_files_version(bits: int, version: s
     assert torch.equal(found, zeros.t().to(torch.uint8))
 
 
-def test_zero_points_in_the_middle_are_none() -> None:
+def test_gptq_zero_points_of_8_are_dropped() -> None:
     assert linear._gptq_zeros(torch.full((4, 4), 0x77777777, dtype=torch.int32), 4, "") is None
 
 
@@ -222,7 +222,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("reason", LEFT)
-def test_a_layer_is_left_to_sglang_with_a_line_that_says_why(
+def test_a_layer_that_stays_with_sglang_is_logged_with_the_reason(
     reason: str, cpu: SimpleNamespace
 ) -> None:
     kind, change = LEFT[reason]

@@ -42,7 +42,7 @@ from cutlass_ops.weights import formats
 __all__ = ["source"]
 
 
-def test_which_layer_is_split_how() -> None:
+def test_how_each_layer_is_split() -> None:
     for name, style in (
         ("model.layers.0.self_attn.q_proj", "colwise"),
         ("model.layers.0.mlp.experts.7.gate_proj", "colwise"),
@@ -86,7 +86,9 @@ def test_which_layer_is_split_how() -> None:
         (608, 128, 2, 16),
     ],
 )
-def test_groups_where_ranks_part(k: int, group_size: int, size: int, expected: int) -> None:
+def test_groups_at_the_border_of_two_ranks(
+    k: int, group_size: int, size: int, expected: int
+) -> None:
     formats.check_group_size(expected)
     assert sliced_format(8, k, group_size, "rowwise", size) == (8, k // size, expected)
 
@@ -272,7 +274,7 @@ def test_a_file_that_may_not_be_read_is_said_to_be_there(
         pass
 
 
-def test_what_cannot_be_split(source: Path, tmp_path: Path) -> None:
+def test_weights_that_cannot_be_split_are_refused(source: Path, tmp_path: Path) -> None:
     checkpoint, out = load_checkpoint(source), tmp_path / "out"
     with pytest.raises(
         ValueError,

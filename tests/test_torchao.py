@@ -332,7 +332,7 @@ INT8 = {"block_size": [1, 32], "dtype": {"_type": "torch.dtype", "_data": "float
         ),
     ],
 )
-def test_what_cannot_be_packed(
+def test_tensors_that_cannot_be_packed_are_refused(
     tmp_path: Path, kind: str, parts: dict[str, torch.Tensor], data: dict[str, Any], match: str
 ) -> None:
     checkpoint = load_checkpoint(
