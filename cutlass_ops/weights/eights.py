@@ -34,10 +34,12 @@ def gate_first(values: Tensor, dim: int) -> Tensor:
 
 
 def join_codes(gate: Tensor, up: Tensor, n: int, bits: int) -> Tensor:
-    """The packed codes of a gated weight of those of gate and up, which have n rows each.
+    """The packed codes of a gated weight, made of the packed codes of gate and up, which have n
+    rows each.
 
-    A block of 16 rows of ``layout.h`` has two eights: in the low and in the high nibbles or, of 8
-    bits, in turn four bytes each. Two blocks of gate and two of up are four of the result.
+    A block of 16 rows of ``layout.h`` has two eights: at 4 bits in the low and in the high nibbles,
+    at 8 bits in alternating runs of four bytes. Two blocks of gate and two of up make four blocks
+    of the result.
     """
     panels = formats.padded_rows(n) // formats.ROWS_PER_PANEL
     size = formats.ROWS_PER_PANEL * formats.K_PER_TILE * bits // 8 // 4  # bytes of a block

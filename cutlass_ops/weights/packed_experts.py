@@ -150,7 +150,7 @@ class PackedExperts:
         return weight if self.perm is None else replace(weight, perm=self.perm[e])
 
     def in_order(self, features: Tensor, dim: int = 0) -> Tensor:
-        """What belongs to an expert's features along ``dim``, in the order of packed rows, with
+        """Values of an expert's features along ``dim``, which are in the order of packed rows, with
         gate's before up's.
         """
         return (
