@@ -44,8 +44,8 @@ def check(
     )
     error, rms = (y.cpu().double() - expected).abs(), expected.square().mean().sqrt()
     assert error.norm() <= 1e-6 * expected.norm()
-    # No kernel takes groups whose scale is that of all channels, or blocks of 16, where the
-    # result is not of x's type: torch's order of sums.
+    # If the result is not of x's type, torch computes groups with one scale for all channels, and
+    # blocks of 16, in its own order of sums.
     act_quant = options.get("act_quant")
     by_torch = geometry.groups > 1 and act_quant in ("token", "tensor")
     by_torch |= quantized.group_size == 16 and act_quant == "block"
@@ -67,7 +67,7 @@ def check_rounded(
     """A result of x's 16-bit type within the bounds of operands rounded once to it; the same bits
     in a second run.
 
-    `rounds_sums`: the sums are rounded, too, before what comes after them.
+    `rounds_sums`: the sums are rounded, too, before bias, activation and residual.
     """
     convolve, packed = CONVOLUTIONS[len(quantized.kernel_size)], co.reorder(quantized).to("cuda")
     bias = options.pop("bias", None)
@@ -86,7 +86,7 @@ def check_rounded(
     relative, absolute = ROUNDED[x.dtype]
     if options.get("act_quant", "none") != "none":
         absolute *= 2  # the values of x are rounded, too
-    # The rms of the sums: an activation may leave little of them.
+    # The rms of the sums, not of the outputs: an activation may make these small.
     sums = reference_conv.mixed_conv(x, quantized, geometry, out_dtype=torch.float32)
     error = (y.cpu().float() - expected).abs()
     bound = relative * expected.abs() + absolute * sums.square().mean().sqrt()

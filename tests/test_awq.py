@@ -1,4 +1,4 @@
-"""AWQ weights in AutoAWQ's own storage, on the CPU: codes by hand, values, and what is refused."""
+"""AWQ weights in AutoAWQ's own storage, on the CPU: codes by hand, values, and refusals."""
 
 from __future__ import annotations
 

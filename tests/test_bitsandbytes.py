@@ -322,7 +322,7 @@ def test_int8_of_the_package(tmp_path: Path, bnb: Any) -> None:
     assert bool(((ours - theirs).abs() <= theirs.abs() * 2.0**-22).all())
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.mark.parametrize(

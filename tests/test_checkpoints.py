@@ -201,7 +201,7 @@ def test_unaligned_tensors_are_read(tmp_path: Path) -> None:
     assert plain["b.weight"].data_ptr() % 4 == 0
 
 
-# ---- what is no checkpoint
+# ---- files that are no checkpoint
 
 
 @pytest.mark.parametrize(

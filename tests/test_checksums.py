@@ -1,4 +1,4 @@
-"""Damage that files can show by themselves: checksums, values that are not finite, and what
+"""Damage that shows without the checkpoint: checksums, values that are not finite, and files that
 transformers saved.
 """
 
@@ -368,7 +368,9 @@ def test_sizes_that_are_rounded_up(saved: tuple[Path, Path]) -> None:
 
 
 def test_a_config_may_leave_out_that_a_layer_has_a_bias(saved: tuple[Path, Path]) -> None:
-    """The model's own configuration tells it; a dtype that is stated must be the bias's."""
+    """The model's own configuration says whether there is a bias; a stated dtype must be the
+    bias's.
+    """
     packed, _ = saved
     config = json.loads((packed / "config.json").read_text())
     quantization = config["quantization_config"]

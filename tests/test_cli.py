@@ -1,4 +1,4 @@
-"""The command line, as a user runs it: what it prints, its exit status, its errors in one line."""
+"""The command line, as a user runs it: its output, its exit status, its errors in one line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""4-bit code books: codes and values by hand, against bitsandbytes' own, and along the straight
-line to a product.
+"""4-bit code books: codes and values by hand, against bitsandbytes' own, and from quantisation to
+product.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_mxfp4_codes_by_hand(exponent: int) -> None:
         found = co.quantize(torch.full((1, 7), tiny), group_size=32, book="mxfp4")
         assert found.scales.tolist() == [[1.0]]
         assert (found.codes % 8).tolist() == [[0] * 7]
-    # Of 17 columns the last group's zeros beyond K do not count.
+    # With 17 columns, the last group's zeros beyond K do not count.
     assert co.quantize(torch.full((1, 17), 5.0), group_size=32, book="mxfp4").codes.tolist() == [
         [6] * 17
     ]
@@ -182,8 +182,8 @@ def test_nan_never_becomes_a_number() -> None:
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_tensors_larger_than_a_piece_of_work(quant_type: str) -> None:
-    """More than 2^20 elements: codes and absmax are those of their place from the
-    first to the last.
+    """More than 2^20 elements: codes and absmax are right at every position from the first to the
+    last.
     """
     codes = torch.randint(
         0, 16, ((1 << 20) + 2 * 4096 + 7,), generator=torch.Generator().manual_seed(0)
@@ -255,7 +255,7 @@ def test_bitsandbytes_has_the_same_double_quantisation(bnb: Any) -> None:
     assert torch.equal(packed, theirs)
     assert torch.equal(nested.absmax, state.state2.absmax)
     assert torch.equal(nested.offset, state.offset)
-    # Its CPU path looks codes up in a table that misses the nearest now and then, by a hair.
+    # Its CPU path looks codes up in a table that sometimes misses the nearest value slightly.
     near = (nested.code[nested.codes.int()] - nested.code[state.absmax.int()]).abs()
     assert (near > 0).sum() < 10
     assert near.max() < 0.02
@@ -297,7 +297,7 @@ def test_double_quantisation_halfway_takes_the_smaller_value() -> None:
         assert codes[:3].tolist() == [255, 0, code]
 
 
-# ---- the straight line
+# ---- from quantisation to product
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
@@ -386,7 +386,7 @@ def test_a_weight_with_a_custom_code_book(dtype: torch.dtype) -> None:
     assert torch.equal(qw.scales, named.scales)
     assert torch.equal(co.dequantize(qw, FLOAT), co.dequantize(named, FLOAT))
     assert torch.equal(co.dequantize(co.reorder(qw), FLOAT), co.dequantize(named, FLOAT))
-    # Another book gives other values: each weight the nearest of all sixteen.
+    # With another book each weight still gets the nearest of all sixteen values.
     book = torch.linspace(-1, 1, 16) ** 3
     qw = co.quantize(weight, group_size=-1, book=book)
     scaled = weight.float() / weight.float().abs().amax(1, keepdim=True)
@@ -460,7 +460,7 @@ def test_compile() -> None:
     )
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def test_invalid_arguments_are_refused() -> None:

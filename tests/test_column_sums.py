@@ -1,5 +1,5 @@
-"""Column sums of a weight: what they are, and that no result tells whether they were kept, made by
-the product, or stale.
+"""Column sums of a weight: their values, and that results do not depend on whether they were kept,
+made by the product, or stale.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cutlass_ops.weights import formats
 ASYMMETRIC: dict[str, Any] = {"act_quant": "block", "act_symmetric": False}
 
 
-# ---- what is kept, and when it is read
+# ---- kept sums, and when they are read
 
 
 def small_weight(bits: int = 8, seed: int = 0) -> co.PackedWeight:
@@ -58,7 +58,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def seen_by_kernels(weight: co.PackedWeight) -> int | None:
-    """The address of the sums that kernels are given; None if a product makes its own."""
+    """The address of the sums that kernels get; None if a product makes its own."""
     _ = weight.native
     if not weight._reads_sums:
         return None
@@ -131,7 +131,7 @@ def test_weights_made_in_inference_mode_keep_no_column_sums(
     with torch.inference_mode(inference):
         packed = small_weight()
     object.__setattr__(packed, "gpu", 0)
-    assert packed.takes_sums != inference  # torch would not record what is written
+    assert packed.takes_sums != inference  # torch would not record writes
 
 
 def test_compiled_products_follow_values_that_are_written_to(

@@ -48,7 +48,7 @@ DEPTHWISE: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...], Any, Any,
     "a volume": (24, 1, (5, 9, 8), (3, 2, 3), (1, 2, 1), (1, 0, 1), (1, 1, 1)),
     "a dilated volume": (16, 2, (7, 9, 8), (2, 2, 3), (2, 1, 2), (2, 0, 1), (3, 1, 2)),
 }
-#: A group is of one tap, and has one weight here; a row has all taps.
+#: A group lies in one tap, and has one weight here; a row has all taps.
 DEPTHWISE_FORMATS: dict[str, dict[str, Any]] = {
     **FORMATS,
     "int4 in rows": {"bits": 4, "group_size": -1},

@@ -185,7 +185,7 @@ def node_tests() -> Iterator[tuple[str, str, dict[str, np.ndarray], dict[str, An
 
 
 def by_row(value: np.ndarray | None, n: int, default: Tensor) -> Tensor:
-    """What ONNX gives once or for each output channel, ``[N]``."""
+    """A number that ONNX gives once or for each output channel, as ``[N]``."""
     return (default if value is None else torch.from_numpy(np.array(value)).reshape(-1)).expand(n)
 
 

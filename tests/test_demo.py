@@ -1,4 +1,4 @@
-"""The main job on the real model, and its parts on a model of no size.
+"""The demo on the real model, and its parts on a tiny one.
 
 The real model is the file that CUTLASS_OPS_DEMO_MODEL names, or is downloaded once with
 pip into .cache.
@@ -38,7 +38,7 @@ TOKENS = 32
 W4A8_BOUND = {True: 0.05, False: 0.04}
 
 
-# ---- a model of no size
+# ---- a tiny model
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ def test_wrong_arguments_are_refused(
 
 
 def test_no_more_memory_than_the_rows_is_allocated() -> None:
-    """No tensor that is made on the way grows with the number of the weight's rows."""
+    """No temporary tensor grows with the number of the weight's rows."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):

@@ -251,7 +251,7 @@ def test_tables_of_engines_leave_out_what_did_not_run(
 
 
 def test_every_results_file_is_of_one_commit(figures: ModuleType) -> None:
-    """Those too that only costs are fitted to."""
+    """Including the files that only costs are fitted to."""
     for path in (ROOT / "results").glob("*.json"):
         (commit,) = figures.commits(json.loads(path.read_text()))
         assert figures.COMMIT.fullmatch(commit), path.name

@@ -1,4 +1,4 @@
-"""tools/fuzz.py: a short run of it, and that it sees what it looks for."""
+"""tools/fuzz.py: a short run, and that it finds the faults that it looks for."""
 
 from __future__ import annotations
 

@@ -377,7 +377,7 @@ def test_compiled_products_are_the_eager_ones(act_quant: str) -> None:
     assert torch.equal(compiled(residual), quantized(residual))
 
 
-# ---- who takes no gated weight
+# ---- operators without gated weights
 
 
 def test_others_refuse_a_gated_weight_by_name() -> None:

@@ -1,5 +1,5 @@
-"""MLPs of models that compute down(activation(gate(x)) * up(x)): which become gated ones, and that
-all else about the model stays, on a CPU.
+"""MLPs that compute down(activation(gate(x)) * up(x)): which of them become gated, and that
+everything else about the model stays, on a CPU.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Scaled(MLP):
 
 
 class Exchanged(MLP):
-    """The activation is of what is called up."""
+    """The activation is applied to the layer named up."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))

@@ -1,4 +1,4 @@
-"""Blocks of GGUF, written by hand, and what the reader makes of them."""
+"""Blocks of GGUF, written by hand, and the weights that are read from them."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_zero_points_that_autogptq_destroyed_are_refused(tmp_path: Path, word: i
         checkpoint["m"]
     with pytest.raises(CheckpointError, match="zero_offset=1"):
         checkpoint.entries["m"].values()
-    # By the user's word: with the carry, as GPTQModel would.
+    # As the user says: with the carry, as GPTQModel would.
     zeros = load_checkpoint(carried(tmp_path, word), zero_offset=1)["m"].zeros
     assert zeros is not None
     if word == 0xFFFFFFF2:
@@ -125,7 +125,7 @@ def test_gptq_metadata_that_contradicts_the_tensors(
     check(checkpoint, "m", expected(randint(16, 8, 64), randn(8, 2).half(), z, 32))
     assert checkpoint["m"].symmetric == (z == 8)
     assert ("by their values" in checkpoint.metadata["zero_offset"]) == (by_metadata != z)
-    for offset in (0, 1):  # what the user says comes first
+    for offset in (0, 1):  # the user's option takes precedence
         weight = load_checkpoint(path, zero_offset=offset)["m"]
         assert torch.equal(
             dequantize_weight(weight, torch.float32),

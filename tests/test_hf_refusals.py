@@ -1,6 +1,4 @@
-"""What is not a packed model, or lies about being one, is refused by load_model and
-from_pretrained.
-"""
+"""load_model and from_pretrained refuse directories that are no packed models or claim to be."""
 
 from __future__ import annotations
 

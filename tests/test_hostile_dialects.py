@@ -1,5 +1,5 @@
-"""Models of bitsandbytes, HQQ, torchao and MNN that lie: a CheckpointError, or
-what the files say.
+"""Models of bitsandbytes, HQQ, torchao and MNN with false metadata: a CheckpointError, or the
+values in the files.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_the_undamaged_models_are_read(tmp_path: Path, name: str, weights: int) 
     assert all(
         any(part.endswith(CODES) for part in entry.parts) for entry in checkpoint.entries.values()
     )
-    (tmp_path / "config.json").unlink()  # their tensors tell, too
+    (tmp_path / "config.json").unlink()  # recognised by their tensors, too
     assert read_all(path) == weights
 
 

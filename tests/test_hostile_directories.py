@@ -1,5 +1,5 @@
-"""Directories of quantised models that lie: a CheckpointError, or what the files say; the same
-for every dialect.
+"""Directories of quantised models with false metadata: a CheckpointError, or the values in the
+files; the same for every dialect.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_a_model_with_another_tensor(
 @pytest.mark.parametrize("size", [0, -1, -5, 1 << 31, 1 << 64, 10**400])
 @pytest.mark.parametrize("name", ["ct packed", "gptq act order"])
 def test_a_stated_size_that_matches_no_tensor(tmp_path: Path, name: str, size: int) -> None:
-    """With act order a size is but a wish: the groups are those of the tensor."""
+    """With act order the stated group size is only a hint: the groups are those of the tensor."""
     config = copy.deepcopy(MODELS[name][1])
     holder = config["config_groups"]["group_0"]["weights"] if name == "ct packed" else config
     holder["group_size"] = size

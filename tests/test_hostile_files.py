@@ -1,5 +1,5 @@
-"""Files that lie: every one gets a CheckpointError, or is read as what it says; never a crash, a
-hang or a flood of memory.
+"""Files with false headers: each is refused with a CheckpointError, or read as its header says;
+never a crash, a hang or an excess of memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FUZZ = settings(
 )
 
 
-# ---- GGUF, written by hand so that every field can lie
+# ---- GGUF, written by hand so that every field can be false
 
 
 def test_the_undamaged_file_is_read(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_every_truncation_of_a_gguf(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     for size in range(len(whole) - 1):
         path.write_bytes(whole[:size])
-        # The last tensor is 2 bytes long; what follows it is nobody's.
+        # The last tensor is 2 bytes long; the bytes behind it are unused.
         assert read_or_refuse(path) == (size >= len(whole) - len(DATA) + 386), size
 
 

@@ -1,4 +1,4 @@
-"""A config that promises a part which the file lacks, or a part that no reader takes: refused,
+"""A config that announces a part which the file lacks, or a part that no reader takes: refused,
 never read as something else.
 """
 

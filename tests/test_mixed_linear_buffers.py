@@ -1,4 +1,4 @@
-"""MixedLinear computes with its buffers as they are, however they came there."""
+"""MixedLinear computes with its present buffers, however they were set."""
 
 from __future__ import annotations
 

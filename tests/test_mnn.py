@@ -1,8 +1,8 @@
 """The reader of MNN's per-block weights, on files written by hand.
 
-What ``aMin`` and ``readType`` mean is what MNN 3.6.1 itself made of such a file (4 bits; aMin 1, 0
-and -8; readType 1 and 16): its 1 x 1 convolution of the identity's columns gave exactly the values
-of ``test_the_rules_of_the_offset``.
+The meaning of ``aMin`` and ``readType`` was taken from MNN 3.6.1, which read such a file (4 bits;
+aMin 1, 0 and -8; readType 1 and 16): its 1 x 1 convolution of the identity's columns gave exactly
+the values of ``test_the_rules_of_the_offset``.
 """
 
 from __future__ import annotations

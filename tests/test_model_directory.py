@@ -1,4 +1,4 @@
-"""Whole model directories: what is written and read back, of every dialect, and interrupted."""
+"""Whole model directories: written and read back, in every dialect, and interrupted."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_model_becomes_a_directory(source: Path, tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(
         t.nbytes for file in shards for t in load_file(out / file).values()
     )
-    # Values: those of each matrix quantised by itself; everything else as it was.
+    # Values: those of each matrix quantised separately; everything else is unchanged.
     packed, plain = load_packed(out), float_tensors()
     assert is_packed(out)
     for name in done.weights:

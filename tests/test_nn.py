@@ -1,4 +1,6 @@
-"""MixedLinear and replace_linears: the layer is the operator, whatever torch does to the module."""
+"""MixedLinear and replace_linears: the layer equals the operator, whatever torch does to the
+module.
+"""
 
 from __future__ import annotations
 

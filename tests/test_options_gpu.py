@@ -1,4 +1,4 @@
-"""Options of mixed_gemm, other forms of its operands, and what does not run, on a GPU."""
+"""Options of mixed_gemm, other forms of its operands, and refusals, on a GPU."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_products_of_strided_operands(activations: str, view: str) -> None:
                 assert_close(y.view(-1, 200), copied.double(), rounded=True)
 
 
-#: Of x [8, K]: what _C.product takes as it is, and what it leaves to be copied.
+#: Views of x [8, K] that _C.product reads directly, and views that must be copied.
 SHAPED = {
     "vector": (lambda x: x[3], True),
     "one row": (lambda x: x[5:6], True),
@@ -384,7 +384,7 @@ def test_opcheck() -> None:
         torch.library.opcheck(op.default, args)
 
 
-# ---- what runs, and what does not
+# ---- kernels that run, and refusals
 
 
 @pytest.mark.filterwarnings("ignore")  # the profiler's own

@@ -1,6 +1,4 @@
-"""The state of a packed model in other people's hands: a plain model refuses it, a packed one
-takes its own alone.
-"""
+"""The state of a packed model: a plain model refuses it, a packed model loads only its own."""
 
 from __future__ import annotations
 

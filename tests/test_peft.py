@@ -1,5 +1,5 @@
-"""Adapters of PEFT on packed models: the gradients of the dequantised model, and errors for what
-packed weights cannot do.
+"""Adapters of PEFT on packed models: the gradients of the dequantised model, and errors for
+unsupported operations.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ METHODS: dict[str, Any] = {
 
 @pytest.fixture(params=METHODS)
 def method(request: pytest.FixtureRequest) -> Any:
-    """What makes the configuration of a method."""
+    """A function that makes the configuration of a method."""
     if request.param == "oft" and not hasattr(
         import_module("peft.tuners.oft.model"), "resolve_quantization_backend"
     ):

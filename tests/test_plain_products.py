@@ -1,5 +1,5 @@
-"""The native module's way for plain products: what it takes, what it leaves to the checks in
-Python, and that both have the same bits.
+"""The native module's fast path for plain products: the calls that it takes, the calls that take
+the checked path in Python, and that both have the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def taken(
     return _C.product(packed, x, act_quant, symmetric, buffers) is not None
 
 
-#: Of x [8, K], and whether it is taken.
+#: Views of x [8, K], and whether the fast path takes them.
 VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "vector": (lambda x: x[3], True),
     "one row": (lambda x: x[5:6], True),
@@ -116,7 +116,7 @@ def transform() -> Iterator[None]:
         yield
 
 
-#: Modes of torch in which nothing is taken, whatever x is.
+#: Modes of torch in which the fast path takes no call.
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "forward-mode differentiation": forward_ad.dual_level,
     "a transform of torch.func": transform,

@@ -1,4 +1,4 @@
-"""tools/plot.py: what it draws of a results file."""
+"""tools/plot.py: the picture of a results file."""
 
 from __future__ import annotations
 

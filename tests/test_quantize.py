@@ -1,5 +1,5 @@
-"""The public weight quantiser: what it accepts and refuses; its numbers are tested with
-the specification.
+"""The public weight quantiser: valid and invalid arguments; its numbers are tested with the
+specification.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ def test_the_widest_of_ranges_with_equal_errors_is_taken() -> None:
     found = quantize(w, group_size=32, symmetric=False, clip="mse")
     assert found.scales.item() == pytest.approx(0.76, rel=1e-6)
     assert found.codes.tolist() == [[0, 3, 3, 5, 11, 14, 15, 15]]
-    # Squares beyond fp32 are infinite whatever the range is: nothing is known to be
-    # better than all of it.
+    # Squares beyond fp32 are infinite with every range, so the whole range is taken.
     for symmetric in (True, False):
         w = torch.tensor([[7e25, 0.4e25]])
         assert equal(quantize(w, 4, 32, symmetric, clip="mse"), quantize(w, 4, 32, symmetric))

@@ -1,5 +1,5 @@
-"""quantize_model(convs=True): which convolutions become packed, what is left or refused with a
-word, and what is saved.
+"""quantize_model(convs=True): which convolutions become packed, which stay or are refused, with the
+reason, and what is saved.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def test_convolutions_that_stay_in_floating_point_are_warned_of(
     with said(message):
         co.quantize_model(model, 4, 32, convs=True)
     assert packed(model) == {"0": co.nn.MixedConv2d}
-    with said():  # whoever named it knows
+    with said():  # no warning for layers that the user named
         co.quantize_model(
             nn.Sequential(nn.Conv2d(64, 64, 3), make()), 4, 32, skip=("1",), convs=True
         )

@@ -1,4 +1,4 @@
-"""quantize_model: which layers become packed, what they compute, and what is refused."""
+"""quantize_model: which layers become packed, their results, and refusals."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_module_in_several_places_is_one_packed_layer() -> None:
         ) == ["a.0", "a.3"]
 
 
-# ---- what is left
+# ---- layers that stay
 
 
 def test_skip() -> None:
@@ -274,7 +274,7 @@ def test_layers_whose_weight_a_module_reads_stay() -> None:
     left = ("listed.0", "called", "asked", "initialised", "looped.0.b", "looped.1.b", "not_passed")
     assert packed_names(model) == ["0", *(f"1.{name}" for name in left)]
     with pytest.raises(AttributeError, match="weight"):
-        _ = model[0].weight  # what is read otherwise is not read silently
+        _ = model[0].weight  # other reads of the weight raise an error
 
 
 def parametrized() -> nn.Module:
@@ -343,7 +343,7 @@ def test_layers_that_stay_in_floating_point_are_named_in_a_warning(
         co.quantize_model(model)
     assert packed_names(model) == ["0"]
     assert model[1] is left
-    with said():  # whoever named it knows
+    with said():  # no warning for layers that the user named
         co.quantize_model(nn.Sequential(nn.Linear(32, 32), make()), skip=("1",))
     assert not parametrize.is_parametrized(model[0])
 
@@ -378,7 +378,7 @@ def test_layers_of_bitsandbytes_stay_with_the_engine() -> None:
     assert packed_names(model) == ["0"]
 
 
-# ---- what is refused, and what an error leaves
+# ---- refusals, and the model after an error
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def assert_quantized_as_on_the_cpu(
         assert_same(qa.zeros[:, :m].cpu(), cpu.zeros[:, :m])
     assert_same(qa.codes.cpu(), cpu.codes)  # with the padding
     assert (qa.block, qa.k, qa.shape, qa.dtype) == (block, k, x.shape, x.dtype)
-    # And what the specification says, not only what the CPU path makes of it.
+    # Against the specification too, not only against the CPU path.
     codes, scales, zeros = reference.quantize_activations(
         on_cpu if perm is None else on_cpu[:, perm.cpu().long()], block, symmetric
     )

@@ -74,7 +74,7 @@ def test_column_sums_between_calls(act_quant: str) -> None:
     expected = co.mixed_gemm(x, packed, **options)
     packed.sum_codes()
     assert same_bits(co.mixed_gemm(x, packed, **options), expected)
-    packed.scales.mul_(2)  # the sums are those of other scales now
+    packed.scales.mul_(2)  # the kept sums now belong to other scales
     torch.cuda.synchronize()
     check(x, packed, **options)
     assert not same_bits(co.mixed_gemm(x, packed, **options), expected)

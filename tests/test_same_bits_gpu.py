@@ -229,9 +229,9 @@ def test_graph_capture_and_replay_with_new_inputs(activations: str, m: int) -> N
 @pytest.mark.parametrize("act_quant", ["none", "block"])
 @pytest.mark.parametrize(("n", "k"), [(17152, 2048), (27136, 8192)])
 def test_replays_of_split_k_tiles(n: int, k: int, act_quant: str) -> None:
-    # A replay finds in the workspace what the one before left there, and must wait for its
-    # split-K slices. On 66 clusters the tail is one tile, or 40, whose last slices are computed
-    # two by a cluster.
+    # A replay finds the previous one's data in the workspace, and must wait for its own split-K
+    # slices. On 66 clusters the tail is one tile, or 40, whose last slices are computed two by a
+    # cluster.
     packed = co.reorder(make_weight(Format(8), n, k, exact=False))
     if co.explain(100, packed, act_quant).tail_tiles == 0:
         pytest.skip("this GPU's waves leave no tiles over")

@@ -1,4 +1,4 @@
-"""What the plugin does when SGLang calls it, with SGLang's classes in miniature."""
+"""The plugin's behaviour when SGLang calls it, with SGLang's classes in miniature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plugin does when vLLM calls it, with vLLM's tables in miniature."""
+"""The plugin's behaviour when vLLM calls it, with vLLM's tables in miniature."""
 
 from __future__ import annotations
 

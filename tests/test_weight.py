@@ -1,6 +1,4 @@
-"""The two forms of a weight: what they accept, what they refuse, and the order
-of the packed one.
-"""
+"""The two forms of a weight: valid and invalid tensors, and the order of the packed one."""
 
 from __future__ import annotations
 

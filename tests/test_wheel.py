@@ -1,5 +1,5 @@
-"""A wheel: what it holds, on which machines it runs, and that it multiplies where nothing else of
-this project is.
+"""A wheel: its contents, the machines on which it runs, and that it multiplies where nothing else
+of this project is installed.
 
 The wheel is the one that CUTLASS_OPS_WHEEL names (`make wheel` gives it), or one built
 for the CPU here.
@@ -24,7 +24,7 @@ import cutlass_ops
 
 ROOT = Path(__file__).parent.parent
 INFO = f"cutlass_ops-{cutlass_ops.__version__}.dist-info"
-#: Of the libraries that every manylinux has, those that a C++ program needs.
+#: The libraries, of those that every manylinux has, that a C++ program needs.
 SYSTEM = {
     "libc.so.6",
     "libdl.so.2",

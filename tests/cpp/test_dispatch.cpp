@@ -1,4 +1,4 @@
-// Which kernel and tile a problem gets. Needs no GPU.
+// The kernel and the tile that are chosen for a problem. Needs no GPU.
 
 #include <gtest/gtest.h>
 
@@ -17,7 +17,7 @@ namespace cutlass_ops {
 namespace {
 
 TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
-  // Kernel, tile, and what tells its candidates apart.
+  // Kernel, tile, and the fields that distinguish its candidates.
   std::set<std::tuple<std::string, int, int, bool, bool>> used, offered;
   for (Device const& device : kDevices)
     for (int bits : {4, 8})
@@ -48,12 +48,12 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
               EXPECT_GE(p.stages, 1);
               EXPECT_LE(p.shared_bytes, device.shared_memory);
               EXPECT_EQ(p.grid_x % p.cluster_size, 0);
-              // Persistent CTAs, and those that share K while decoding, all run at a time.
+              // All persistent CTAs, and all that share K while decoding, run at a time.
               if (device.architecture == 90 && std::string(p.kernel).substr(0, 4) != "mma_" &&
                   input.problem.weight.format != Format::kCodebook) {
                 EXPECT_LE(p.grid_x, device.multiprocessors);
               }
-              // Something quantises what is multiplied as int8, or the kernel does.
+              // Operands of int8 products are quantised before or by the kernel.
               bool const floats = input.int8 && !input.problem.quantized.codes;
               EXPECT_EQ(p.quantizes || p.layout.block != 0, floats);
               std::vector<std::string> const order = names(p);
@@ -79,8 +79,8 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
         << std::get<2>(candidate) << ": no problem selects it";
 }
 
-// Up to sm_89 there are the portable kernels alone; their tiles follow M.
-TEST(Dispatch, GivesTheTileThatFitsTheTokens) {
+// Up to sm_89 there are only the portable kernels, whose tiles follow M.
+TEST(Dispatch, ChoosesTheTileThatFitsTheRows) {
   for (Device const& device : {kDevices[0], kDevices[1], kDevices[2]})
     for (int bits : {4, 8})
       for (bool int8 : {false, true})
@@ -143,7 +143,7 @@ TEST(Dispatch, GivesLargeTilesToSumsOverAllOfK) {
   };
   for (int bits : {4, 8})
     for (bool symmetric : {true, false}) {
-      // One wave over 66 clusters; waves and a cut rest; fewer tiles than clusters.
+      // One wave over 66 clusters; waves and a split remainder; fewer tiles than clusters.
       for (auto const& [m, n, k] :
            {std::tuple(200, 16832, 392), std::tuple(256, 16832, 392), std::tuple(1000, 17000, 4104),
             std::tuple(200, 4060, 28680), std::tuple(4096, 4096, 4096)})
@@ -276,7 +276,7 @@ TEST(Dispatch, ChoosesNoKernelThatCannotImplementAProblem) {
   EXPECT_EQ(kernel(p), "mma_gemm_a16");
 }
 
-TEST(Dispatch, HasKernelsThatMakeSense) {
+TEST(Dispatch, HasConsistentKernelSpecs) {
   std::set<std::string> names;
   for (KernelSpec const& spec : kernel_specs()) {
     EXPECT_TRUE(names.insert(spec.name).second) << spec.name;
@@ -296,7 +296,7 @@ TEST(Dispatch, HasKernelsThatMakeSense) {
   }
 }
 
-// M = 17 to 32, int8: wgmma_gemm_a8 for weights of the sizes at which it was measured to win.
+// M = 17 to 32, int8: wgmma_gemm_a8 for weights of the sizes at which it was measured to be faster.
 TEST(Dispatch, GivesFewInt8RowsBlockM32ForLargeWeights) {
   auto rows = [](int m, int n, int k, int bits, ActQuant act_quant, bool symmetric = true) {
     Plan const chosen = planned(quantized_on_the_way(problem(m, n, k, bits), act_quant, symmetric));
@@ -334,7 +334,7 @@ TEST(Dispatch, GivesBatchInvariantInt4ProductsOfBlocksNoSmallTiles) {
   EXPECT_GE(chosen.block_m, 128);
   ASSERT_TRUE(plan(already_quantized(p, 128), kHopper, &chosen).ok());
   EXPECT_GE(chosen.block_m, 128);
-  // Their order of multiplication is that of larger tiles here.
+  // These multiply in the order of larger tiles.
   ASSERT_TRUE(plan(quantized_on_the_way(p, ActQuant::kBlock, false), kHopper, &chosen).ok());
   EXPECT_EQ(chosen.block_m, 64);
   ASSERT_TRUE(plan(quantized_on_the_way(p, ActQuant::kToken, true), kHopper, &chosen).ok());
@@ -355,7 +355,7 @@ TEST(Dispatch, TakesTheKernelsOfAnEarlierArchitectureIfAsked) {
     EXPECT_EQ(status.code, Status::kUnsupported);
     EXPECT_NE(status.text.find("architecture is 100; the GPU is sm_90"), std::string::npos)
         << status.text;
-    // Hopper's own kernels run on Hopper alone.
+    // Kernels for Hopper run on Hopper only.
     p.architecture = 90;
     ASSERT_TRUE(plan(p, kDevices[4], &chosen).ok());
     EXPECT_STREQ(chosen.kernel, "mma_gemm_a16");

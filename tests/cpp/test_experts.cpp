@@ -31,7 +31,7 @@ MoeProblem experts(int tokens, int count, int top, int hidden, int intermediate,
   return p;
 }
 
-TEST(Experts, TakeHigherTilesTheMoreRowsTheyHave) {
+TEST(Experts, UseHigherTilesForMoreRows) {
   for (auto [tokens, group_size, height, kernel] : {std::tuple(1, 128, 16, "wgmma_decode_fold16"),
                                                     {128, 128, 16, "wgmma_decode_fold16"},
                                                     // 32 rows of an expert
@@ -48,8 +48,7 @@ TEST(Experts, TakeHigherTilesTheMoreRowsTheyHave) {
     ASSERT_TRUE(plan_moe(experts(tokens, 128, 8, 2048, 768, group_size), kHopper, &chosen).ok());
     EXPECT_EQ(chosen.block_m, height) << tokens;
     EXPECT_STREQ(chosen.kernel, kernel);
-    // Enough for any routing: all positions' own slots, and the most tiles that they
-    // can be cut into.
+    // Enough for any routing: a slot for each position, and the largest possible number of tiles.
     int const positions = tokens * 8, touched = std::min(128, positions);
     EXPECT_EQ(chosen.routes, positions > 256);
     EXPECT_GE(chosen.slots, positions + (chosen.routes ? touched * 15 - 15 : 0));
@@ -62,7 +61,7 @@ TEST(Experts, TakeHigherTilesTheMoreRowsTheyHave) {
   }
 }
 
-TEST(Experts, FindTheirRowsInTheIdsWhereTheseAreFew) {
+TEST(Experts, FindRowsInTheIdsIfTheseAreFew) {
   MoePlan chosen;
   for (auto [tokens, count, routes] : {std::tuple(1, 128, false),
                                        {32, 128, false},
@@ -77,7 +76,7 @@ TEST(Experts, FindTheirRowsInTheIdsWhereTheseAreFew) {
   }
 }
 
-TEST(Experts, ShareAllFeaturesOfGateAndUpByClusters) {
+TEST(Experts, CoverAllFeaturesOfGateAndUpByClusters) {
   MoePlan chosen;
   for (int intermediate : {8, 64, 136, 192, 640, 704, 14336}) {
     ASSERT_TRUE(plan_moe(experts(1, 8, 2, 4096, intermediate, 64), kHopper, &chosen).ok());
@@ -88,7 +87,7 @@ TEST(Experts, ShareAllFeaturesOfGateAndUpByClusters) {
   }
 }
 
-TEST(Experts, AreDealtToAllCtasWhereEachGetsSeveralRowPanels) {
+TEST(Experts, UsePersistentCtasIfEachGetsSeveralRowPanels) {
   MoePlan chosen;
   auto const dealt = [&](MoeProblem const& p) {
     EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
@@ -122,7 +121,7 @@ TEST(Experts, TakeTheExactKernelWhereItsGroupsAndCodesAllowIt) {
     MoePlan chosen;
     EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
     EXPECT_STREQ(chosen.gate_up.kernel, "wgmma_gemm_a16");
-    // Tiles are those of both products.
+    // Both products have the same tiles.
     EXPECT_EQ(chosen.gate_up.block_m, chosen.down.block_m);
     return std::string(chosen.down.kernel);
   };
@@ -140,7 +139,7 @@ TEST(Experts, TakeTheExactKernelWhereItsGroupsAndCodesAllowIt) {
   EXPECT_EQ(kernels([](PackedWeight& w) { w.format = Format::kE4m3; }), "wgmma_fold16");
 }
 
-TEST(Experts, MultiplyCodesWhereBothProductsCan) {
+TEST(Experts, UseInt8IfBothProductsCan) {
   for (auto act_quant : {ActQuant::kToken, ActQuant::kBlock}) {
     auto const plan = [&](int tokens, std::function<void(MoeProblem&)> const& change) {
       MoeProblem p = experts(tokens, 8, 2, 4096, 1024);
@@ -171,7 +170,7 @@ TEST(Experts, MultiplyCodesWhereBothProductsCan) {
   }
 }
 
-TEST(Experts, GatherRowsOfXWhereTheyCannotBeReadByTheirNumbers) {
+TEST(Experts, CopyRowsOfXThatCannotBeReadThroughAnIndex) {
   auto const gathers = [](std::function<void(MoeProblem&)> const& change) {
     MoeProblem p = experts(1024, 8, 2, 4096, 1024);
     p.x = reinterpret_cast<void const*>(uintptr_t(4096)), p.x_stride = 4096;
@@ -191,7 +190,7 @@ TEST(Experts, GatherRowsOfXWhereTheyCannotBeReadByTheirNumbers) {
   EXPECT_TRUE(gathers([](MoeProblem& p) { p.gate_up = experts(1024, 8, 2, 4096, 2048).gate_up; }));
   // of few rows
   EXPECT_FALSE(gathers([](MoeProblem& p) { p = experts(4, 8, 2, 4096, 2048), p.x_stride = 4096; }));
-  // Quantised rows lie in the workspace.
+  // Quantised rows are in the workspace.
   EXPECT_FALSE(gathers([](MoeProblem& p) { p.act_quant = ActQuant::kToken, p.x_stride = 4100; }));
 }
 
@@ -211,7 +210,7 @@ TEST(Experts, HaveTilesForAnyNumberOfRows) {
       }
 }
 
-TEST(Experts, HaveTilesOf32RowsBetweenTheirDecodingAndManyRows) {
+TEST(Experts, UseTilesOf32RowsBetweenThoseOf16And64) {
   auto const height = [](int tokens, ActQuant act_quant) {
     MoeProblem p = experts(tokens, 256, 8, 7168, 256);
     p.act_quant = act_quant;
@@ -228,7 +227,7 @@ TEST(Experts, HaveTilesOf32RowsBetweenTheirDecodingAndManyRows) {
   EXPECT_EQ(height(672, ActQuant::kToken), Choice(64, "wgmma_gemm_a8"));
 }
 
-TEST(Experts, SayWhatForbidsThem) {
+TEST(Experts, NameTheFieldThatForbidsThem) {
   MoePlan chosen;
   auto const text = [&](MoeProblem const& p, Device const& device = kHopper) {
     return plan_moe(p, device, &chosen).text;
