@@ -19,7 +19,7 @@ CODES = re.compile(r"weight_packed|qweight|qzeros|zero_point")
 
 
 class Extension:
-    """What vLLM adds to its workers: nothing."""
+    """The extension of vLLM's workers, which adds nothing."""
 
 
 def fill(name: str, values: torch.Tensor) -> None:

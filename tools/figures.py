@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Write the tables and pictures of the documentation from what was measured (results/*.json).
+"""Write the tables and pictures of the documentation from results/*.json.
 
-    tools/figures.py the tables in README.md and docs/*.md, and results/*.svg, in place
-    tools/figures.py --tables          the tables alone
+    tools/figures.py             the tables in README.md and docs/*.md, and results/*.svg, in place
+    tools/figures.py --tables    the tables alone
 
-A table stands in a page between two comments, ``<!-- results: NAME -->`` and ``<!-- end -->``, and
-NAME is a function here. MkDocs calls this file as a hook, which fills and draws again: the site has
-the results' numbers whatever the pages hold.
+A table is in a page between two comments, ``<!-- results: NAME -->`` and ``<!-- end -->``, and NAME
+is a function here. MkDocs calls this file as a hook, which fills and draws again: the site has the
+results' numbers whatever the pages hold.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FORMATS = {
     "w8a8-block-asym": "W8A8, scales and zero points for blocks",
     "nf4": "NF4",
 }
-#: README's formats, of one row of x, which is what a chat of one user multiplies.
+#: README's formats, with one row of x, as in a chat of one user.
 ONE_ROW = ("w4a16", "w8a16", "w4a8-block", "w8a8-block")
 ONE_ROW_SHAPE = 28672, 4096, 1
 #: Bits and activations of these formats in results/accuracy.json.
@@ -75,7 +75,7 @@ EXPERT_MODES = {
 }
 
 
-#: Of README.
+#: README's selection.
 README_EXPERTS = ("Qwen3-30B-A3B", "Kimi K2, an eighth, groups of 32")
 README_MS = (1, 32, 4096)
 README_CONVOLUTIONS = ("sdxl 640", "vae 256 at 512")
@@ -184,7 +184,7 @@ def products() -> str:
             if at.get(name, {}).keys() & set(ms)
         ]
         for name in ("torch fp16", "torch int8"):
-            # torch's time stands in every row of this M; the first is as good as the others.
+            # Every row of this M has torch's time; the first one is taken.
             found = [
                 [
                     rows[m]["peers_us"][name]
@@ -257,7 +257,7 @@ def rows_of_one() -> list[Row]:
 
 
 def one_row() -> str:
-    """README's numbers, with the best peer's, and what the format costs a small model."""
+    """README's numbers, with the best peer's, and the perplexity of a small model."""
     (model,) = (model for model in models() if model["compared"] == "logits")
     quality = {
         (row["bits"], row["activations"]): row["perplexity"]
@@ -354,7 +354,7 @@ def expert_layers() -> dict[str, dict[int, tuple[float, float]]]:
     """Microseconds of whole layers of experts by M: ours, and the least of the peers that multiply
     the same format.
 
-    Of numbers of rows that all layers were timed with.
+    Only for numbers of rows with which all layers were timed.
     """
     rows = read("experts_h100.json")["rows"]
     us = {(row["shape"], row["format"], row["m"], row["peer"]): row["us"] for row in rows}
@@ -472,7 +472,7 @@ def engine_files() -> dict[str, dict[str, Any]]:
 
 
 def engine_model(row: Row) -> str:
-    """The model of a run, and what of it is not as usual."""
+    """The model of a run, with its number of layers or GPUs if these are not the usual ones."""
     layers = f", {row['layers']} layers" if row["layers"] else ""
     gpus = f", {row['tensor_parallel']} GPUs" if row["tensor_parallel"] > 1 else ""
     return f"{row['model']}{layers}{gpus}"
@@ -649,7 +649,9 @@ def cpu_products() -> str:
 
 
 def over_best_peer(us: dict[str, float], own: str) -> str:
-    """A time of tools/cpu_peers.py over the least of the peers that treat x alike, and its name."""
+    """A time of tools/cpu_peers.py over the least time of peers with the same treatment of x, and
+    that peer's name.
+    """
     ending = own.removeprefix("ours")
     peers = {
         name.removesuffix(ending): time
@@ -724,7 +726,7 @@ def four_bits() -> str:
 
 
 def layers() -> str:
-    """What int8 activations alone do to each kind of layer."""
+    """The error of each kind of layer by int8 activations alone."""
     parts = []
     for model in models():
         ways = [way for way in model["kinds"][0]["errors"] if way.startswith("x ")]
@@ -799,7 +801,7 @@ MIXED_MODES = {"W4A16": "W4A16", "W8A16": "W8A16", "W4A8 block": "W4A8", "W8A8 b
 
 
 def mean_ratio(ratios: list[float]) -> float | None:
-    """Geometric mean; None of nothing."""
+    """Geometric mean; None for an empty list."""
     return math.exp(statistics.fmean(map(math.log, ratios))) if ratios else None
 
 

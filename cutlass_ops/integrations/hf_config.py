@@ -22,8 +22,8 @@ class CutlassOpsConfig(QuantizationConfigMixin):
     """Quantise a float model of transformers when it is loaded.
 
         config = co.CutlassOpsConfig(bits=4, group_size=128)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16, device_map="cuda",
-        quantization_config=config)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float16, device_map="cuda", quantization_config=config)
 
     The model is the one that :func:`cutlass_ops.quantize_model` makes of the loaded float model,
     bit for bit; the arguments are explained there. ``save_pretrained``, adapters of PEFT and
