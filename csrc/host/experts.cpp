@@ -174,8 +174,8 @@ Tile tile_of(PackedWeight const& w, Loop loop, int height) {
 // a microsecond for K = 4096 on an H200: the times of a weight in dispatch/tile_costs.inc,
 // interpolated for 96 and 144 rows of wgmma_fold16, which were not measured. By loop and width. The
 // number for 32 rows of a weight that kExact takes is set so that the choice between wgmma_fold16's
-// 32 rows and 64 rows is right for layers of groups of 128 (int4: DeepSeek-V3's eighth, 346 us to
-// 448; int8 not measured).
+// 32 rows and 64 rows is right for layers of int4 in groups of 128 (docs/tuning-notes.md, experts
+// of few rows); for int8 it was not measured.
 constexpr int kTileCosts[3][kWidths][5] = {{{127, 170, 210, 243}, {118, 143, 193, 235}},
                                            {{115, 149, 176, 230, 329}, {124, 160, 190, 246, 353}},
                                            {{146, 179, 212, 274, 348}, {158, 180, 220, 293, 383}}};
@@ -233,8 +233,7 @@ int tile_height(MoeProblem const& p, Device const& device) {
 // Whether rows of x are copied to their slots first. An act order differs by expert, and reading
 // rows through an index needs whole 16-byte pieces that 32 bits can number. With many features and
 // tiles of many rows the copy is a small part of the product, and clusters then share the rows by
-// TMA multicast. (H100, W4A16, 4096 tokens, read through an index and copied: 28672 features 4.76
-// and 4.02 ms; 1536 features 655 and 666 us; 512 features 1025 and 1269 us.)
+// TMA multicast. Times of both ways are in docs/tuning-notes.md.
 bool gathers(MoeProblem const& p, int height) {
   constexpr int kManyFeatures = 4096;
   if (height > WgmmaDecodeShape::kBlockM && p.gate_up.n >= kManyFeatures) return true;
