@@ -8,8 +8,8 @@
 namespace cutlass_ops::hopper {
 
 // The residual of C::kLineRows rows of x from `first` on and a warpgroup's 64 features from n on,
-// to lines of shared memory in the 128-byte swizzle. It takes no registers, which are few. What is
-// beyond the result stays as it is, and is not stored.
+// to lines of shared memory in the 128-byte swizzle. It needs no registers, which are scarce. Lines
+// beyond the result are unchanged and not stored.
 template <class C>
 __device__ __forceinline__ void load_residual(uint8_t* lines, EpilogueParams const& e,
                                               ThreadCoord<C> const& coord, int first, int n) {
@@ -35,8 +35,8 @@ __device__ __forceinline__ void add_residual(float* sums, uint8_t const* matrix)
   for (int i = 0; i < 8; ++i) sums[i] += unpack_half<T>(pairs[i / 2], i % 2);
 }
 
-// A thread's sums, of rows `row` and row + 8 of the weight two by two, plus a bias, if there is one,
-// which ends with row `rows`.
+// Adds the bias, if there is one, to a thread's sums, which are pairs of rows `row` and row + 8 of
+// the weight. The bias has `rows` elements.
 template <int kSums>
 __device__ __forceinline__ void add_bias(float (&sums)[kSums], void const* bias, DataType type,
                                          int64_t row, int64_t rows) {
@@ -76,11 +76,11 @@ __device__ __forceinline__ void store_lines(uint8_t const* lines, int line_bytes
   cute::tma_store_arrive();
 }
 
-// The usual outputs: a thread finishes and rounds its own sums, whose rows it holds two of;
-// transposing stores put each token's 64 outputs side by side, in the 128-byte swizzle, and one
-// thread's copy stores them while the next tile is begun. A residual takes the same way back. The
-// general path below takes many times as long, and meanwhile the ring of stages stands still for
-// both blocks. `end`: of an expert's rows of x.
+// The usual outputs: a thread finishes and rounds its own sums, of two rows of the weight;
+// transposing stores make the 64 outputs of each row of x adjacent, in the 128-byte swizzle, and
+// one thread's copy stores them while the next tile begins. A residual is loaded in the same way.
+// The general path below takes many times as long, during which the ring of stages is idle for both
+// blocks. `end`: of an expert's rows of x.
 template <class C>
 __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* staging,
                                              CUtensorMap const& map, Params const& p,
@@ -92,7 +92,7 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
   uint8_t* const lines =
       reinterpret_cast<uint8_t*>(staging) + coord.warpgroup * C::kLineRows * C::kLineBytes;
   // Four 8 x 8 matrices an instruction: rows g and g + 8 of eight rows of x, then of the next
-  // eight. The lane gives the address of one line of one.
+  // eight. Each lane passes the address of one line of one matrix.
   int const matrix = (coord.lane / 16 * 8 + coord.lane % 8) * C::kLineBytes +
                      ((coord.warp * 2 + coord.lane / 8 % 2) ^ coord.lane % 8) * 16;
   auto const each_matrix = [&](int first, auto const& f) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
   };
 #pragma unroll
   for (int first = 0; first < C::kBlockM; first += C::kLineRows) {
-    if (copies) cute::tma_store_wait<0>();  // the lines before have been read
+    if (copies) cute::tma_store_wait<0>();  // the previous lines have been read
     cutlass::arch::NamedBarrier::sync(128, barrier);
     if constexpr (!C::kGrouped) {
       if (e.residual) {
@@ -135,8 +135,8 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
   }
 }
 
-// Outputs of a gated weight, which take the place of gate's sums: one thread's copies store lines of
-// 32 from the n-th on, of rows of x from m0 on. `end`: of an expert's.
+// Outputs of a gated weight, which overwrite gate's sums: one thread's copies store lines of 32
+// outputs from the n-th on, of rows of x from m0 on. `end`: of an expert's rows.
 template <class C>
 __device__ __forceinline__ void store_gated(float const (&sums)[C::kSums], float* staging,
                                             CUtensorMap const& map, EpilogueParams const& e,
@@ -153,7 +153,7 @@ __device__ __forceinline__ void store_gated(float const (&sums)[C::kSums], float
   int const line = coord.lane % 16, matrix = line * kLineBytes + (coord.warp ^ line / 2 % 4) * 16;
 #pragma unroll
   for (int first = 0; first < C::kBlockM; first += kLineRows) {
-    if (copies) cute::tma_store_wait<0>();  // the lines before have been read
+    if (copies) cute::tma_store_wait<0>();  // the previous lines have been read
     cutlass::arch::NamedBarrier::sync(128, barrier);
     store_lines<C, kLineRows>(
         lines, kLineBytes, map, e, barrier, copies, first, n, m0, end, [&](auto type) {
@@ -279,8 +279,8 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging,
   }
 }
 
-// Of int8 activations with a scale a row, whose codes' values were multiplied as floats. `end`: of
-// an expert's rows of x.
+// Applies the scales of int8 activations with one scale a row, whose codes were multiplied as
+// floats. `end`: of an expert's rows of x.
 template <class C>
 __device__ __forceinline__ void scale_x_rows(float (&sums)[C::kSums], typename C::Params const& p,
                                              ThreadCoord<C> const& coord, int m0, int end = 0) {
