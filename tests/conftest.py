@@ -1,5 +1,5 @@
-"""What every test shares: `gpu` tests are skipped, with the reason, where they cannot run; each run
-tells which versions of other packages it has not been seen with.
+"""Common to all tests: `gpu` tests are skipped, with the reason, where they cannot run, and each
+run lists the versions of other packages that are not in constraints.txt.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def why_no_gpu() -> str | None:
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> Iterator[None]:
-    """torch.compile counts how often a function was compiled in a process: no test's
-    count is another's.
+    """Reset torch.compile, which counts the compilations of a function in a process, after each
+    test.
     """
     yield
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def moved(constraints: str) -> Iterator[str]:
-    """Yield the installed versions that are others than the constraints'."""
+    """Yield the installed versions that differ from the constraints."""
     for pinned in map(Requirement, re.findall("^[^#].*", constraints, re.MULTILINE)):
         try:
             found = version(pinned.name)
@@ -61,8 +61,8 @@ def moved(constraints: str) -> Iterator[str]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the versions that a failure may come from: some names of transformers and PEFT that are
-    used are private.
+    """Name the versions that may cause a failure: the package uses some private names of
+    transformers and PEFT.
     """
     if versions := list(moved(CONSTRAINTS.read_text())):
         terminalreporter.section("versions other than in constraints.txt")

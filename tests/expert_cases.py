@@ -30,7 +30,7 @@ def weights(
 def both(
     gate_up: list[co.QuantizedWeight], down: list[co.QuantizedWeight]
 ) -> tuple[co.PackedExperts, co.PackedExperts]:
-    """What mixed_moe takes."""
+    """Operands of mixed_moe."""
     return co.reorder_experts(gate_up, gated=True), co.reorder_experts(down)
 
 

@@ -175,8 +175,8 @@ def is_exact(
 
 
 def assert_close(y: Tensor, exact: Tensor, rounded: bool = False) -> None:
-    """Every element within what its type and fp32 sums allow (and, for fp32, the
-    whole within 1e-6).
+    """Check every element to within the rounding of its type and of fp32 sums (and, for fp32, the
+    whole to within 1e-6).
 
     With `rounded` operands, weights and values of int8 activations have y's type: then 6.7 standard
     deviations of the sum of their errors, for a row of x and a row of the weight of their size (six
@@ -192,8 +192,8 @@ def assert_close(y: Tensor, exact: Tensor, rounded: bool = False) -> None:
     unit = {HALF: 2.0**-10, BFLOAT: 2.0**-7 if rounded else 2.0**-8, FLOAT: 0.0}[y.dtype]
     sums = 1e-5 * rms
     if rounded:
-        # A few elements of a column say little of its size: 16 more, twice as large as the
-        # whole's, are added.
+        # A few elements of a column are a poor estimate of its size: 16 more, twice as large as the
+        # mean of the whole, are added.
         columns = (exact.square().sum(0) + 16 * (2 * rms).square()) / (len(exact) + 16)
         size = (columns * exact.square().mean(1, keepdim=True)).sqrt() / rms
         sums = {HALF: 1.9e-3, BFLOAT: 1.5e-2}[y.dtype] * size

@@ -119,7 +119,7 @@ def awq(weight: Tensor) -> Written:
 
 
 def gptq(weight: Tensor) -> Written:
-    """Act order: column i of x belongs to the group where it stands in a permuted order."""
+    """Act order: the group of column i of x follows from its position in a permuted order."""
     k = weight.shape[1]
     perm = PERM[k > PERM]
     qw = rounded(weight[:, perm])

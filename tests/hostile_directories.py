@@ -33,7 +33,7 @@ Model = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def models() -> dict[str, Model]:
-    """An honest model in each dialect: module ``m``, in groups of 32, with a bias, and a norm."""
+    """An undamaged model in each dialect: module ``m`` in groups of 32 with a bias, and a norm."""
     n, k = 8, 64
     codes, zeros, scales = randint(16, n, k), randint(14, n, 2, seed=2), randn(n, 2).half()
     other = {"m.bias": randn(n), "norm.weight": torch.ones(2)}

@@ -23,7 +23,7 @@ LINEARS = {
 }
 
 CONFIG = {
-    "architectures": ["ToyForCausalLM"],  # of which transformers knows no tensors
+    "architectures": ["ToyForCausalLM"],  # a class that transformers does not have
     "model_type": "llama",
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

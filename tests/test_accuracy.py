@@ -50,7 +50,7 @@ def test_measures_by_hand(accuracy: ModuleType) -> None:
     }
 
 
-def test_an_outlier_hurts_its_own_block_alone(accuracy: ModuleType) -> None:
+def test_an_outlier_affects_the_error_of_its_block_only(accuracy: ModuleType) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -84,7 +84,7 @@ def weight(
 
 
 def has_room(qw: co.QuantizedWeight) -> bool:
-    """Whether a tile of wgmma_fold16 has room for what belongs to groups."""
+    """Whether a tile of wgmma_fold16 has room for scales, offsets and zero points."""
     long_scales = qw.book is not None and qw.bits == 4 and qw.scales.dtype is FLOAT
     return qw.group_size != 16 or (qw.zeros is None and qw.offsets is None and not long_scales)
 
@@ -112,7 +112,7 @@ def check(
     else:
         assert_close(y, want, rounded=not keeps)
         assert same_bits(y, multiply(x, packed, **options))
-        # Exactness is to be had, by another kernel.
+        # Another kernel is exact.
         assert_close(multiply(x, packed, exact=True, **options), want)
 
 
@@ -128,7 +128,7 @@ def test_floats(
     kind: str, bits: int, group_size: int, dtype: torch.dtype, scales: torch.dtype, exact: bool
 ) -> None:
     n, k = 576, 712
-    # Of 8 bits and an offset bf16 cannot hold all.
+    # bf16 cannot hold 8 bits plus an offset.
     exact = exact and (dtype is HALF or (kind, bits) != ("offsets", 8))
     qw = weight(kind, bits, group_size, scales, n, k, exact)
     for m in ROWS:
@@ -285,7 +285,7 @@ def test_int8_activations(
         ("codebook", 4, 32),
     ],
 )
-def test_few_rows_of_every_cut(
+def test_few_rows_in_every_shape_of_a_decode_kernel(
     kind: str, bits: int, group_size: int, n: int, k: int, act_quant: str, exact: bool
 ) -> None:
     """Clusters of one to eight CTAs, whole and half row panels, x that is quantised in the

@@ -200,16 +200,16 @@ def test_an_architecture(name: str, tmp_path: Path) -> None:
     )
     assert not any(info.values())
     assert ends(loaded) == packed
-    doors = {
+    loaded_models = {
         "from_pretrained": loaded,
         "load_model": co.load_model(tmp_path / "packed"),
         "load_model of floats": co.load_model(tmp_path / "float", options=Options(8, 32)),
     }
-    for door, found in doors.items():
+    for name, found in loaded_models.items():
         error = float((logits(found) - expected).norm() / expected.norm())
-        assert 1e-5 < error < 0.03, door
+        assert 1e-5 < error < 0.03, name
     assert verify_packed(tmp_path / "packed", co.load_checkpoint(tmp_path / "float")).problems == []
-    doors["load_model"].save_pretrained(tmp_path / "saved")
+    loaded_models["load_model"].save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(loaded), logits(co.load_model(tmp_path / "saved", fuse=False)))
 
 

@@ -1,4 +1,4 @@
-"""AWQ weights in AutoAWQ's own storage, on the CPU: codes by hand, values, and what is refused."""
+"""AWQ weights in AutoAWQ's own storage, on the CPU: codes by hand, values, and refusals."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_opcheck(name: str) -> None:
     )
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     qweight, scales, qzeros, _ = weight(64, 16, 2, torch.float16)
     with pytest.raises(TypeError, match="qweight has dtype int64"):
         co.awq_dequantize(qweight.long(), scales, qzeros)

@@ -78,7 +78,7 @@ def test_awq_gemv(tmp_path: Path, k: int, size: int, width: int) -> None:
     padding = (0, 8 * width - groups)
     tensors = {
         "m.qweight": words(codes, 4),
-        # what it holds is nobody's
+        # its contents are unused
         "m.qzeros": words(torch.nn.functional.pad(zeros, padding, value=7), 4),
         "m.scales": torch.nn.functional.pad(scales, padding, value=float("nan")),
     }

@@ -93,7 +93,7 @@ def test_copies_exceed_the_caches(peers: ModuleType, monkeypatch: pytest.MonkeyP
     assert {count for _, count in found.values()} == {2}
 
 
-def test_a_peer_that_is_not_there_is_left_out_with_a_line(
+def test_a_missing_peer_is_skipped_and_logged(
     bench: ModuleType,
     peers: ModuleType,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""tools/bench_engine.py: what it reads in vLLM's log, and the file it writes."""
+"""tools/bench_engine.py: how it reads vLLM's log, and the file that it writes."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_codes_and_blocks_by_hand(tmp_path: Path) -> None:
     assert not checkpoint.others
 
 
-def test_values_of_more_codes_than_are_read_at_a_time(
+def test_values_of_more_codes_than_are_read_in_one_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # ten blocks of 32 and codes of five blocks at a time, with a nibble and a short
@@ -133,7 +133,7 @@ def test_a_short_last_block_of_nested_absmax(tmp_path: Path) -> None:
     assert weight.scales.tolist() == [[0.25 * 4 - 0.5], [0.5 * 4 - 0.5], [0.75 * 8 - 0.5]]
 
 
-def test_the_book_is_the_files_own(tmp_path: Path) -> None:
+def test_the_code_book_is_that_of_the_file(tmp_path: Path) -> None:
     book = torch.arange(16) / 8 - 1
     weight = load_checkpoint(write(tmp_path, {**BY_HAND, "m.weight.quant_map": book}))["m"]
     assert torch.equal(reference.dequantize_weight(weight, torch.float32)[0, :16], book * 0.5)
@@ -302,7 +302,7 @@ def test_a_module_of_the_package(tmp_path: Path, bnb: Any) -> None:
     assert not checkpoint.others
     theirs = bnb.functional.dequantize_4bit(linear.weight.data, linear.weight.quant_state)
     assert torch.equal(reference.dequantize_weight(checkpoint["a.b"], torch.float32), theirs)
-    assert torch.equal(checkpoint["a.b"].bias, linear.bias)  # type: ignore[arg-type]
+    assert torch.equal(checkpoint["a.b"].bias, linear.bias)
 
 
 def test_int8_of_the_package(tmp_path: Path, bnb: Any) -> None:
@@ -322,7 +322,7 @@ def test_int8_of_the_package(tmp_path: Path, bnb: Any) -> None:
     assert bool(((ours - theirs).abs() <= theirs.abs() * 2.0**-22).all())
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_a_state_that_contradicts_itself(
         ([], "is a JSON list"),
     ],
 )
-def test_json_that_lies(tmp_path: Path, state: Any, match: str) -> None:
+def test_json_with_false_sizes(tmp_path: Path, state: Any, match: str) -> None:
     with pytest.raises(
         CheckpointError, match=rf"bitsandbytes__nf4': .*{match}|'m.weight': .*{match}"
     ):
@@ -397,7 +397,7 @@ def test_json_that_lies(tmp_path: Path, state: Any, match: str) -> None:
         ({"nested_blocksize": 256, "nested_offset": "1"}, "nested_offset is '1'"),
     ],
 )
-def test_nested_json_that_lies(tmp_path: Path, nested: dict[str, Any], match: str) -> None:
+def test_nested_json_with_false_sizes(tmp_path: Path, nested: dict[str, Any], match: str) -> None:
     state = json_tensor({**STATE, **nested})
     with pytest.raises(CheckpointError, match=match):
         load_checkpoint(

@@ -83,7 +83,7 @@ def test_shards(sharded: Path) -> None:
     assert verify_packed(sharded / "packed.out", load_checkpoint(sharded)).problems == []
 
 
-def test_which_file_of_a_directory_is_read(tmp_path: Path) -> None:
+def test_the_file_of_a_directory_that_is_read(tmp_path: Path) -> None:
     """model.safetensors among several, the only index, and
     model.safetensors.index.json among several.
     """
@@ -179,7 +179,9 @@ def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
         ),
     ],
 )
-def test_an_index_that_lies(sharded: Path, damage: Callable[[Path], object], match: str) -> None:
+def test_an_index_with_false_shards(
+    sharded: Path, damage: Callable[[Path], object], match: str
+) -> None:
     damage(sharded)
     with pytest.raises(CheckpointError, match=match):
         load_checkpoint(sharded)
@@ -199,7 +201,7 @@ def test_unaligned_tensors_are_read(tmp_path: Path) -> None:
     assert plain["b.weight"].data_ptr() % 4 == 0
 
 
-# ---- what is no checkpoint
+# ---- files that are no checkpoint
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Damage that files can show by themselves: checksums, values that are not finite, and what
+"""Damage that shows without the checkpoint: checksums, values that are not finite, and files that
 transformers saved.
 """
 
@@ -65,7 +65,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
         assert not is_sound(path), (at, bit)
 
 
-def test_what_verify_says_of_a_flipped_bit(tmp_path: Path) -> None:
+def test_verifys_message_for_a_flipped_bit(tmp_path: Path) -> None:
     whole = bytearray(packed_file(tmp_path))
     path = tmp_path / "p.safetensors"
     damaged = bytearray(whole)
@@ -139,7 +139,7 @@ def test_one_shard_of_version_1_leaves_the_directory_without_checksums(
         if isinstance(value, PackedWeight) and isinstance(same, PackedWeight):
             assert torch.equal(value.codes, same.codes)
         else:
-            assert torch.equal(value, same)  # type: ignore[arg-type]
+            assert torch.equal(value, same)
 
 
 def test_the_header_is_written_last_and_recognised_again(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_every_version_in_a_config() -> None:
             weight_format({**config, "layout_version": wrong}, "a")
 
 
-def weight_format_of(packed: PackedWeight):  # type: ignore[no-untyped-def]
+def weight_format_of(packed: PackedWeight):
     from cutlass_ops.files.packed_config import WeightFormat
 
     dtypes = sorted(
@@ -308,12 +308,12 @@ def test_a_saved_directory_that_is_damaged(saved: tuple[Path, Path]) -> None:
         assert run(command, target).exit_code == 2
 
 
-def test_sizes_that_only_bias_and_act_order_tell(tmp_path: Path) -> None:
+def test_sizes_that_only_the_bias_and_the_act_order_determine(tmp_path: Path) -> None:
     honest = packed_file(tmp_path)  # N = 3, K = 40, with both
     assert honest
     config = quantization_config(
         {"w": weight_format_of(load_packed(tmp_path / "p.safetensors")["w"])}
-    )  # type: ignore[arg-type]
+    )
     tensors = load_file(tmp_path / "p.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -335,7 +335,7 @@ def test_sizes_that_the_padding_contradicts(tmp_path: Path, part: str, size: int
     packed_file(tmp_path)
     config = quantization_config(
         {"w": weight_format_of(load_packed(tmp_path / "p.safetensors")["w"])}
-    )  # type: ignore[arg-type]
+    )
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     tensors = load_file(tmp_path / "p.safetensors")
     tensors[f"w.{part}"] = torch.zeros(size, dtype=tensors[f"w.{part}"].dtype)
@@ -368,7 +368,9 @@ def test_sizes_that_are_rounded_up(saved: tuple[Path, Path]) -> None:
 
 
 def test_a_config_may_leave_out_that_a_layer_has_a_bias(saved: tuple[Path, Path]) -> None:
-    """The model's own configuration tells it; a dtype that is stated must be the bias's."""
+    """The model's own configuration says whether there is a bias; a stated dtype must be the
+    bias's.
+    """
     packed, _ = saved
     config = json.loads((packed / "config.json").read_text())
     quantization = config["quantization_config"]

@@ -1,4 +1,4 @@
-"""The command line, as a user runs it: what it prints, its exit status, its errors in one line."""
+"""The command line, as a user runs it: its output, its exit status, its errors in one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_from_a_checkpoint_to_a_verified_file(model: Path, tmp_path: Path) -> No
     assert "copied   2 tensors" in done.stdout
     assert str(out) in done.stdout
     assert done.stderr == ""
-    assert load_packed(out)[UP].zeros is not None  # type: ignore[union-attr]
+    assert load_packed(out)[UP].zeros is not None
     checked = run("verify", out, "--against", model)
     assert checked.exit_code == 0, checked.output
     assert "checked  2 weights, 2 tensors" in checked.stdout
@@ -184,7 +184,7 @@ def test_a_directory_for_each_rank(directory: Path, tmp_path: Path) -> None:
     done = run("reorder", directory, "-o", out, *options, "--tp-split", "down=replicate")
     assert done.exit_code == 0, done.output
     assert "split    1 colwise over 2 ranks" in done.stdout
-    assert load_packed(out / "rank-1-of-2")[UP].n == 24  # type: ignore[union-attr]
+    assert load_packed(out / "rank-1-of-2")[UP].n == 24
     assert run_json("inspect", out / "rank-1-of-2")["rank"] == "1 of 2"
     assert run_json("verify", out, "--against", directory)["weights"] == 4
     one = run("reorder", directory, "-o", tmp_path / "one.safetensors", *options)

@@ -75,7 +75,7 @@ def test_options_without_effect(
     assert not (tmp_path / "p").exists()
 
 
-def test_bits_of_what_is_quantised_already(tmp_path: Path) -> None:
+def test_bits_have_no_effect_on_quantised_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     source = write(tmp_path / "source", FILES["gptq"], MODELS["gptq"][1])
     refused = run("reorder", source, "-o", tmp_path / "out", "--bits", 8)

@@ -1,5 +1,5 @@
-"""4-bit code books: codes and values by hand, against bitsandbytes' own, and along the straight
-line to a product.
+"""4-bit code books: codes and values by hand, against bitsandbytes' own, and from quantisation to
+product.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_mxfp4_codes_by_hand(exponent: int) -> None:
         found = co.quantize(torch.full((1, 7), tiny), group_size=32, book="mxfp4")
         assert found.scales.tolist() == [[1.0]]
         assert (found.codes % 8).tolist() == [[0] * 7]
-    # Of 17 columns the last group's zeros beyond K do not count.
+    # With 17 columns, the last group's zeros beyond K do not count.
     assert co.quantize(torch.full((1, 17), 5.0), group_size=32, book="mxfp4").codes.tolist() == [
         [6] * 17
     ]
@@ -102,7 +102,7 @@ def test_mxfp4_is_refused_where_it_is_not_defined() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_mxfp4_along_the_straight_line(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_mxfp4_from_quantisation_to_product(dtype: torch.dtype, tmp_path: Path) -> None:
     weight = co.quantize(randn(70, 200, dtype=dtype), group_size=32, book="mxfp4")
     co.save_packed(tmp_path / "w.safetensors", {"w": co.reorder(weight)})
     packed = co.load_packed(tmp_path / "w.safetensors")["w"]
@@ -135,7 +135,7 @@ def test_limits_belong_to_the_smaller_code(quant_type: str) -> None:
     ).tolist() == list(above)
 
 
-def test_a_book_of_ones_own_takes_the_nearest_and_halfway_the_smaller() -> None:
+def test_a_custom_code_book_rounds_to_the_nearest_value_and_ties_to_the_smaller() -> None:
     book = torch.tensor(
         [3.0, -1.0, 0.5, 1.0, -0.5, 2.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 0.0]
     )
@@ -165,7 +165,7 @@ def test_zero_blocks_and_odd_lengths(quant_type: str, zero: int) -> None:
     assert torch.equal(y, x.half())
 
 
-def test_nothing_that_is_not_a_number_becomes_one() -> None:
+def test_nan_never_becomes_a_number() -> None:
     x = torch.ones(3, 64)
     x[0, 5], x[1, 6] = math.nan, math.inf
     for quant_type in formats.CODE_BOOKS:
@@ -181,9 +181,9 @@ def test_nothing_that_is_not_a_number_becomes_one() -> None:
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_tensors_larger_than_what_is_worked_on_at_a_time(quant_type: str) -> None:
-    """More than 2^20 elements: codes and absmax are those of their place from the
-    first to the last.
+def test_tensors_larger_than_a_piece_of_work(quant_type: str) -> None:
+    """More than 2^20 elements: codes and absmax are right at every position from the first to the
+    last.
     """
     codes = torch.randint(
         0, 16, ((1 << 20) + 2 * 4096 + 7,), generator=torch.Generator().manual_seed(0)
@@ -255,7 +255,7 @@ def test_bitsandbytes_has_the_same_double_quantisation(bnb: Any) -> None:
     assert torch.equal(packed, theirs)
     assert torch.equal(nested.absmax, state.state2.absmax)
     assert torch.equal(nested.offset, state.offset)
-    # Its CPU path looks codes up in a table that misses the nearest now and then, by a hair.
+    # Its CPU path looks codes up in a table that sometimes misses the nearest value slightly.
     near = (nested.code[nested.codes.int()] - nested.code[state.absmax.int()]).abs()
     assert (near > 0).sum() < 10
     assert near.max() < 0.02
@@ -297,14 +297,14 @@ def test_double_quantisation_halfway_takes_the_smaller_value() -> None:
         assert codes[:3].tolist() == [255, 0, code]
 
 
-# ---- the straight line
+# ---- from quantisation to product
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize(
     ("n", "k", "group_size"), [(70, 200, 64), (64, 576, 32), (33, 300, 128), (5, 96, -1)]
 )
-def test_a_weight_along_the_straight_line(
+def test_a_weight_from_quantisation_to_product(
     quant_type: str, n: int, k: int, group_size: int, tmp_path: Path
 ) -> None:
     weight = randn(n, k, dtype=HALF)
@@ -376,7 +376,7 @@ def test_bitsandbytes_has_the_same_weight(bnb: Any, quant_type: str, group_size:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_weight_by_a_code_book_of_ones_own(dtype: torch.dtype) -> None:
+def test_a_weight_with_a_custom_code_book(dtype: torch.dtype) -> None:
     book = torch.tensor(formats.NF4)[torch.randperm(16, generator=torch.Generator().manual_seed(0))]
     weight = randn(40, 200, dtype=dtype)
     qw = co.quantize(weight, group_size=64, book=book)
@@ -386,7 +386,7 @@ def test_a_weight_by_a_code_book_of_ones_own(dtype: torch.dtype) -> None:
     assert torch.equal(qw.scales, named.scales)
     assert torch.equal(co.dequantize(qw, FLOAT), co.dequantize(named, FLOAT))
     assert torch.equal(co.dequantize(co.reorder(qw), FLOAT), co.dequantize(named, FLOAT))
-    # Another book gives other values: each weight the nearest of all sixteen.
+    # With another book each weight still gets the nearest of all sixteen values.
     book = torch.linspace(-1, 1, 16) ** 3
     qw = co.quantize(weight, group_size=-1, book=book)
     scaled = weight.float() / weight.float().abs().amax(1, keepdim=True)
@@ -460,10 +460,10 @@ def test_compile() -> None:
     )
 
 
-# ---- what is refused
+# ---- refusals
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     x = randn(4, 64)
     packed, absmax = co.quantize_4bit(x)
     with pytest.raises(ValueError, match="blocksize is 48; supported are 32, 64"):

@@ -98,7 +98,7 @@ def test_products(
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
 @pytest.mark.parametrize("group_size", [64, 128])
 @pytest.mark.parametrize(("n", "k"), [(33, 8), (4096, 4096), (9000, 640), (28672, 1024)])
-def test_every_cut_of_wgmma_decode(n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
+def test_every_shape_of_wgmma_decode(n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
     qw = make(n, k, group_size, FLOAT, exact=True)
     packed = co.reorder(qw)
     for m in (9, 16):

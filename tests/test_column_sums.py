@@ -1,5 +1,5 @@
-"""Column sums of a weight: what they are, and that no result tells whether they were kept, made by
-the product, or stale.
+"""Column sums of a weight: their values, and that results do not depend on whether they were kept,
+made by the product, or stale.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cutlass_ops.weights import formats
 ASYMMETRIC: dict[str, Any] = {"act_quant": "block", "act_symmetric": False}
 
 
-# ---- what is kept, and when it is read
+# ---- kept sums, and when they are read
 
 
 def small_weight(bits: int = 8, seed: int = 0) -> co.PackedWeight:
@@ -58,7 +58,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def seen_by_kernels(weight: co.PackedWeight) -> int | None:
-    """The address of the sums that kernels are given; None if a product makes its own."""
+    """The address of the sums that kernels get; None if a product makes its own."""
     _ = weight.native
     if not weight._reads_sums:
         return None
@@ -124,17 +124,17 @@ def test_a_copy_keeps_nothing_of_its_original(made: list[int]) -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_what_inference_mode_made_keeps_no_sums(
+def test_weights_made_in_inference_mode_keep_no_column_sums(
     monkeypatch: pytest.MonkeyPatch, inference: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with torch.inference_mode(inference):
         packed = small_weight()
     object.__setattr__(packed, "gpu", 0)
-    assert packed.takes_sums != inference  # torch would not record what is written
+    assert packed.takes_sums != inference  # torch would not record writes
 
 
-def test_compiled_products_read_what_is_kept_of_the_values_as_they_are(
+def test_compiled_products_follow_values_that_are_written_to(
     made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = small_weight()
@@ -169,7 +169,7 @@ def test_compiled_products_read_what_is_kept_of_the_values_as_they_are(
 
 def test_a_layer_keeps_sums_where_its_activations_have_zero_points(made: list[int]) -> None:
     for options in ({}, {"act_quant": "block"}, {"act_quant": "none", "act_symmetric": False}):
-        assert reads(co.MixedLinear(small_weight(), **options).packed) is None  # type: ignore[arg-type]
+        assert reads(co.MixedLinear(small_weight(), **options).packed) is None
     assert made == []
     layer = co.MixedLinear(small_weight(), **ASYMMETRIC)
     assert reads(layer.packed) == made[0]
@@ -319,7 +319,7 @@ def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("act_quant", ["token", "block"])
 @pytest.mark.parametrize("fmt", WEIGHTS, ids=str)
-def test_results_do_not_tell_where_sums_come_from(fmt: Format, act_quant: str) -> None:
+def test_results_do_not_depend_on_where_column_sums_come_from(fmt: Format, act_quant: str) -> None:
     m, n, k = 300, 17000, 4300
     qw = make_weight(fmt, n, k, exact=False)
     x = make_floats(m, k, HALF)
@@ -357,7 +357,7 @@ def test_results_do_not_tell_where_sums_come_from(fmt: Format, act_quant: str) -
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("act_quant", ["token", "block"])
-def test_results_are_of_the_values_as_they_are(act_quant: str) -> None:
+def test_results_follow_values_that_are_written_to(act_quant: str) -> None:
     m, n, k = 300, 17000, 4096
     x = make_floats(m, k, HALF)
     options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": False}

@@ -217,7 +217,7 @@ def test_compressed_tensors_nvfp4_as_the_package_writes_it(
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
-def test_compressed_tensors_refuses_an_nvfp4_scale_of_no_number(
+def test_compressed_tensors_refuses_an_nvfp4_scale_that_is_nan(
     tmp_path: Path, value: float
 ) -> None:
     tensors = {
@@ -335,7 +335,7 @@ def test_compressed_tensors_as_a_whole_model_is_saved(tmp_path: Path) -> None:
     assert list(checkpoint.others) == ["lm_head.weight"]
     biases = {name: checkpoint[name].bias for name in checkpoint}
     assert biases["down"] is None
-    assert torch.equal(biases["up"], model.up.bias)  # type: ignore[arg-type]
+    assert torch.equal(biases["up"], model.up.bias)
     compressor.decompress_model(model)
     for name in ("up", "down"):
         check(checkpoint, name, model.get_submodule(name).weight)

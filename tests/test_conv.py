@@ -86,7 +86,7 @@ def assert_close(y: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(("act_quant", "symmetric"), QUANTISED)
 @pytest.mark.parametrize("group_size", [16, 32, 64, 256, -1])
-def test_it_is_torchs_convolution_of_the_dequantised(
+def test_the_result_is_torchs_convolution_of_the_dequantised_operands(
     dims: int, groups: int, act_quant: str, symmetric: bool, group_size: int
 ) -> None:
     n, c = 15, 70
@@ -157,7 +157,7 @@ def test_a_code_book_takes_floats(act_quant: str) -> None:
         values.scales,
         group_size=64,
         kernel_size=(3, 3),
-        book=values.book.half().float(),  # type: ignore[union-attr]
+        book=values.book.half().float(),
     )
     expected = F.conv2d(x.double(), co.reference.dequantize_weight(rounded, torch.float64))
     assert_close(co.mixed_conv2d(x, packed, out_dtype=torch.float32), expected)
@@ -203,7 +203,7 @@ def test_missing_pixels_are_zero_though_there_are_zero_points(act_quant: str) ->
     assert_close(y, F.conv2d(x.double(), co.dequantize(packed, torch.float32).double(), padding=2))
 
 
-def test_the_end_of_a_convolution() -> None:
+def test_bias_activation_and_residual_of_a_convolution() -> None:
     packed = co.reorder(weight(10, 33, (2, 3)))
     x, bias = image(2, 33, 6, 7), torch.randn(10)
     total = F.conv2d(x.double(), co.dequantize(packed, torch.float32).double(), bias.double())
@@ -251,7 +251,7 @@ def test_no_images() -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("act_quant", ["none", "token", "block", "tensor"])
-def test_what_is_not_finite_makes_the_pixels_that_see_it_nan(bad: float, act_quant: str) -> None:
+def test_pixels_that_see_a_value_that_is_not_finite_are_nan(bad: float, act_quant: str) -> None:
     packed = co.reorder(weight(4, 32, (3, 3)))
     x = image(1, 32, 8, 9)
     clean = co.mixed_conv2d(x, packed, padding=1, act_quant=act_quant)
@@ -316,7 +316,7 @@ def test_what_does_not_fit_is_refused_with_its_value() -> None:
             co.mixed_conv2d(**{"x": x, "weight": packed, **changed})
 
 
-def test_what_cannot_be_recorded_is_refused() -> None:
+def test_traces_transforms_and_gradients_of_the_weight_are_refused() -> None:
     packed = co.reorder(weight(6, 32, (3, 3)))
     x = image(1, 32, 8, 8)
     with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
@@ -376,7 +376,7 @@ def test_quantised_activations_pass_their_gradient_straight_through() -> None:
         assert torch.equal(found, expected)
 
 
-def test_only_what_is_wanted_and_only_once() -> None:
+def test_gradients_of_first_order_for_inputs_that_require_them() -> None:
     packed = co.reorder(weight(6, 32, (3, 3)))
     x, bias = image(2, 32, 8, 8), torch.zeros(6, requires_grad=True)
     y = co.mixed_conv2d(x, packed, bias, activation="silu")

@@ -363,10 +363,10 @@ def test_asymmetric_quantisation_is_better_where_weights_are_of_one_sign() -> No
     ("channels", "n", "groups"), [(20, 17, 1), (3, 17, 1), (1, 12, 12), (1, 24, 12), (5, 24, 4)]
 )
 @pytest.mark.parametrize("fits", [True, False])
-def test_what_kernels_multiply_by_is_the_weight_without_its_zero_points(
+def test_kernels_multiply_by_codes_minus_zero_points(
     channels: int, n: int, groups: int, fits: bool
 ) -> None:
-    """In each of the three orders: codes that fit int8, and what is left of a zero point from
+    """In each of the three orders: codes that fit int8, and the remainder of a zero point with
     which they do not.
     """
     w, zeros = codes(torch.uint8, n, channels, 3, 2), codes(torch.uint8, n, seed=1)
@@ -411,7 +411,7 @@ def test_what_kernels_multiply_by_is_the_weight_without_its_zero_points(
         ((2, 5), (3, 1), (0, 3), (2, 1), (6, 1)),
     ],
 )
-def test_cut_sums_make_zeros_outside_of_x_its_zero_point(
+def test_zeros_outside_of_x_count_as_its_zero_point(
     groups: int,
     kernel: Any,
     stride: Any,
@@ -420,8 +420,8 @@ def test_cut_sums_make_zeros_outside_of_x_its_zero_point(
     space: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The sums that kernels find, with zeros outside of x, and what they make of them by the border
-    class of each pixel.
+    """The sums of kernels, with zeros outside of x, and the corrections by the border class of each
+    pixel.
     """
     w, x = codes(torch.int8, 15, 12 // groups, *kernel), codes(torch.uint8, 2, 12, *space, seed=1)
     geometry, zero = conv_int8.Geometry(stride, padding, dilation, groups), 77

@@ -85,7 +85,7 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, int, int], Any, Any, Any, Any, tuple[in
 }
 ACTIVATIONS: list[Any] = [None, "relu", "relu6", ("clamp", -1.5, 3.0)]
 NO_GEOMETRY = Geometry((), (), (), 1)
-#: Rows, K and N. Rows of the result leave by TMA where N is a multiple of 16.
+#: Rows, K and N. TMA stores rows of the result where N is a multiple of 16.
 PRODUCTS = [
     (1, 1, 1), (17, 70, 65), (300, 512, 1000), (129, 4097, 17), (64, 4096, 4096), (1000, 1024, 264),
     (1, 16, 16), (17, 33, 48), (63, 1000, 64), (130, 70, 208), (257, 300, 144), (515, 512, 1024),
@@ -143,7 +143,7 @@ def both(
     activation: Any = None,
     out_dtype: torch.dtype = torch.int8,
 ) -> Tensor:
-    """The result, which each of the kernels' plans has to have, and which is the reference's."""
+    """The result; every plan of the kernels must give it, and it must be the reference's."""
     known = DEVICES[device]
     scales = conv_int8.Scales(x_scale, x_zero_point, y_scale, y_zero_point)
     call = Call(bias, *native.split_activation(activation), out_dtype=out_dtype)
@@ -256,8 +256,8 @@ def test_sums_beyond_int32_wrap(device: str) -> None:
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 @pytest.mark.parametrize("fits", [True, False])
 def test_weights_with_zero_points(kind: str, fits: bool) -> None:
-    """Whose differences all fit int8, so that kernels read these, and whose do not: the sums of
-    windows make up for that.
+    """Zero points whose differences from the codes all fit int8, so that kernels read these, and
+    zero points where they do not, which sums of windows compensate.
     """
     (c, n, groups), kernel, stride, padding, dilation, space = CONVOLUTIONS[kind]
     zeros = codes(torch.uint8, n, seed=30)

@@ -185,7 +185,7 @@ def node_tests() -> Iterator[tuple[str, str, dict[str, np.ndarray], dict[str, An
 
 
 def by_row(value: np.ndarray | None, n: int, default: Tensor) -> Tensor:
-    """What ONNX gives once or for each output channel, ``[N]``."""
+    """A number that ONNX gives once or for each output channel, as ``[N]``."""
     return (default if value is None else torch.from_numpy(np.array(value)).reshape(-1)).expand(n)
 
 
@@ -321,7 +321,7 @@ def test_kernels_of_more_taps_than_iterators_have_masks_for_are_read_bytewise() 
         assert kernels(found) == ["conv_int8_implicit_gemm"]
 
 
-def test_what_x_is_copied_for() -> None:
+def test_geometries_that_need_a_copy_of_x() -> None:
     pixels = 2 * 14 * 14
     for plan in plans(64, 64):
         assert (plan.copied_channels, plan.pads, plan.workspace) == (0, False, 0)

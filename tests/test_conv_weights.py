@@ -55,7 +55,7 @@ def assert_same(a: co.QuantizedWeight, b: co.QuantizedWeight) -> None:
     ],
     ids=str,
 )
-def test_each_tap_is_quantised_by_itself(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+def test_each_tap_is_quantised_separately(shape: tuple[int, ...], options: dict[str, Any]) -> None:
     weight = torch.randn(shape)
     quantized = co.quantize(weight, **options)
     assert quantized.kernel_size == shape[2:]
@@ -124,14 +124,14 @@ def test_files_keep_every_bit(tmp_path: Path, part: str | None) -> None:
     linear = co.reorder(co.quantize(torch.randn(5, 64)))
     co.save_packed(tmp_path / "w.safetensors", {"conv": co.reorder(quantized), "linear": linear})
     loaded = co.load_packed(tmp_path / "w.safetensors")
-    assert_same(loaded["conv"].unpack(), quantized)  # type: ignore[union-attr]
-    assert loaded["linear"].kernel_size == ()  # type: ignore[union-attr]
+    assert_same(loaded["conv"].unpack(), quantized)
+    assert loaded["linear"].kernel_size == ()
 
 
 @pytest.mark.parametrize(
     "kernels", [{"conv": [2, 2]}, {"conv": []}, {"conv": [3, 0]}, {"conv": 9}, {"other": [3, 3]}]
 )
-def test_a_file_that_lies_about_its_kernel_is_refused(tmp_path: Path, kernels: Any) -> None:
+def test_a_file_with_a_false_kernel_size_is_refused(tmp_path: Path, kernels: Any) -> None:
     path = tmp_path / "w.safetensors"
     packed = co.reorder(co.quantize(torch.randn(4, 35, 3, 3)))
     co.save_packed(path, {"conv": packed})
@@ -143,7 +143,7 @@ def test_a_file_that_lies_about_its_kernel_is_refused(tmp_path: Path, kernels: A
 
 
 @pytest.mark.parametrize("kernel_size", [(2,), (0, 3), (1, 1, 1, 1), (3.0,), (True,)])
-def test_kernels_that_mean_nothing_are_refused(kernel_size: Any) -> None:
+def test_invalid_kernel_sizes_are_refused(kernel_size: Any) -> None:
     with pytest.raises(ValueError, match="kernel_size is"):
         co.QuantizedWeight(
             torch.zeros(4, 27, dtype=torch.uint8),
@@ -154,7 +154,7 @@ def test_kernels_that_mean_nothing_are_refused(kernel_size: Any) -> None:
         )
 
 
-def test_a_value_that_is_no_number_is_named_by_its_row() -> None:
+def test_the_row_of_a_value_that_is_not_finite_is_named() -> None:
     weight = torch.randn(4, 40, 3, 3)
     weight[2, 35, 1, 1] = torch.inf
     with pytest.raises(ValueError, match="in row 2, group 9"):  # the second of the fifth tap
@@ -197,10 +197,10 @@ def test_the_command_line_packs_and_shows_convolutions(tmp_path: Path) -> None:
     expected = co.quantize(state["conv.weight"], bits=8, group_size=64)
     assert torch.equal(
         co.dequantize(loaded["conv"], torch.float32), co.dequantize(expected, torch.float32)
-    )  # type: ignore[arg-type]
-    assert torch.equal(loaded["conv"].bias, state["conv.bias"])  # type: ignore[union-attr, arg-type]
+    )
+    assert torch.equal(loaded["conv"].bias, state["conv.bias"])
     # 128 columns a tap for one channel are no gain, but --include accepts them.
-    assert torch.equal(loaded["depthwise.weight"], state["depthwise.weight"])  # type: ignore[arg-type]
+    assert torch.equal(loaded["depthwise.weight"], state["depthwise.weight"])
     asked = [
         "reorder",
         str(source),
@@ -212,7 +212,7 @@ def test_the_command_line_packs_and_shows_convolutions(tmp_path: Path) -> None:
         ".",
     ]
     assert run(app, asked).exit_code == 0
-    assert co.load_packed(tmp_path / "all.safetensors")["depthwise"].kernel_size == (3, 3)  # type: ignore[union-attr]
+    assert co.load_packed(tmp_path / "all.safetensors")["depthwise"].kernel_size == (3, 3)
     shown = json.loads(run(app, ["inspect", str(packed), "--json"]).output)
     tensor = next(tensor for tensor in shown["tensors"] if tensor["name"] == "conv")
     assert (tensor["shape"], tensor["kernel_size"]) == ([32, 80, 3, 3], [3, 3])

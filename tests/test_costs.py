@@ -103,7 +103,7 @@ def is_decode(row: dict[str, Any], plan: _C.Plan) -> bool:
     [(TILES, is_tile, 0.005, 0.02), (DECODE, is_decode, 0.012, 0.04)],
     ids=["tiles", "decode"],
 )
-def test_choices_lose_little(
+def test_chosen_candidates_are_close_to_the_best(
     model: Any, is_chosen: Callable[..., bool], mean: float, mean_of_a_format: float, card: str
 ) -> None:
     results = model.results(card)

@@ -73,8 +73,8 @@ def same_bits(actual: Tensor, expected: Tensor) -> bool:
 
 
 def check(x: Tensor, qw: QuantizedWeight, **call: object) -> None:
-    expected = reference.mixed_gemm(x, qw, **call)  # type: ignore[arg-type]
-    assert same_bits(mixed_gemm(x, reorder(qw), exact=True, **call), expected)  # type: ignore[arg-type]
+    expected = reference.mixed_gemm(x, qw, **call)
+    assert same_bits(mixed_gemm(x, reorder(qw), exact=True, **call), expected)
 
 
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128, 256, -1])
@@ -133,7 +133,7 @@ def test_dequantised_values_have_the_bits_of_the_reference(
                     assert same_bits(products.run_dequantize(pw, dtype, 0, 64), expected[:64])
 
 
-def test_dequantised_values_of_scales_that_are_no_numbers() -> None:
+def test_dequantised_values_of_scales_that_are_nan() -> None:
     pw = reorder(weight_of(70, 203, "symmetric", 4, 64, torch.float32))
     # as memory that nobody wrote: its bits, rounded, overflow
     pw.scales.view(torch.int32).fill_(-1)

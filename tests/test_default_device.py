@@ -47,7 +47,7 @@ FACTORIES = {
     "triu_indices",
     "zeros",
 }
-#: Those whose dtype is an integer's without one.
+#: Functions whose dtype is an integer's if none is given.
 INTEGERS = {"arange", "randint", "randperm", "tril_indices", "triu_indices"}
 
 
@@ -61,7 +61,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# "meta" stands for any other device: its tensors have no address.
+# "meta" represents any other device: its tensors have no address.
 DEFAULTS: dict[str, Callable[[], Any]] = {
     "device": lambda: torch.device("meta"),
     "dtype": lambda: default_dtype(torch.bfloat16),
@@ -87,7 +87,7 @@ def test_every_new_tensor_names_its_device_and_dtype(path: Path) -> None:
 
 
 class Arguments:
-    """What the calls below are given, made before a default changes."""
+    """Arguments of the calls below, made before a default changes."""
 
     def __init__(self, folder: Path) -> None:
         random = torch.Generator().manual_seed(0)

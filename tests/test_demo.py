@@ -1,4 +1,4 @@
-"""The main job on the real model, and its parts on a model of no size.
+"""The demo on the real model, and its parts on a tiny one.
 
 The real model is the file that CUTLASS_OPS_DEMO_MODEL names, or is downloaded once with
 pip into .cache.
@@ -38,7 +38,7 @@ TOKENS = 32
 W4A8_BOUND = {True: 0.05, False: 0.04}
 
 
-# ---- a model of no size
+# ---- a tiny model
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +341,7 @@ def assert_w4a8_is_near(generation: run_demo.Generation, symmetric: bool) -> Non
 
 
 @pytest.mark.slow
-def test_w4a16_says_word_for_word_what_the_dequantised_model_says(
+def test_w4a16_generates_the_tokens_of_the_dequantised_model(
     result: run_demo.DemoResult,
 ) -> None:
     w4a16 = result.generations[0]
@@ -393,7 +393,9 @@ def test_result_is_shown_and_is_json(result: run_demo.DemoResult) -> None:
 
 
 @pytest.mark.slow
-def test_codes_are_the_oracles_weights(result: run_demo.DemoResult, model_path: Path) -> None:
+def test_dequantised_codes_are_the_oracles_weights(
+    result: run_demo.DemoResult, model_path: Path
+) -> None:
     """All matrices, bit for bit: nibbles, offsets, names, and llama.cpp's order of q's and
     k's rows undone.
     """

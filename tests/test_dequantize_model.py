@@ -115,7 +115,7 @@ def test_a_directory_that_was_loaded_becomes_float(tmp_path: Path) -> None:
     assert torch.equal(found, packed.model.layers[0].mlp.up_proj.dequantize(torch.bfloat16))
 
 
-def test_what_marks_a_packed_model_is_not_saved(tmp_path: Path) -> None:
+def test_attributes_that_mark_a_packed_model_are_not_saved(tmp_path: Path) -> None:
     model = quantize(tiny("Qwen2"))
     assert model.config._is_quantized
     model.save_pretrained(tmp_path)

@@ -320,7 +320,7 @@ def test_layers_that_the_configuration_does_not_describe_are_not_saved(tmp_path:
         ValueError, match=r"mid_block.*is packed, and the model's configuration does not say so"
     ):
         model.save_pretrained(tmp_path)
-    co.quantize_model(model, bits=8, group_size=32)  # what is packed already is passed over
+    co.quantize_model(model, bits=8, group_size=32)  # layers that are packed already are skipped
     model.save_pretrained(tmp_path)
 
 

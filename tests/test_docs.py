@@ -130,7 +130,7 @@ def test_only_lists_have_lines_that_begin_with_a_number(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
 def test_formulas_become_mathml(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hook of the site knows every command of TeX in the pages."""
+    """The hook of the site handles every command of TeX in the pages."""
     markdown = import_or_skip("markdown")
     import_or_skip("latex2mathml")
     monkeypatch.syspath_prepend(str(ROOT / "tools"))

@@ -73,7 +73,7 @@ def test_any_shape_of_ids(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert same_bits(co.embedding(ids(4, 6).t(), weight), co.dequantize(weight)[ids(4, 6).t()])
 
 
-def test_a_bias_has_no_part_in_rows() -> None:
+def test_looked_up_rows_have_no_bias() -> None:
     weight = packed()
     assert same_bits(
         co.embedding(ids(3), replace(weight, bias=torch.ones(N))), co.embedding(ids(3), weight)
@@ -117,8 +117,8 @@ def test_wrong_arguments_are_refused(
         co.embedding(**{"ids": ids(3), "weight": packed(), **change})
 
 
-def test_memory_is_that_of_the_rows() -> None:
-    """No tensor that is made on the way grows with the number of the weight's rows."""
+def test_no_more_memory_than_the_rows_is_allocated() -> None:
+    """No temporary tensor grows with the number of the weight's rows."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
@@ -154,7 +154,7 @@ def head_and_embedding(kind: str = "offsets") -> nn.ModuleDict:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_module_is_the_operator(tied: bool) -> None:
+def test_a_module_equals_the_operator(tied: bool) -> None:
     weight = packed(kind="zeros")
     layer: Any = (
         co.nn.TiedEmbedding(co.MixedLinear(weight))
@@ -279,7 +279,7 @@ def test_other_weights_are_refused(weight: Any) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_compiled_whole(tied: bool) -> None:
+def test_compiled_into_one_graph(tied: bool) -> None:
     weight = packed(kind="offsets")
     layer: Any = (
         co.nn.TiedEmbedding(co.MixedLinear(weight)) if tied else co.nn.MixedEmbedding(weight)

@@ -61,7 +61,7 @@ def test_an_engine_gets_the_tensors_of_a_packed_directory(files: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_what_is_a_checkpoint(files: Path, tmp_path: Path) -> None:
+def test_files_and_directories_that_are_checkpoints(files: Path, tmp_path: Path) -> None:
     assert is_checkpoint(files)
     assert is_checkpoint(files / "model.gguf")
     assert is_checkpoint(files / "dense")
@@ -125,7 +125,9 @@ def test_vllm_keeps_what_cutlass_ops_is_not_asked_to_pack(
     assert configure(arguments(files / model, **asked)) == arguments(files / model, **asked)
 
 
-def test_vllm_is_not_told_two_things(files: Path, configure: Any) -> None:
+def test_contradicting_load_format_and_quantization_are_refused(
+    files: Path, configure: Any
+) -> None:
     for asked in (
         {"quantization": "gguf", "load_format": "cutlass_ops"},
         {"quantization": "cutlass_ops", "load_format": "pt"},

@@ -22,8 +22,8 @@ HEADS = {"q": 128, "k": 64, "v": 64}
 
 @pytest.fixture
 def engine() -> SimpleNamespace:
-    """What the engine says: ``rank``, and whether it is batch invariant and
-    makes random weights.
+    """The engine's properties: ``rank``, and whether it is batch invariant and makes random
+    weights.
     """
     return SimpleNamespace(rank=0, invariant=False, random=False)
 

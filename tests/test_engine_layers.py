@@ -33,7 +33,7 @@ def test_rows_have_the_same_bits_in_any_batch_where_the_engine_is_batch_invarian
         ),
     ],
 )
-def test_why_a_layer_cannot_be_packed(
+def test_the_reason_why_a_layer_cannot_be_packed(
     arguments: tuple[int, int, int, bool, torch.dtype], reason: str | None
 ) -> None:
     found = reason_of_format(*arguments)

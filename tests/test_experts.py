@@ -77,7 +77,7 @@ def test_a_routing_sorts_stably_with_no_expert_last(dtype: torch.dtype) -> None:
     assert routing.top == 2
 
 
-def test_a_routing_of_many() -> None:
+def test_a_routing_of_many_tokens() -> None:
     ids = torch.randint(-1, 300, (4097, 8), generator=torch.Generator().manual_seed(0))
     routing = co.route(ids, 300)
     flat = ids.reshape(-1)
@@ -93,14 +93,14 @@ def test_an_expert_map_renames_and_leaves_out() -> None:
     assert routing.offsets.tolist() == [0, 2, 3]
 
 
-def test_a_routing_of_nothing() -> None:
+def test_a_routing_without_tokens() -> None:
     for shape in ((0, 8), (3, 0)):
         routing = co.route(torch.empty(shape, dtype=torch.int64), 3)
         assert routing.offsets.tolist() == [0, 0, 0, 0]
         assert len(routing.order) == 0
 
 
-def test_ids_that_mean_nothing_are_refused() -> None:
+def test_invalid_ids_are_refused() -> None:
     for ids, experts, expert_map, message in (
         ([[4]], 4, None, "topk_ids holds 4; -1 to 3 are expected"),
         ([[-2]], 4, None, "topk_ids holds -2; -1 to 3"),
@@ -133,7 +133,7 @@ def test_a_layer_of_experts(kind: str, dtype: torch.dtype) -> None:
     if kind == "nf4":  # the values of a code book are rounded to x's dtype
         gate_up, down = (
             [replace(q, book=q.book.to(dtype).float()) for q in qs] for qs in (gate_up, down)
-        )  # type: ignore[union-attr]
+        )
     found = co.mixed_moe(x, *both(gate_up, down), ids, w)
     assert found.dtype == dtype
     check(found, oracle(x, gate_up, down, ids, w))
@@ -194,7 +194,7 @@ def test_biases_and_the_clamped_activation_of_gate_and_up() -> None:
 @pytest.mark.parametrize(
     "numbers", [(torch.nan, 7.0), (torch.inf, 7.0), (1.7, 0.0), (1.7, -1.0), (1.7, torch.nan)]
 )
-def test_numbers_of_the_clamped_activation_that_mean_nothing_are_refused(
+def test_invalid_numbers_of_the_clamped_activation_are_refused(
     numbers: tuple[float, float],
 ) -> None:
     gate_up, down, x, ids, w = problem(2, 1)

@@ -82,13 +82,13 @@ def check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_layer_is_the_cpus(kind: str, dtype: torch.dtype, size: str) -> None:
+def test_a_layer_equals_the_cpus(kind: str, dtype: torch.dtype, size: str) -> None:
     for m in ROWS:
         gate_up, down, x, ids, w = layer(m, dtype, kind, size)
         expected = co.mixed_moe(x, gate_up, down, ids, w)
         on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, w)]
-        found = co.mixed_moe(*on_gpu)  # type: ignore[arg-type]
-        assert torch.equal(found, co.mixed_moe(*on_gpu))  # type: ignore[arg-type]
+        found = co.mixed_moe(*on_gpu)
+        assert torch.equal(found, co.mixed_moe(*on_gpu))
         if m:
             check(found, expected, dtype)
 
@@ -150,16 +150,16 @@ def test_small_integers_are_exact(
             w = torch.randint(1, 3, (m, 3), generator=random).float()
             expected = co.mixed_moe(x, gate_up, down, ids, w, ("clamp", 0.0, 1.0))
             on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, w)]
-            found = co.mixed_moe(*on_gpu, ("clamp", 0.0, 1.0)).cpu()  # type: ignore[arg-type]
+            found = co.mixed_moe(*on_gpu, ("clamp", 0.0, 1.0)).cpu()
             assert torch.equal(found, expected), m
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_layer_of_fp32_is_the_cpus(kind: str) -> None:
+def test_a_layer_of_fp32_equals_the_cpus(kind: str) -> None:
     for m in (0, 1, 33):
         gate_up, down, x, ids, w = layer(m, torch.float32, kind)
         expected = co.mixed_moe(x, gate_up, down, ids, w)
-        found = co.mixed_moe(*[value.to("cuda") for value in (x, gate_up, down, ids, w)])  # type: ignore[arg-type]
+        found = co.mixed_moe(*[value.to("cuda") for value in (x, gate_up, down, ids, w)])
         assert found.dtype == torch.float32
         assert bool((found.cpu() - expected).norm() <= 1e-5 * expected.norm())
 
@@ -184,7 +184,7 @@ def test_rows_of_x_are_read_wherever_they_lie(m: int, kind: str, act_quant: str)
     "kind",
     ["int4", "int4 with zero points", "int4 in short groups", "int8", "int8 of 128", "int8 of 16"],
 )
-def test_a_layer_of_quantised_activations_is_the_cpus(
+def test_a_layer_of_quantised_activations_equals_the_cpus(
     kind: str, size: str, act_quant: str, symmetric: bool
 ) -> None:
     for m in (1, 33, 100, 150, 300, 777):
@@ -192,8 +192,8 @@ def test_a_layer_of_quantised_activations_is_the_cpus(
         options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric}
         expected = co.mixed_moe(x, gate_up, down, ids, w, **options)
         on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, w)]
-        found = co.mixed_moe(*on_gpu, **options)  # type: ignore[arg-type]
-        assert torch.equal(found, co.mixed_moe(*on_gpu, **options))  # type: ignore[arg-type]
+        found = co.mixed_moe(*on_gpu, **options)
+        assert torch.equal(found, co.mixed_moe(*on_gpu, **options))
         # A code of act(gate) * up may be the next one, where it was rounded to the other side.
         error, reference = (
             (found.cpu().float() - expected.float()).norm(dim=1),
@@ -212,7 +212,7 @@ def test_every_activation(activation: Any) -> None:
         gate_up, down, x, ids, w = layer(m, torch.float16, kind)
         expected = co.mixed_moe(x, gate_up, down, ids, w, activation)
         on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, w)]
-        check(co.mixed_moe(*on_gpu, activation), expected, torch.float16)  # type: ignore[arg-type]
+        check(co.mixed_moe(*on_gpu, activation), expected, torch.float16)
 
 
 @pytest.mark.parametrize("activation", ["silu", ("clamped_swiglu", 1.702, 0.5)])
@@ -234,7 +234,7 @@ def test_biases_of_experts(size: str, kind: str, activation: Any) -> None:
         ]
         expected = co.mixed_moe(x, *biased, ids, w, activation)
         on_gpu = [value.to("cuda") for value in (x, *biased, ids, w)]
-        check(co.mixed_moe(*on_gpu, activation), expected, torch.bfloat16)  # type: ignore[arg-type]
+        check(co.mixed_moe(*on_gpu, activation), expected, torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", ["int4 with zero points", "int4 in short groups", "fp8"])
@@ -249,7 +249,7 @@ def test_one_expert_with_all_rows_and_many_with_one(m: int, kind: str) -> None:
     ):
         expected = co.mixed_moe(x, gate_up, down, routing, w)
         on_gpu = [value.to("cuda") for value in (x, gate_up, down, routing, w)]
-        check(co.mixed_moe(*on_gpu), expected, torch.bfloat16)  # type: ignore[arg-type]
+        check(co.mixed_moe(*on_gpu), expected, torch.bfloat16)
 
 
 def test_ids_of_other_ranks_and_dtypes() -> None:
@@ -262,7 +262,7 @@ def test_ids_of_other_ranks_and_dtypes() -> None:
             on_gpu = [
                 value.to("cuda") for value in (x, gate_up, down, ids.to(dtype), w.to(weights))
             ]
-            found = co.mixed_moe(*on_gpu, expert_map=expert_map.to("cuda", dtype))  # type: ignore[arg-type]
+            found = co.mixed_moe(*on_gpu, expert_map=expert_map.to("cuda", dtype))
             check(found, expected, torch.float16)
 
 
@@ -294,7 +294,7 @@ def test_an_act_order_of_each_expert(group_size: int) -> None:
         ids = torch.randint(0, 4, (m, 2), generator=random)
         expected = co.mixed_moe(x, gate_up, down, ids, w, act_quant=act_quant)
         on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, w)]
-        found = co.mixed_moe(*on_gpu, act_quant=act_quant)  # type: ignore[arg-type]
+        found = co.mixed_moe(*on_gpu, act_quant=act_quant)
         # a code of act(gate) * up may be the next one
         limit = 5e-3 if act_quant == "none" else 1e-2
         assert (
@@ -310,7 +310,7 @@ def test_a_layer_is_captured_and_replayed_with_other_routings(m: int, act_quant:
     )
 
     def run() -> Tensor:
-        return co.mixed_moe(x, gate_up, down, ids, w, act_quant=act_quant)  # type: ignore[arg-type]
+        return co.mixed_moe(x, gate_up, down, ids, w, act_quant=act_quant)
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -319,7 +319,7 @@ def test_a_layer_is_captured_and_replayed_with_other_routings(m: int, act_quant:
     for seed in range(3):
         random = torch.Generator("cuda").manual_seed(seed)
         ids.random_(-1, 6, generator=random)
-        x.normal_(generator=random)  # type: ignore[union-attr]
+        x.normal_(generator=random)
         expected = run().clone()
         graph.replay()
         assert torch.equal(captured, expected)
@@ -329,21 +329,21 @@ def test_a_layer_is_captured_and_replayed_with_other_routings(m: int, act_quant:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_plain_rows_of_gate_and_up_are_brought_into_eights(kind: str, size: str) -> None:
     gate_up, down, x, ids, w = (value.to("cuda") for value in layer(40, torch.float16, kind, size))
-    plain = co.reorder_experts(gate_up.unpack())  # type: ignore[union-attr]
-    found, expected = in_eights(plain).tensors(), gate_up.tensors()  # type: ignore[union-attr]
+    plain = co.reorder_experts(gate_up.unpack())
+    found, expected = in_eights(plain).tensors(), gate_up.tensors()
     assert all(torch.equal(found[part], tensor) for part, tensor in expected.items())
     with pytest.warns(UserWarning, match="takes as much memory again"):
-        y = co.mixed_moe(x, plain, down, ids, w)  # type: ignore[arg-type]
-    assert torch.equal(y, co.mixed_moe(x, gate_up, down, ids, w))  # type: ignore[arg-type]
+        y = co.mixed_moe(x, plain, down, ids, w)
+    assert torch.equal(y, co.mixed_moe(x, gate_up, down, ids, w))
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_plain_rows_are_captured_once_an_eager_call_has_converted_them() -> None:
+def test_row_major_experts_can_be_captured_after_an_eager_call_has_converted_them() -> None:
     gate_up, down, x, ids, w = (value.to("cuda") for value in layer(40, torch.float16, "int4"))
-    plain = co.reorder_experts(gate_up.unpack())  # type: ignore[union-attr]
+    plain = co.reorder_experts(gate_up.unpack())
 
     def run() -> Tensor:
-        return co.mixed_moe(x, plain, down, ids, w)  # type: ignore[arg-type]
+        return co.mixed_moe(x, plain, down, ids, w)
 
     with (
         pytest.raises(RuntimeError, match="not while a CUDA graph is captured"),
@@ -368,7 +368,7 @@ def test_a_token_may_have_any_number_of_experts(top: int) -> None:
         for weights in (w, w.half(), w.bfloat16()):
             expected = co.mixed_moe(x, gate_up, down, ids, weights)
             on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, weights)]
-            check(co.mixed_moe(*on_gpu), expected, torch.float16)  # type: ignore[arg-type]
+            check(co.mixed_moe(*on_gpu), expected, torch.float16)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -427,16 +427,16 @@ def test_rows_that_ctas_find_in_256_ids_have_the_bits_of_sorted_ones(
         on_cpu = layer(256 // top + 1, torch.bfloat16, kind, "long", top)
         gate_up, down, x, ids, w = (value.to("cuda") for value in on_cpu)
         options: dict[str, Any] = {"act_quant": act_quant, "expert_map": expert_map}
-        sorted_first = co.mixed_moe(x, gate_up, down, ids, w, **options)  # type: ignore[arg-type]
-        found = co.mixed_moe(x[:-1], gate_up, down, ids[:-1], w[:-1], **options)  # type: ignore[arg-type]
+        sorted_first = co.mixed_moe(x, gate_up, down, ids, w, **options)
+        found = co.mixed_moe(x[:-1], gate_up, down, ids[:-1], w[:-1], **options)
         assert torch.equal(found, sorted_first[:-1])
 
 
 def test_other_rows_change_no_bits_of_an_expert() -> None:
     gate_up, down, x, ids, w = (value.to("cuda") for value in layer(64, torch.bfloat16, "int4"))
-    y = co.mixed_moe(x, gate_up, down, ids, w)  # type: ignore[arg-type]
+    y = co.mixed_moe(x, gate_up, down, ids, w)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).cuda()
-    assert torch.equal(co.mixed_moe(x[order], gate_up, down, ids[order], w[order]), y[order])  # type: ignore
+    assert torch.equal(co.mixed_moe(x[order], gate_up, down, ids[order], w[order]), y[order])
 
 
 @pytest.mark.parametrize("act_quant", ["token", "block"])
@@ -444,12 +444,12 @@ def test_quantised_activations_of_fp32_are_the_cpus(act_quant: str) -> None:
     gate_up, down, x, ids, w = layer(33, torch.float32, "int4")
     expected = co.mixed_moe(x, gate_up, down, ids, w, act_quant=act_quant)
     on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, w)]
-    found = co.mixed_moe(*on_gpu, act_quant=act_quant).cpu()  # type: ignore[arg-type]
+    found = co.mixed_moe(*on_gpu, act_quant=act_quant).cpu()
     # A code of act(gate) * up may be the next one, where silu's last place differs.
     assert float((found - expected).norm() / expected.norm()) < 1e-3
 
 
-def test_a_routing_is_the_cpus_and_is_captured() -> None:
+def test_a_routing_equals_the_cpus_and_can_be_captured() -> None:
     ids = torch.randint(-1, 300, (4097, 8), generator=torch.Generator().manual_seed(0))
     expected = co.route(ids, 300)
     on_gpu = torch.zeros_like(ids, device="cuda")
@@ -471,9 +471,9 @@ def test_capture_of_a_product_for_each_expert_is_refused() -> None:
     gate_up, down, x, ids, w = (
         value.to("cuda") for value in layer(4, torch.float16, "int4", "uneven")
     )
-    co.mixed_moe(x, gate_up, down, ids, w)  # type: ignore[arg-type]
+    co.mixed_moe(x, gate_up, down, ids, w)
     with (
         pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        co.mixed_moe(x, gate_up, down, ids, w)  # type: ignore[arg-type]
+        co.mixed_moe(x, gate_up, down, ids, w)

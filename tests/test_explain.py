@@ -1,4 +1,4 @@
-"""explain: what would run, and why."""
+"""explain: the kernels that would run, and why."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def test_explain_a_gpu_that_is_not_there(bits: int, act_quant: str, device: str)
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_explain_refuses(change: Change, error: type[Exception], words: list[str]) -> None:
+def test_explain_refuses_invalid_arguments(
+    change: Change, error: type[Exception], words: list[str]
+) -> None:
     arguments: Change = {"x": 3, "weight": co.reorder(weight()), "device": "sm_90", **change}
     with pytest.raises(error) as caught:
         co.explain(**arguments)
@@ -155,7 +157,7 @@ def test_explain_sees_how_x_lies_in_memory() -> None:
     assert upcasts(wide[:, 4:516])  # rows do not start on 16 bytes
     assert upcasts(aligned(64, 516)[:, :512])
     assert not upcasts(aligned(512, 64).t())  # is copied
-    # so is what is no matrix
+    # and so is an x that is no matrix
     assert not upcasts(aligned(64, 1, 1024)[:, :, 4:516].transpose(0, 1).expand(2, 64, 512))
     assert not upcasts(wide[:, 4:516], batch_invariant=True)
     assert upcasts(wide.view(4, 16, 1024)[..., 4:516])

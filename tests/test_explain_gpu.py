@@ -140,7 +140,7 @@ PROBLEMS: dict[
 
 def launches(run: Callable[[], object], trace: Path) -> list[dict[str, Any]]:
     """The kernels that ``run`` starts, in order, as Kineto traces them."""
-    run()  # what is made once is made before
+    run()  # one-time work is done before
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -110,6 +111,7 @@ def test_other_results_give_other_pages(
         "torch": "2.x",
         "model": "m",
         "prompt": 9,
+        "commit": "0123456789",
     }
     (tmp_path / "cpu_m.json").write_text(json.dumps(about | {"rows": rows}))
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
@@ -189,7 +191,7 @@ def write_engines(folder: Path, *rows: Row, card: str = "H200") -> None:
     (folder / f"{card.lower()}-vllm.json").write_text(json.dumps(heading | {"rows": rows}))
 
 
-def test_engines_are_shown_as_far_as_they_ran(
+def test_tables_of_engines_leave_out_what_did_not_run(
     figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the fastest of vLLM's kernels for the same model and checkpoint, in a file a card."""
@@ -248,10 +250,43 @@ def test_engines_are_shown_as_far_as_they_ran(
     assert figures.engine_speed() == ""
 
 
+def test_every_results_file_is_of_one_commit(figures: ModuleType) -> None:
+    """Including the files that only costs are fitted to."""
+    for path in (ROOT / "results").glob("*.json"):
+        (commit,) = figures.commits(json.loads(path.read_text()))
+        assert figures.COMMIT.fullmatch(commit), path.name
+
+
+def test_nothing_is_drawn_from_files_of_several_commits(
+    figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in (ROOT / "results").glob("*.json"):
+        result = json.loads(path.read_text())
+        rows = result["models"] if "models" in result else result["rows"]
+        if isinstance(rows[-1], dict):
+            rows[-1]["commit"] = "fedcba9876543210"
+        (tmp_path / path.name).write_text(json.dumps(result))
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    pictures = {
+        name: functools.partial(draw, tmp_path / name)
+        for name, draw in figures.PICTURES.items()
+        if not name.startswith("kernel_")
+    }
+    for make in (figures.TABLES | pictures).values():
+        with pytest.raises(ValueError, match="every results file is of one commit"):
+            make()
+
+
 @pytest.mark.parametrize(
-    ("commits", "said"), [(("aa", "bb"), "aa, bb"), (("aa", None), "aa, none"), ((None,), "none")]
+    ("commits", "said"),
+    [
+        (("0123456", "89abcde"), "0123456, 89abcde"),
+        (("0123456", None), "0123456, None"),
+        ((None,), "None"),
+        (("0123456, and before",), "0123456, and before"),
+    ],
 )
-def test_engines_of_several_commits_are_refused(
+def test_results_without_one_commit_are_refused(
     figures: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -264,7 +299,7 @@ def test_engines_of_several_commits_are_refused(
         del row["commit"]
         row.update({"commit": commit} if commit else {})
     write_engines(tmp_path, *rows)
-    with pytest.raises(ValueError, match=f"rows of results/h200-vllm.json are of commits {said}$"):
+    with pytest.raises(ValueError, match=f"results/h200-vllm.json is of {said}; every"):
         figures.engines()
 
 

@@ -88,7 +88,7 @@ def test_quantising_what_is_exact_changes_nothing() -> None:
     assert torch.equal(again.codes, codes)
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     weight = co.quantize(randn(4, 64), bits=8, group_size=64, book="e4m3")
     with pytest.raises(ValueError, match="bits is 4; 'e4m3' has 256 values"):
         co.quantize(randn(4, 64), group_size=64, book="e4m3")
@@ -114,7 +114,9 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, FLOAT])
 @pytest.mark.parametrize("group_size", [16, 32, 128, -1])
-def test_products_and_packed_files(tmp_path: Path, group_size: int, dtype: torch.dtype) -> None:
+def test_products_of_a_loaded_packed_file(
+    tmp_path: Path, group_size: int, dtype: torch.dtype
+) -> None:
     qw = co.quantize(randn(70, 200, seed=3), bits=8, group_size=group_size, book="e4m3")
     co.save_packed(tmp_path / "w.safetensors", {"w": co.reorder(qw)})
     packed = co.load_packed(tmp_path / "w.safetensors")["w"]

@@ -1,4 +1,4 @@
-"""tools/fuzz.py: a short run of it, and that it sees what it looks for."""
+"""tools/fuzz.py: a short run, and that it finds the faults that it looks for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fuzz() -> ModuleType:
     return module
 
 
-def test_a_few_hundred_cases(fuzz: ModuleType, tmp_path: Path) -> None:
+def test_hundreds_of_random_cases(fuzz: ModuleType, tmp_path: Path) -> None:
     models = fuzz.honest_models(load=False)
     found = [fuzz.one(models, 11, index, tmp_path / "work", 0) for index in range(200)]
     assert [result for result in found if result[1] == "FAILED"] == []
@@ -34,14 +34,14 @@ def test_a_few_hundred_cases(fuzz: ModuleType, tmp_path: Path) -> None:
     assert sum(what == "read" for _, what, _ in found) > 20
 
 
-def test_a_case_is_the_same_again(fuzz: ModuleType) -> None:
+def test_a_case_is_reproducible(fuzz: ModuleType) -> None:
     model = fuzz.Model({"a.json": b'{"b": [1, 2]}', "c": bytes(100)})
     first, again = (fuzz.damaged(model, random.Random(5)) for _ in range(2))
     assert first == again
     assert first.files != model.files
 
 
-def test_it_sees_a_verify_that_is_blind(
+def test_fuzz_reports_a_verify_that_misses_a_difference(
     fuzz: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = fuzz.packed()["packed 2"]
@@ -56,7 +56,7 @@ def test_it_sees_a_verify_that_is_blind(
         fuzz.check(model, case, tmp_path / "blind", False)
 
 
-def test_it_sees_values_that_changed(fuzz: ModuleType, tmp_path: Path) -> None:
+def test_fuzz_reports_changed_values(fuzz: ModuleType, tmp_path: Path) -> None:
     model = fuzz.models()["gptq"]
     fuzz.write(tmp_path, model.files)
     name = "model.layers.0.mlp.up_proj"

@@ -115,7 +115,7 @@ def test_the_bias_is_in_the_order_of_the_rows(biased: str) -> None:
     expected = torch.cat([a[:8], b[:8], a[8:], b[8:]])
     assert torch.equal(packed.bias, expected)
     assert torch.equal(packed.bias.signbit(), expected.signbit())
-    assert torch.equal(packed.unpack().bias, torch.cat([a, b]))  # type: ignore[arg-type]
+    assert torch.equal(packed.unpack().bias, torch.cat([a, b]))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,9 @@ def test_the_bias_is_in_the_order_of_the_rows(biased: str) -> None:
         ),
     ],
 )
-def test_what_is_no_pair_is_refused(make: Callable[[], Any], message: str) -> None:
+def test_weights_that_are_no_pair_of_gate_and_up_are_refused(
+    make: Callable[[], Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         co.reorder(make(), gated=True)
 
@@ -336,7 +338,7 @@ def test_gradients_through_panels_of_the_weight(monkeypatch: pytest.MonkeyPatch)
     assert x.grad is None
 
 
-def test_what_saturates_has_no_gradient() -> None:
+def test_saturated_outputs_have_no_gradient() -> None:
     packed = co.reorder(pair(), gated=True)
     x = activations(2, 200, dtype=torch.float16)
     x[0] *= 100
@@ -375,7 +377,7 @@ def test_compiled_products_are_the_eager_ones(act_quant: str) -> None:
     assert torch.equal(compiled(residual), quantized(residual))
 
 
-# ---- who takes no gated weight
+# ---- operators without gated weights
 
 
 def test_others_refuse_a_gated_weight_by_name() -> None:
@@ -489,7 +491,7 @@ def test_a_reader_of_an_older_version_refuses_by_name(
         ([], "a JSON list; an object is expected"),
     ],
 )
-def test_a_file_that_lies_is_refused(
+def test_a_file_with_false_sizes_is_refused(
     said: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "w.safetensors"

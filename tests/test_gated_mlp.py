@@ -1,5 +1,5 @@
-"""MLPs of models that compute down(activation(gate(x)) * up(x)): which become gated ones, and that
-all else about the model stays, on a CPU.
+"""MLPs that compute down(activation(gate(x)) * up(x)): which of them become gated, and that
+everything else about the model stays, on a CPU.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Scaled(MLP):
 
 
 class Exchanged(MLP):
-    """The activation is of what is called up."""
+    """The activation is applied to the layer named up."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
@@ -158,14 +158,14 @@ def with_hook(name: str) -> Callable[[], MLP]:
 
 def with_forward() -> MLP:
     mlp = packed(MLP())
-    mlp.forward = mlp.forward  # type: ignore[method-assign]  # as accelerate does it
+    mlp.forward = mlp.forward  # as accelerate does it
     return mlp
 
 
 def with_activation() -> MLP:
     mlp = packed(MLP())
     for layer in (mlp.gate_proj, mlp.up_proj):
-        layer.activation = "relu"  # type: ignore[assignment]
+        layer.activation = "relu"
     return mlp
 
 
@@ -187,7 +187,7 @@ def with_activation() -> MLP:
         with_activation,
     ],
 )
-def test_where_it_is_not_certain_the_module_stays(make: Callable[[], MLP]) -> None:
+def test_an_mlp_of_unknown_function_is_not_gated(make: Callable[[], MLP]) -> None:
     model: Any = make()
     kind, expected = type(model), make()(x())
     assert list(co.fuse_linears(model).layers) == ["gate_up_proj"]
@@ -216,7 +216,7 @@ def test_weights_of_other_forms_stay_apart() -> None:
 # ---- that all else stays
 
 
-def test_gate_and_up_alone_are_what_they_were() -> None:
+def test_gate_and_up_of_a_gated_layer_equal_the_separate_layers() -> None:
     plain, model = packed(MLP()), fused(MLP())
     for name in ("up_proj", "gate_proj"):
         part: Any = getattr(model, name)
@@ -239,7 +239,7 @@ def test_gate_and_up_alone_are_what_they_were() -> None:
         lambda m: setattr(m.up_proj, "forward", lambda x: x.new_ones(len(x), K)),
     ],
 )
-def test_what_changes_later_counts(change: Callable[[Any], Any]) -> None:
+def test_later_changes_of_the_module_are_seen(change: Callable[[Any], Any]) -> None:
     plain, model = packed(MLP(n=K)), fused(MLP(n=K))
     for mlp in (plain, model):
         change(mlp)

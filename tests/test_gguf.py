@@ -59,9 +59,7 @@ def test_values_are_those_of_the_format(tmp_path: Path, kind: Type) -> None:
     weight = checkpoint["w"]
     assert {"scales": weight.scales.dtype} | (
         {} if weight.offsets is None else {"offsets": weight.offsets.dtype}
-    ) == (
-        checkpoint.entries["w"].quantized.dtypes  # type: ignore[union-attr]
-    )
+    ) == (checkpoint.entries["w"].quantized.dtypes)
     ours = reference.dequantize_weight(weight, torch.float32)
     if kind in (Type.Q4_1, Type.Q4_K):
         # The offset is rounded to fp32 once more.
@@ -146,7 +144,7 @@ def test_the_rows_of_q_and_k_are_put_back(tmp_path: Path, kind: Type) -> None:
         a, b = read[prefix + ours], as_it_was[name]
         assert torch.equal(a.codes, b.codes)
         assert torch.equal(a.scales, b.scales)
-        assert (a.offsets is None and b.offsets is None) or torch.equal(a.offsets, b.offsets)  # type: ignore[arg-type]
+        assert (a.offsets is None and b.offsets is None) or torch.equal(a.offsets, b.offsets)
         assert torch.equal(read.entries[prefix + ours].values(), as_it_was.entries[name].values())
 
 
@@ -320,7 +318,7 @@ def test_a_bias_goes_with_its_weight(tmp_path: Path) -> None:
     assert torch.equal(packed.bias, weight.bias)
     reorder_checkpoint(checkpoint, tmp_path / "p.safetensors", exclude="q_proj")
     loaded = load_packed(tmp_path / "p.safetensors")
-    assert torch.equal(loaded["model.layers.0.self_attn.q_proj.bias"], weight.bias)  # type: ignore[arg-type]
+    assert torch.equal(loaded["model.layers.0.self_attn.q_proj.bias"], weight.bias)
     assert verify_packed(tmp_path / "p.safetensors", checkpoint).problems == []
 
 
@@ -356,9 +354,9 @@ def test_types_that_cannot_be_packed_are_named(tmp_path: Path) -> None:
         reorder_checkpoint(checkpoint, tmp_path / "p.safetensors")
     reorder_checkpoint(checkpoint, tmp_path / "p.safetensors", exclude="b|c")
     loaded = load_packed(tmp_path / "p.safetensors")
-    assert torch.equal(loaded["b.weight"], torch.zeros(4, 256))  # type: ignore[arg-type]
+    assert torch.equal(loaded["b.weight"], torch.zeros(4, 256))
     assert torch.equal(
-        loaded["c.weight"],  # type: ignore[arg-type]
+        loaded["c.weight"],
         torch.from_numpy(gguf.dequantize(raw, Type.Q4_0)).view(2, 2, 64),
     )
     assert verify_packed(tmp_path / "p.safetensors", checkpoint).problems == []

@@ -482,7 +482,7 @@ def test_fp16_of_a_model_that_exceeds_it_is_warned_of(tmp_path: Path) -> None:
             co.load_model(source, dtype=torch.float16)
 
 
-def test_a_configuration_that_says_fp16_of_such_a_model_is_not_believed(tmp_path: Path) -> None:
+def test_fp16_in_the_configuration_of_a_model_beyond_its_range_becomes_bf16(tmp_path: Path) -> None:
     checkpoint = co.load_checkpoint(write_gemma(tmp_path / "model.gguf", True))
     stated = replace(checkpoint, config={**checkpoint.config, "dtype": "float16"})
     reorder_model(stated, tmp_path / "packed")

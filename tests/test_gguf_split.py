@@ -1,4 +1,6 @@
-"""GGUF models that are split into several files: any part, or their directory, stands for all."""
+"""GGUF models that are split into several files: any part, or their directory, opens the whole
+model.
+"""
 
 import shutil
 import warnings

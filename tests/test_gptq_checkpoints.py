@@ -64,7 +64,7 @@ def test_zero_points_that_autogptq_destroyed_are_refused(tmp_path: Path, word: i
         checkpoint["m"]
     with pytest.raises(CheckpointError, match="zero_offset=1"):
         checkpoint.entries["m"].values()
-    # By the user's word: with the carry, as GPTQModel would.
+    # As the user says: with the carry, as GPTQModel would.
     zeros = load_checkpoint(carried(tmp_path, word), zero_offset=1)["m"].zeros
     assert zeros is not None
     if word == 0xFFFFFFF2:
@@ -111,7 +111,7 @@ def test_a_zero_point_that_autogptq_wrote_over_others(
 @pytest.mark.parametrize("stored", [7, 8])
 @pytest.mark.parametrize("stated", ["gptq", "gptq_v2", None])
 @pytest.mark.parametrize("sym", [True, None, False])
-def test_gptq_metadata_that_lies(
+def test_gptq_metadata_that_contradicts_the_tensors(
     tmp_path: Path, stored: int, stated: str | None, sym: bool | None
 ) -> None:
     """Stored zero points that are all 7 or all 8 are believed before the metadata, unless it
@@ -125,7 +125,7 @@ def test_gptq_metadata_that_lies(
     check(checkpoint, "m", expected(randint(16, 8, 64), randn(8, 2).half(), z, 32))
     assert checkpoint["m"].symmetric == (z == 8)
     assert ("by their values" in checkpoint.metadata["zero_offset"]) == (by_metadata != z)
-    for offset in (0, 1):  # what the user says comes first
+    for offset in (0, 1):  # the user's option takes precedence
         weight = load_checkpoint(path, zero_offset=offset)["m"]
         assert torch.equal(
             dequantize_weight(weight, torch.float32),
@@ -334,4 +334,4 @@ def test_an_option_of_another_dialect(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the dialect 'awq' has no such option"):
         load_checkpoint(path, zero_offset=1)
     with pytest.raises(ValueError, match="zero_offset is 2; 'auto', 0 and 1 are accepted"):
-        load_checkpoint(path, zero_offset=2)  # type: ignore[arg-type]
+        load_checkpoint(path, zero_offset=2)

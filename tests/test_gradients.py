@@ -76,8 +76,8 @@ def assert_product(
     grad = grad.double()
     assert found.dtype == dtype
     error = (found.double() - grad @ w).abs()
-    # Of fp32 the sums themselves, whose order depends on the number of threads, and z's, add to
-    # the one rounding.
+    # In fp32 the rounding of the sums, whose order depends on the number of threads, and of z adds
+    # to the final one.
     units = 8 if dtype == torch.float32 else 2
     assert (error <= units * torch.finfo(dtype).eps * (grad.abs() @ w.abs())).all()
 
@@ -134,7 +134,7 @@ def test_gradients_through_the_epilogue(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_only_what_is_wanted_gets_a_gradient(device: str) -> None:
+def test_only_inputs_that_require_it_get_a_gradient(device: str) -> None:
     packed = weight(device=device)
     x = values(M, K, dtype=torch.float16, device=device)
     for wanted in ("bias", "residual"):
@@ -177,7 +177,7 @@ def test_saturated_elements_have_gradient_0(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 def test_a_result_of_another_dtype(out_dtype: torch.dtype, device: str) -> None:
-    """Gradients beyond fp16's largest number come through to where they are added up."""
+    """Gradients beyond fp16's largest number reach the place where they are summed."""
     packed = weight(device=device)
     x = values(M, K, dtype=torch.float16, device=device).requires_grad_()
     grad = values(M, N, seed=2, dtype=out_dtype, device=device)
@@ -239,7 +239,7 @@ def test_at_a_bound_the_gradient_is_that_of_torch(activation: Any, bounds: list[
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_result_of_the_largest_number_has_its_gradient(dtype: torch.dtype, device: str) -> None:
-    """Saturating changes what is beyond it, and nothing at it."""
+    """Saturating changes values beyond the largest number, and not that number itself."""
     largest = torch.finfo(dtype).max
     beyond = largest * (1 + 2**-20)
     residual = torch.tensor([[largest, -largest, beyond, -beyond, 1.0]], device=device)
@@ -315,7 +315,7 @@ def test_panels_of_16_bits_add_up_in_fp32(
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_what_is_kept_for_the_backward_pass(activation: str | None) -> None:
+def test_tensors_that_are_kept_for_the_backward_pass(activation: str | None) -> None:
     """The packed tensors; x only where the gradient depends on it; no values of W, and no z."""
     packed = weight("perm")
     kept: list[Tensor] = []
@@ -336,7 +336,7 @@ def test_a_weight_that_changes_before_the_backward_pass_is_noticed() -> None:
         y.sum().backward()
 
 
-# ---- what has none
+# ---- operators without gradients
 
 
 @pytest.mark.parametrize("part", ["scales", "bias", "offsets", "book"])
@@ -444,7 +444,7 @@ def test_no_forward_mode_and_no_transforms() -> None:
     for transform in transforms:
         with pytest.raises(RuntimeError, match="neither forward-mode derivatives nor rules"):
             transform()
-    # What takes no part in a transform is computed as ever.
+    # Operands outside of a transform are computed as usual.
     assert torch.equal(torch.func.vmap(lambda t: t + run(x))(torch.zeros(2, M, N))[1], run(x))
     with forward_ad.dual_level():
         assert run(x).shape == (M, N)

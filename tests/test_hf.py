@@ -135,7 +135,7 @@ def test_load_model_quantises_floats_on_the_way(family: tuple[Any, Path, Path]) 
     assert_same_logits(co.load_model(floats, options=Options(4, 32, False)), expected)
 
 
-def test_what_the_directory_says_of_activations_is_the_default(tmp_path: Path) -> None:
+def test_the_directorys_act_quant_is_the_default(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "float")
     checkpoint = co.load_checkpoint(tmp_path / "float")
     reorder_model(

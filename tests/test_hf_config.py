@@ -316,7 +316,7 @@ def test_tensors_of_other_sizes_are_refused(tmp_path: Path) -> None:
 
 
 def test_layers_in_two_places_and_of_another_dtype(tmp_path: Path) -> None:
-    class Model(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined, unused-ignore]
+    class Model(transformers.LlamaForCausalLM):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.model.layers[0].mlp.up_proj.float()

@@ -36,9 +36,7 @@ transformers = import_or_skip("transformers")
 
 
 def assert_loads(source: Path, scratch: Path, expected: Any) -> None:
-    """Both doors give the model of the dequantised weights: load_model, and from_pretrained once
-    it is reordered.
-    """
+    """load_model, and from_pretrained after reordering, give the dequantised model's results."""
     model = co.load_model(source, dtype=torch.float32)
     assert_same_logits(model, expected)
     assert any(name.endswith("qkv_proj") for name in mixed(model))
@@ -90,7 +88,9 @@ def test_quantised_routers_become_their_values(tmp_path: Path) -> None:
     )
 
 
-def test_both_doors_quantise_the_activations_that_a_checkpoint_was_made_for(tmp_path: Path) -> None:
+def test_load_model_and_from_pretrained_quantise_activations_as_the_checkpoint_says(
+    tmp_path: Path,
+) -> None:
     model = tiny(num_hidden_layers=1)
     tensors = dict(model.state_dict())
     for name, linear in linears(model).items():
@@ -116,16 +116,16 @@ def test_both_doors_quantise_the_activations_that_a_checkpoint_was_made_for(tmp_
     assert checkpoint.activations == ("token", False)
     reorder_model(checkpoint, tmp_path / "packed")
     reorder_checkpoint(checkpoint, tmp_path / "packed.safetensors")
-    doors = [
+    loaded = [
         co.load_model(path, fuse=False, config=model.config)
         for path in (source, tmp_path / "packed.safetensors")
     ]
-    doors += [co.load_model(tmp_path / "packed", fuse=False)]
-    for found in doors:
+    loaded += [co.load_model(tmp_path / "packed", fuse=False)]
+    for found in loaded:
         assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(found).values()} == {
             ("token", False)
         }
-        assert torch.equal(logits(found), logits(doors[0]))
+        assert torch.equal(logits(found), logits(loaded[0]))
     assert {
         layer.act_quant for layer in mixed(co.load_model(source, act_quant="none")).values()
     } == {"none"}

@@ -1,6 +1,4 @@
-"""What is not a packed model, or lies about being one, is refused by load_model and
-from_pretrained.
-"""
+"""load_model and from_pretrained refuse directories that are no packed models or claim to be."""
 
 from __future__ import annotations
 
@@ -135,7 +133,7 @@ def test_layers_that_a_config_cannot_describe_are_not_saved(
         ({"up_proj.scales": None}, "up_proj.scales' is not in the model's files"),
     ],
 )
-def test_files_that_lie(
+def test_files_with_false_metadata(
     act_order: Path, tmp_path: Path, change: dict[str, Tensor | None], match: str
 ) -> None:
     model = co.load_model(act_order, fuse=False)
@@ -236,7 +234,7 @@ def test_other_models_files_are_refused(act_order: Path, tmp_path: Path) -> None
         ({"tensor_parallel": 3}, "one rank of a model that was split"),
     ],
 )
-def test_configs_that_mean_nothing(
+def test_invalid_configs(
     act_order: Path, tmp_path: Path, change: dict[str, Any], match: str
 ) -> None:
     co.load_model(act_order, fuse=False).save_pretrained(tmp_path)

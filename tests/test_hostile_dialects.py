@@ -1,5 +1,5 @@
-"""Models of bitsandbytes, HQQ, torchao and MNN that lie: a CheckpointError, or
-what the files say.
+"""Models of bitsandbytes, HQQ, torchao and MNN with false metadata: a CheckpointError, or the
+values in the files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def read_all(path: Path) -> int:
 
 
 @pytest.mark.parametrize(("name", "weights"), [("hqq", 3), ("bitsandbytes", 3), ("torchao", 4)])
-def test_the_honest_models_are_read(tmp_path: Path, name: str, weights: int) -> None:
+def test_the_undamaged_models_are_read(tmp_path: Path, name: str, weights: int) -> None:
     path = write(tmp_path, name, FILES[name])
     assert read_all(path) == weights
     checkpoint = load_checkpoint(path)
@@ -67,7 +67,7 @@ def test_the_honest_models_are_read(tmp_path: Path, name: str, weights: int) -> 
     assert all(
         any(part.endswith(CODES) for part in entry.parts) for entry in checkpoint.entries.values()
     )
-    (tmp_path / "config.json").unlink()  # their tensors tell, too
+    (tmp_path / "config.json").unlink()  # recognised by their tensors, too
     assert read_all(path) == weights
 
 
@@ -169,7 +169,7 @@ def test_a_description_with_another_value(
     )
 
 
-def test_the_honest_mnn_model_is_read(tmp_path: Path) -> None:
+def test_the_undamaged_mnn_model_is_read(tmp_path: Path) -> None:
     path = write_mnn(tmp_path, GRAPH, BLOB)
     assert read_all(path) == 3
     assert sorted(load_checkpoint(path).others) == ["h.weight", "n.beta", "n.gamma"]

@@ -1,5 +1,5 @@
-"""Directories of quantised models that lie: a CheckpointError, or what the files say; the same
-for every dialect.
+"""Directories of quantised models with false metadata: a CheckpointError, or the values in the
+files; the same for every dialect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def refused_or_read(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_honest_models_are_read(tmp_path: Path, name: str) -> None:
+def test_the_undamaged_models_are_read(tmp_path: Path, name: str) -> None:
     assert refused_or_read(write(tmp_path, FILES[name], MODELS[name][1]))
     checkpoint = load_checkpoint(tmp_path)
     assert list(checkpoint.entries) == ["m", "norm.weight"]
@@ -101,8 +101,8 @@ def test_a_model_with_another_tensor(
 
 @pytest.mark.parametrize("size", [0, -1, -5, 1 << 31, 1 << 64, 10**400])
 @pytest.mark.parametrize("name", ["ct packed", "gptq act order"])
-def test_a_stated_size_that_fits_nothing(tmp_path: Path, name: str, size: int) -> None:
-    """With act order a size is but a wish: the groups are those of the tensor."""
+def test_a_stated_size_that_matches_no_tensor(tmp_path: Path, name: str, size: int) -> None:
+    """With act order the stated group size is only a hint: the groups are those of the tensor."""
     config = copy.deepcopy(MODELS[name][1])
     holder = config["config_groups"]["group_0"]["weights"] if name == "ct packed" else config
     holder["group_size"] = size
@@ -123,7 +123,7 @@ def test_a_stated_size_that_fits_nothing(tmp_path: Path, name: str, size: int) -
 @example(text='{"quantization_config": {}}')
 @example(text='{"text_config": {"quantization_config": []}}')
 @example(text='{"compression_config": {"quant_method": {"a": []}}}')
-def test_a_config_that_is_any_text(tmp_path: Path, text: str) -> None:
+def test_a_config_of_random_text(tmp_path: Path, text: str) -> None:
     folder = write(tmp_path, FILES["gptq"], None)
     (folder / "config.json").write_bytes(text.encode(errors="surrogatepass"))
     refused_or_read(folder)

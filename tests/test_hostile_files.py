@@ -1,5 +1,5 @@
-"""Files that lie: every one gets a CheckpointError, or is read as what it says; never a crash, a
-hang or a flood of memory.
+"""Files with false headers: each is refused with a CheckpointError, or read as its header says;
+never a crash, a hang or an excess of memory.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ FUZZ = settings(
 )
 
 
-# ---- GGUF, written by hand so that every field can lie
+# ---- GGUF, written by hand so that every field can be false
 
 
-def test_the_honest_file_is_read(tmp_path: Path) -> None:
+def test_the_undamaged_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf_file())
     checkpoint = load_checkpoint(path)
@@ -153,7 +153,7 @@ LIES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_gguf_that_lies(tmp_path: Path, lie: str) -> None:
+def test_a_gguf_with_false_sizes(tmp_path: Path, lie: str) -> None:
     content, match = LIES[lie]
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
@@ -172,7 +172,7 @@ def test_every_truncation_of_a_gguf(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     for size in range(len(whole) - 1):
         path.write_bytes(whole[:size])
-        # The last tensor is 2 bytes long; what follows it is nobody's.
+        # The last tensor is 2 bytes long; the bytes behind it are unused.
         assert read_or_refuse(path) == (size >= len(whole) - len(DATA) + 386), size
 
 
@@ -248,7 +248,7 @@ def float_entry(begin: int, end: int, shape: list[int], dtype: str = "F32") -> d
         raw_safetensors(b'{"__metadata__": {"a": 3}}', b""),
     ],
 )
-def test_a_safetensors_that_lies(tmp_path: Path, content: bytes) -> None:
+def test_a_safetensors_file_with_a_false_header(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError):
@@ -367,7 +367,7 @@ def byte(name: str, value: int) -> Callable[[dict[str, Any], bytearray], None]:
         (byte("w.zeros", 8), r"tensor 'w\.zeros': holds values outside of -8"),
     ],
 )
-def test_a_packed_file_that_lies(
+def test_a_packed_file_with_false_metadata(
     tmp_path: Path, change: Callable[[dict[str, Any], bytearray], object], match: str | None
 ) -> None:
     honest = packed_file(tmp_path)

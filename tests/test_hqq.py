@@ -72,8 +72,8 @@ BY_HAND = {
 }
 
 
-def test_a_module_by_hand(tmp_path: Path) -> None:
-    weight = load_checkpoint(write(tmp_path, state(**BY_HAND)))["m"]  # type: ignore[arg-type]
+def test_codes_scales_and_offsets_by_hand(tmp_path: Path) -> None:
+    weight = load_checkpoint(write(tmp_path, state(**BY_HAND)))["m"]
     codes = [[i >> 4 for i in range(64)], [i & 15 for i in range(64)]]
     assert weight.codes.tolist() == codes
     assert weight.scales.tolist() == [[0.5, 1.0], [-2.0, 0.25]]
@@ -175,7 +175,7 @@ def test_groups_across_output_features(
 def test_one_scale_for_all(tmp_path: Path, axis: int) -> None:
     one = {"scale": torch.tensor([[0.5]]), "zero": torch.tensor([[2.5]])}
     other = {"axis": torch.tensor(axis), "channel_wise": torch.tensor(0, dtype=torch.uint8)}
-    weight = load_checkpoint(write(tmp_path, state(**{**BY_HAND, **one}, **other)))["m"]  # type: ignore[arg-type]
+    weight = load_checkpoint(write(tmp_path, state(**{**BY_HAND, **one}, **other)))["m"]
     assert weight.group_size == -1
     assert weight.scales.tolist() == [[0.5], [0.5]]
     values = [
@@ -216,8 +216,10 @@ def scalar(value: int) -> torch.Tensor:
         ({"quant_scale": torch.tensor(1, dtype=torch.uint8)}, "quantised themselves"),
     ],
 )
-def test_what_cannot_be_packed(tmp_path: Path, change: dict[str, Any], match: str) -> None:
-    checkpoint = load_checkpoint(write(tmp_path, state(**{**BY_HAND, **change})))  # type: ignore[arg-type]
+def test_tensors_that_cannot_be_packed_are_refused(
+    tmp_path: Path, change: dict[str, Any], match: str
+) -> None:
+    checkpoint = load_checkpoint(write(tmp_path, state(**{**BY_HAND, **change})))
     with pytest.raises(CheckpointError, match=rf"tensor 'm\.W_q': .*{match}"):
         checkpoint["m"]
 
@@ -244,17 +246,17 @@ def test_a_state_that_contradicts_itself(
     tmp_path: Path, change: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(CheckpointError, match=match):
-        load_checkpoint(write(tmp_path, state(**{**BY_HAND, **change})))  # type: ignore[arg-type]
+        load_checkpoint(write(tmp_path, state(**{**BY_HAND, **change})))
 
 
 def test_codes_beyond_their_bits(tmp_path: Path) -> None:
     codes = torch.full((2, 64), 31, dtype=torch.uint8)
     path = write(
         tmp_path, state(**{**BY_HAND, "codes": codes}, nbits=scalar(5), packing=text("8bit_u8"))
-    )  # type: ignore[arg-type]
+    )
     assert load_checkpoint(path)["m"].codes.unique().tolist() == [31 + 128 - 16]
     codes[1, 3] = 32
-    write(tmp_path, state(**{**BY_HAND, "codes": codes}, nbits=scalar(5), packing=text("8bit_u8")))  # type: ignore[arg-type]
+    write(tmp_path, state(**{**BY_HAND, "codes": codes}, nbits=scalar(5), packing=text("8bit_u8")))
     with pytest.raises(CheckpointError, match="holds 32; with 5 bits the largest is 31"):
         load_checkpoint(path)["m"]
 
@@ -267,7 +269,7 @@ def test_bits_stored_as_a_float_are_those_of_the_integer(tmp_path: Path, bits: f
     packing = text("4bit_u8" if bits == 4 else "8bit_u8")
     weights = []
     for stored in (scalar(int(bits)), torch.tensor(bits, dtype=torch.float16)):
-        made = state(**{**BY_HAND, "codes": codes}, nbits=stored, packing=packing)  # type: ignore[arg-type]
+        made = state(**{**BY_HAND, "codes": codes}, nbits=stored, packing=packing)
         checkpoint = load_checkpoint(write(tmp_path, made))
         weights.append((checkpoint["m"], checkpoint.entries["m"].values()))
     (found, values), (expected, expected_values) = weights

@@ -35,7 +35,7 @@ def test_an_id_is_its_snapshot(snapshot: Path) -> None:
     assert local_path("someone/tiny-model.v1") == snapshot
 
 
-def test_what_exists_is_a_path(snapshot: Path, tmp_path: Path) -> None:
+def test_an_existing_name_is_a_path(snapshot: Path, tmp_path: Path) -> None:
     (tmp_path / "someone" / "tiny-model.v1").mkdir(parents=True)
     assert local_path("someone/tiny-model.v1") == Path("someone/tiny-model.v1")
 
@@ -43,7 +43,7 @@ def test_what_exists_is_a_path(snapshot: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["one", "a/b/c", "./a/b", "/a/b", "../b", "a/b.gguf", "a/b.safetensors", "a/"]
 )
-def test_what_does_not_read_as_an_id_is_a_path(name: str, snapshot: Path) -> None:
+def test_a_name_that_is_no_valid_id_is_a_path(name: str, snapshot: Path) -> None:
     assert local_path(name) == Path(name)
 
 

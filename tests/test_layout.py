@@ -42,7 +42,7 @@ def unpacked(packed_codes: Codes, n: int, k: int, bits: int) -> Codes:
 
 
 def stated_order(codes: Codes, bits: int) -> Codes:
-    """What `packed` must return: each place in memory fetches the code of its row and column."""
+    """The expected result of `packed`: each place in memory has the code of its row and column."""
     n, k = codes.shape
     n_pad, k_pad = -(-n // 64) * 64, -(-k // 128) * 128
     centred = np.zeros((n_pad, k_pad), np.int16)  # padding is code 0 after centring

@@ -42,7 +42,7 @@ def test_from_a_directory_to_a_verified_one(tmp_path: Path) -> None:
     assert verified.exit_code == 0, verified.output
 
 
-def test_zero_points_by_the_users_word(tmp_path: Path) -> None:
+def test_zero_points_as_the_user_says(tmp_path: Path) -> None:
     source = carried(tmp_path / "source", 0xFFFFFFF2)
     assert "1 words of qzeros" in run("inspect", source, "--json").stdout
     refused = run("reorder", source, "-o", tmp_path / "packed")

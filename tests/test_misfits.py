@@ -70,7 +70,7 @@ def change(path: Path, **changes: torch.Tensor | None) -> co.checkpoints.Checkpo
     return co.load_checkpoint(path)
 
 
-def test_a_tensor_without_a_place_is_refused_when_packing(
+def test_a_tensor_without_a_module_is_refused_when_packing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "m")
@@ -100,7 +100,7 @@ def test_a_part_of_a_model_is_refused_when_packing(tmp_path: Path) -> None:
         reorder_model(checkpoint, tmp_path / "packed", OPTIONS)
 
 
-def test_what_transformers_ignores_is_no_misfit(tmp_path: Path) -> None:
+def test_tensors_that_transformers_ignores_are_no_misfits(tmp_path: Path) -> None:
     model, _ = save(tmp_path / "m")
     checkpoint = change(
         tmp_path / "m", **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
@@ -122,7 +122,7 @@ def test_what_transformers_ignores_is_no_misfit(tmp_path: Path) -> None:
         "model.layers.0.self_attn.kv_scale",
     ],
 )
-def test_scales_of_a_kv_cache_are_left_out_with_a_word(name: str, tmp_path: Path) -> None:
+def test_scales_of_a_kv_cache_are_left_out_with_a_note(name: str, tmp_path: Path) -> None:
     model, _ = save(tmp_path / "m", quantised=True)
     checkpoint = change(tmp_path / "m", **{name: torch.tensor([0.05])})
     said = f"1 scales of a quantised KV cache ({name}, ...) are not used"

@@ -1,4 +1,4 @@
-"""A config that promises a part which the file lacks, or a part that no reader takes: refused,
+"""A config that announces a part which the file lacks, or a part that no reader takes: refused,
 never read as something else.
 """
 
@@ -122,7 +122,7 @@ def test_a_part_that_is_missing_or_not_known(tmp_path: Path, name: str) -> None:
         load_checkpoint(directories.write(tmp_path, tensors, config))
 
 
-def test_what_the_config_does_not_promise(tmp_path: Path) -> None:
+def test_an_act_order_that_the_config_does_not_announce_may_be_missing(tmp_path: Path) -> None:
     one_group = ct_config({"weights": ct_weights(symmetric=True, actorder="weight")})
     for tensors, config in (
         (PACKED, one_group),
@@ -187,7 +187,7 @@ def test_parts_of_other_dialects(
         load_checkpoint(path)
 
 
-def test_a_state_that_promises_nested_scales(tmp_path: Path) -> None:
+def test_a_quant_state_that_announces_missing_nested_scales(tmp_path: Path) -> None:
     state = dialects.as_json(dialects.STATE | {"nested_blocksize": 4})
     tensors = dialects.MODELS["bitsandbytes"] | {"f.weight.quant_state.bitsandbytes__fp4": state}
     with pytest.raises(CheckpointError, match="nested_blocksize is stated; absmax is F32"):
@@ -196,7 +196,7 @@ def test_a_state_that_promises_nested_scales(tmp_path: Path) -> None:
         )
 
 
-def test_parts_that_torchao_names(tmp_path: Path) -> None:
+def test_names_of_torchaos_tensors(tmp_path: Path) -> None:
     def saved(names: list[str], tensors: dict[str, Any]) -> Path:
         content = dialects.saved("torchao", {k: v for k, v in tensors.items() if v is not None})
         length = header_length(content)

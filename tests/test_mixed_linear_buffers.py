@@ -1,4 +1,4 @@
-"""MixedLinear computes with its buffers as they are, however they came there."""
+"""MixedLinear computes with its present buffers, however they were set."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_weights_offloaded_to_the_cpu_are_brought_to_the_gpu() -> None:
     assert {t.device.type for t in model.state_dict().values()} == {"meta"}
 
 
-def test_a_bias_comes_and_goes() -> None:
+def test_a_bias_can_be_added_and_removed() -> None:
     module, x = layer(), activations()
     with_bias, bias = module(x), module.bias
     module.bias = None
@@ -168,7 +168,7 @@ def test_a_tensor_that_does_not_fit_is_refused(part: str, tensor: Any, message: 
 
 
 @pytest.mark.parametrize("part", ["scales", "bias"])
-def test_a_parameter_in_a_buffers_place_is_not_trained_in_silence(part: str) -> None:
+def test_a_parameter_in_place_of_a_packed_tensor_is_refused_with_gradients(part: str) -> None:
     module, x = layer(), activations()
     expected = module(x)
     setattr(module, part, nn.Parameter(getattr(module, part)))
@@ -211,7 +211,7 @@ def test_offloaded_weights_are_brought_for_a_call_and_not_kept(partly: bool) -> 
         assert model[2].packed.device.type == "meta"
 
 
-def test_a_call_leaves_no_weight_behind_that_was_lent_to_it() -> None:
+def test_a_functional_call_keeps_no_reference_to_its_tensors() -> None:
     module, x = layer(), activations()
     for seed in (1, 2, 3):
         lent = state(seed)

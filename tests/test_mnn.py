@@ -1,8 +1,8 @@
 """The reader of MNN's per-block weights, on files written by hand.
 
-What ``aMin`` and ``readType`` mean is what MNN 3.6.1 itself made of such a file (4 bits; aMin 1, 0
-and -8; readType 1 and 16): its 1 x 1 convolution of the identity's columns gave exactly the values
-of ``test_the_rules_of_the_offset``.
+The meaning of ``aMin`` and ``readType`` was taken from MNN 3.6.1, which read such a file (4 bits;
+aMin 1, 0 and -8; readType 1 and 16): its 1 x 1 convolution of the identity's columns gave exactly
+the values of ``test_the_rules_of_the_offset``.
 """
 
 from __future__ import annotations
@@ -328,7 +328,9 @@ def test_every_name_of_the_model_opens_it(tmp_path: Path) -> None:
         (convolution("c", 1, 32, [0, 38, 32, 0], QUAN), "group_size is 8"),
     ],
 )
-def test_what_cannot_be_packed(tmp_path: Path, operator: dict[str, Any], match: str) -> None:
+def test_tensors_that_cannot_be_packed_are_refused(
+    tmp_path: Path, operator: dict[str, Any], match: str
+) -> None:
     blob = head(1, 32, range(-8, 8)) + bytes(16) + struct.pack("<8f", *(0, 1) * 4)
     with pytest.raises(CheckpointError, match=f"'c': .*{match}"):
         load_checkpoint(write(tmp_path, [operator], blob))["c"]
@@ -350,7 +352,7 @@ def lie(
         (lie([0, 38, 8]), "a position and three sizes"),
         (lie([0, 38]), "a position and two sizes or more"),
         (lie([0, 38, 8, -4]), "within 62 bytes"),
-        (lie([0, 38, 8, 4.0]), "within 62 bytes"),  # type: ignore[list-item]
+        (lie([0, 38, 8, 4.0]), "within 62 bytes"),
         (lie([20, 38, 8, 4]), "within 62 bytes"),
         (lie([0, 38, 1 << 70, 4]), "within 62 bytes"),
         (lie([0, 37, 8, 4]), r"takes 37 bytes; \[1, 32\] of 4 bits take 38"),

@@ -1,4 +1,4 @@
-"""Whole model directories: what is written and read back, of every dialect, and interrupted."""
+"""Whole model directories: written and read back, in every dialect, and interrupted."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_config_gives_every_module_its_format() -> None:
         ({"tensors": None}, "tensors are expected"),
     ],
 )
-def test_a_config_that_means_nothing(change: dict[str, object], match: str) -> None:
+def test_an_invalid_config(change: dict[str, object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         weight_format({**quantization_config({"a": FOUR}), **change}, "a")
 
@@ -119,7 +119,7 @@ def test_a_model_becomes_a_directory(source: Path, tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(
         t.nbytes for file in shards for t in load_file(out / file).values()
     )
-    # Values: those of each matrix quantised by itself; everything else as it was.
+    # Values: those of each matrix quantised separately; everything else is unchanged.
     packed, plain = load_packed(out), float_tensors()
     assert is_packed(out)
     for name in done.weights:
@@ -129,7 +129,7 @@ def test_a_model_becomes_a_directory(source: Path, tmp_path: Path) -> None:
         assert torch.equal(weight.unpack().codes, expected.codes)
         assert torch.equal(weight.unpack().scales, expected.scales)
         assert (weight.bias is not None) == (f"{name}.bias" in plain)
-    assert all(torch.equal(packed[name], plain[name]) for name in done.tensors)  # type: ignore[arg-type]
+    assert all(torch.equal(packed[name], plain[name]) for name in done.tensors)
     found = verify_packed(out, load_checkpoint(source))
     assert (found.problems, found.same_source) == ([], True)
 
@@ -292,7 +292,7 @@ def test_a_killed_run_is_resumed(source: Path, tmp_path: Path, ranks: int) -> No
     assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in listing(whole))
 
 
-def test_a_lost_shard_is_made_again_and_meanwhile_nothing_looks_whole(
+def test_a_lost_shard_is_written_again_and_until_then_the_directory_is_incomplete(
     source: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -324,7 +324,7 @@ def test_a_shard_that_one_rank_lost_is_made_again(source: Path, tmp_path: Path) 
         assert file.read_bytes() == before
 
 
-def test_what_a_run_refuses(source: Path, tmp_path: Path) -> None:
+def test_a_run_refuses_invalid_options(source: Path, tmp_path: Path) -> None:
     checkpoint, out = load_checkpoint(source), tmp_path / "out"
     with pytest.raises(ValueError, match="directory of the checkpoint itself"):
         reorder_model(checkpoint, source, OPTIONS)
@@ -338,7 +338,7 @@ def test_what_a_run_refuses(source: Path, tmp_path: Path) -> None:
     reorder_model(checkpoint, out, OPTIONS)
     before = {name: (out / name).read_bytes() for name in listing(out)}
     for change in ({"bits": 8}, {"exclude": None}, {"symmetric": True}):
-        other = Options(**{**OPTIONS.__dict__, **change})  # type: ignore[arg-type]
+        other = Options(**{**OPTIONS.__dict__, **change})
         with pytest.raises(
             ValueError, match=r"model\.safetensors is of another checkpoint, other options"
         ):
@@ -372,7 +372,7 @@ def test_what_a_run_refuses(source: Path, tmp_path: Path) -> None:
         other_process.communicate()
 
 
-def test_a_directory_that_lies(source: Path, tmp_path: Path) -> None:
+def test_a_directory_with_false_metadata(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = reorder_model(load_checkpoint(source), out, OPTIONS, shard_bytes=60_000)
     index = out / "model.safetensors.index.json"
@@ -424,7 +424,7 @@ def test_a_directory_that_lies(source: Path, tmp_path: Path) -> None:
         ('{"rank": 0, "size": 2, "styles": {"m": "rows"}}', "a rank below size"),
     ],
 )
-def test_slices_that_mean_nothing(tmp_path: Path, value: str, match: str) -> None:
+def test_invalid_slices(tmp_path: Path, value: str, match: str) -> None:
     path = tmp_path / "p.safetensors"
     layout = {"layout": "cutlass_ops.slab64", "layout_version": "1", "weights": "{}"}
     save_file({"x": torch.zeros(2)}, path, {**layout, "tensor_parallel": value})

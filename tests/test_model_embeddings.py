@@ -84,7 +84,7 @@ def with_a_float_table(model: Any) -> Tensor:
     packed = model.get_input_embeddings()
     table = nn.Embedding.from_pretrained(packed.dequantize(packed.dtype))
     scaled = nn.Module()
-    scaled.forward = lambda ids: table(ids) * torch.tensor(packed.scale).to(packed.dtype)  # type: ignore[method-assign]
+    scaled.forward = lambda ids: table(ids) * torch.tensor(packed.scale).to(packed.dtype)
     model.set_input_embeddings(scaled)
     found = logits(model)
     model.set_input_embeddings(packed)
@@ -158,7 +158,7 @@ def test_float_embeddings_stay_unless_they_are_named(tmp_path: Path) -> None:
         assert isinstance(model.lm_head, nn.Linear)
 
 
-def test_a_head_that_ranks_split_is_no_embedding(tmp_path: Path) -> None:
+def test_a_head_that_is_split_over_ranks_is_not_used_as_the_embedding(tmp_path: Path) -> None:
     checkpoint = co.load_checkpoint(write_model(tmp_path / "m.gguf"))
     with pytest.raises(
         ValueError,
@@ -337,7 +337,7 @@ def test_embeddings_that_compute_something_else_stay() -> None:
     with pytest.raises(ValueError, match="the model is itself a Embedding"):
         co.quantize_model(nn.Embedding(8, 32), embeddings=True)
     with pytest.raises(TypeError, match="embeddings is 1; True or False is expected"):
-        co.quantize_model(model, embeddings=1)  # type: ignore[arg-type]
+        co.quantize_model(model, embeddings=1)
 
 
 def test_a_packed_embedding_is_not_resized() -> None:

@@ -234,7 +234,7 @@ def test_experts_that_transformers_converts_on_loading_are_not_saved(tmp_path: P
         "num_heads": 2,
         "out_hidden_size": 64,
     }
-    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}  # type: ignore[dict-item]
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
     model = co.quantize_model(
         transformers.Qwen3VLMoeForConditionalGeneration(config), 4, 32, skip=("visual", "lm_head")

@@ -80,17 +80,17 @@ def test_experts_of_every_dialect_keep_their_codes(dialect: str, tmp_path: Path)
     checkpoint = co.load_checkpoint(source)
     reorder_model(checkpoint, tmp_path / "packed")
     reorder_checkpoint(checkpoint, tmp_path / "packed.safetensors")
-    doors = [
+    loaded_models = [
         co.load_model(path, dtype=torch.float32)
         for path in (source, tmp_path / "packed", tmp_path / "packed.safetensors")
     ]
-    doors.append(
+    loaded_models.append(
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
     )
-    for model in doors:
+    for model in loaded_models:
         assert experts_of(model).keys() == set(FAMILIES["Qwen3Moe"][1])
         assert_same_logits(model, expected)
-    for name, layer in experts_of(doors[0]).items():
+    for name, layer in experts_of(loaded_models[0]).items():
         for e in range(4):
             gate, up, down = (
                 checkpoint[f"{name}.{e}.{part}_proj"] for part in ("gate", "up", "down")

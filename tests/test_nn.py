@@ -1,4 +1,6 @@
-"""MixedLinear and replace_linears: the layer is the operator, whatever torch does to the module."""
+"""MixedLinear and replace_linears: the layer equals the operator, whatever torch does to the
+module.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def test_forward_is_the_operator(act_quant: str, act_symmetric: bool, activation
 
 def test_a_weight_that_is_not_packed_is_refused() -> None:
     with pytest.raises(TypeError, match="packed is a QuantizedWeight; a PackedWeight"):
-        co.MixedLinear(co.quantize(torch.randn(N, K)))  # type: ignore[arg-type]
+        co.MixedLinear(co.quantize(torch.randn(N, K)))
 
 
 def test_unknown_act_quant_is_refused_when_the_layer_is_made() -> None:
@@ -126,7 +128,7 @@ def test_copies_and_pickles_stand_alone() -> None:
         assert twin.codes.data_ptr() != layer.codes.data_ptr()
 
 
-def test_a_weight_loaded_elsewhere_knows_where_it_is() -> None:
+def test_a_weight_that_was_loaded_on_another_device_has_that_device() -> None:
     file = io.BytesIO()
     torch.save(co.reorder(quantized()), file)
     file.seek(0)
@@ -295,7 +297,7 @@ class Counted:
 
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
 @pytest.mark.parametrize("inference", [False, True])
-def test_fused_layers_give_what_they_gave_alone(act_quant: str, inference: bool) -> None:
+def test_fused_layers_equal_the_separate_layers(act_quant: str, inference: bool) -> None:
     separate, model = (
         nn.ModuleDict({"self_attn": Attention(projections(), act_quant)}) for _ in range(2)
     )
@@ -315,7 +317,7 @@ def test_fused_layers_give_what_they_gave_alone(act_quant: str, inference: bool)
 
 
 @pytest.mark.parametrize("rows", [(70, 8, 24), (64, 128, 24)])
-def test_a_fused_layers_part_is_the_weight_it_was(rows: tuple[int, ...]) -> None:
+def test_a_part_of_a_fused_layer_equals_the_separate_weight(rows: tuple[int, ...]) -> None:
     weights = projections()
     for (name, weight), n in zip(weights.items(), rows, strict=True):
         parts = {part: getattr(weight, part) for part in ("codes", "scales", "zeros", "bias")}
@@ -347,7 +349,7 @@ def test_offloaded_layers_are_not_fused() -> None:
     assert not done.layers
 
 
-def test_fused_layers_are_right_in_any_order_and_alone() -> None:
+def test_fused_layers_can_be_called_in_any_order_and_separately() -> None:
     separate, model = (Attention(projections(), "block") for _ in range(2))
     co.fuse_linears(model)
     counted = Counted(model.qkv_proj)
@@ -545,7 +547,7 @@ def test_gpu_layer_moves_and_multiplies(act_quant: str, dtype: torch.dtype) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("act_quant", ["none", "block"])
 @pytest.mark.parametrize("m", [1, 100])
-def test_gpu_fused_layers_give_what_they_gave_alone(m: int, act_quant: str) -> None:
+def test_gpu_fused_layers_equal_the_separate_layers(m: int, act_quant: str) -> None:
     separate, model = (Attention(projections(), act_quant).cuda() for _ in range(2))
     co.fuse_linears(model)
     assert model.qkv_proj.packed.device.type == "cuda"

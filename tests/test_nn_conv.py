@@ -42,7 +42,7 @@ def packed_of(model: nn.Module, **options: Any) -> dict[str, co.PackedWeight]:
     return {
         name: co.reorder(
             co.quantize(modules[name].weight.detach(), **{"bits": 8, "group_size": 32, **options})
-        )  # type: ignore[arg-type]
+        )
         for name in NAMES
     }
 
@@ -52,7 +52,7 @@ def test_a_model_computes_with_its_dequantised_weights() -> None:
     model = net()
     packed = packed_of(model)
     for name, weight in packed.items():
-        model.get_submodule(name).weight.copy_(co.dequantize(weight, torch.float32))  # type: ignore[operator, union-attr]
+        model.get_submodule(name).weight.copy_(co.dequantize(weight, torch.float32))
     x = torch.randn(2, 4, 2, 7, 6)
     expected = model(x)
     assert co.replace_convs(model, packed) == list(NAMES)
@@ -112,7 +112,7 @@ def test_buffers_move_load_and_copy_as_any_other() -> None:
     co.replace_convs(other, packed_of(other))
     other.load_state_dict(model.state_dict(), assign=True)
     assert torch.equal(other(x), expected)
-    other.three.scales = model.three.scales * 2  # type: ignore[operator]
+    other.three.scales = model.three.scales * 2
     assert not torch.equal(other(x), expected)
     other.three.scales = torch.ones(3)
     with pytest.raises(ValueError, match="scales has shape"):
@@ -133,7 +133,7 @@ def test_packed_files_and_back(tmp_path: Any) -> None:
     loaded = co.load_packed(tmp_path / "net.safetensors")
     other = copy.deepcopy(model)
     co.replace_convs(model, packed_of(model, bits=4, symmetric=False))
-    co.replace_convs(other, loaded)  # type: ignore[arg-type]
+    co.replace_convs(other, loaded)
     assert torch.equal(other(x), model(x))
 
 
@@ -203,7 +203,7 @@ def test_what_does_not_fit_leaves_the_model_as_it_was() -> None:
 def test_layers_refuse_weights_and_options_that_do_not_fit() -> None:
     packed = co.reorder(co.quantize(torch.randn(6, 32, 3, 3)))
     with pytest.raises(TypeError, match="packed is a QuantizedWeight"):
-        co.nn.MixedConv2d(packed.unpack())  # type: ignore[arg-type]
+        co.nn.MixedConv2d(packed.unpack())
     with pytest.raises(ValueError, match=r"kernel_size is \(3, 3\); MixedConv1d takes one of 1"):
         co.nn.MixedConv1d(packed)
     with pytest.raises(ValueError, match="stride is 0"):

@@ -49,7 +49,7 @@ EVERY_TILE = ((1, 3, 16), (17, 32), (33, 64), (65, 129, 300))
 
 
 @pytest.mark.skipif(not cached_allocator(), reason="torch's allocator does not cache")
-def test_poison_is_what_the_next_tensor_gets() -> None:
+def test_the_next_allocation_gets_the_poisoned_memory() -> None:
     # a cached block that fits better would be taken before the poisoned ones
     torch.cuda.empty_cache()
     for shape in ((1, 32), (33, 1000), (4097, 192)):
@@ -234,9 +234,9 @@ LARGE = [
     Case(Format(8, "symmetric", 32), 49152, 576, "block", HALF, FLOAT, (1, 65)),
 ]
 
-#: What wgmma_decode does with a weight: one block, two, four or eight that share K; warpgroups that
-#: share its row panels, or take turns at tiles of K, of which there may be fewer; a ring of stages
-#: that turns, or is filled once; unequal shares.
+#: Shapes of wgmma_decode: one, two, four or eight blocks that share K; warpgroups that share the
+#: row panels, or take turns at K tiles, of which there may be fewer; a ring of stages that wraps,
+#: or is filled once; unequal shares.
 CUTS = [
     (33, 8),
     (1000, 4096),
@@ -432,9 +432,7 @@ def test_large_shapes(case: Case) -> None:
 def test_small_weights_and_floats_of_one_sign_keep_their_precision(
     bits: int, scale_dtype: torch.dtype, m: int
 ) -> None:
-    """Codes near zero: what a decoder adds to them and takes away again must not
-    outweigh the result.
-    """
+    """Codes near zero: the bias that a decoder adds and subtracts must not outweigh the result."""
     center = 2 ** (bits - 1)
     codes = torch.randint(
         center - bits // 4, center + bits // 4 + 1, (576, 4096), dtype=torch.uint8
@@ -449,7 +447,7 @@ def test_small_weights_and_floats_of_one_sign_keep_their_precision(
     assert error.norm() <= 1e-6 * want.norm()
 
 
-@pytest.mark.parametrize("m", [32, 64, 96, 128, 176])  # a kernel each, for as many rows as it wants
+@pytest.mark.parametrize("m", [32, 64, 96, 128, 176])  # a kernel each, for its range of rows
 @pytest.mark.parametrize("act_quant", ["token", "block"])
 @pytest.mark.parametrize("fmt", [Format(4), Format(8), Format(4, "zeros")], ids=str)
 def test_zero_points_are_exact_with_weights_of_one_sign(
@@ -500,8 +498,8 @@ def test_the_largest_integers_with_zero_points_are_exact(bits: int, m: int) -> N
 def test_zero_points_keep_small_values_next_to_outliers(
     fmt: Format, act_quant: str, m: int
 ) -> None:
-    """Nearly all codes are the zero point or next to it: sums of codes are many times what is left
-    without zero points.
+    """Nearly all codes are the zero point or next to it: sums of codes are many times as large as
+    the result without zero points.
     """
     qw = make_weight(fmt, 16896, 2048, exact=False)
     x = make_floats(m, 2048, HALF)
@@ -515,9 +513,9 @@ def test_zero_points_keep_small_values_next_to_outliers(
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("n", "m"), [(19072, 33), (4224, 48), (18944, 128)])
 def test_launches_end_where_a_cta_has_no_rows_of_the_weight(n: int, m: int, bits: int) -> None:
-    """The last cluster's first CTA has all rows of the weight that are left. One warp of its second
-    CTA, which has nothing to copy, was overtaken by the others in one of some thousand launches,
-    and waited for ever.
+    """The first CTA of the last cluster has all remaining rows of the weight. A warp of the second
+    CTA, which has nothing to copy, fell two phases behind the others in one of some thousand
+    launches, and waited for ever.
     """
     packed = [
         co.reorder(make_weight(Format(bits, "symmetric", 32), n, 3584, exact=False))

@@ -1,4 +1,4 @@
-"""Options of mixed_gemm, other forms of its operands, and what does not run, on a GPU."""
+"""Options of mixed_gemm, other forms of its operands, and refusals, on a GPU."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_products_of_strided_operands(activations: str, view: str) -> None:
                 assert_close(y.view(-1, 200), copied.double(), rounded=True)
 
 
-#: Of x [8, K]: what _C.product takes as it is, and what it leaves to be copied.
+#: Views of x [8, K] that _C.product reads directly, and views that must be copied.
 SHAPED = {
     "vector": (lambda x: x[3], True),
     "one row": (lambda x: x[5:6], True),
@@ -209,7 +209,7 @@ def test_residuals_beside_every_tile(
             assert same_bits(clamped, exact.to(out_dtype))
 
 
-def test_what_saturates_is_the_sum_with_its_residual() -> None:
+def test_the_sum_with_its_residual_saturates() -> None:
     packed = co.reorder(make_weight(Format(4, "symmetric", 128), 192, 256, exact=True))
     for m in (5, 300):
         x = make_floats(m, 256, HALF).sign() * 2
@@ -384,11 +384,11 @@ def test_opcheck() -> None:
         torch.library.opcheck(op.default, args)
 
 
-# ---- what runs, and what does not
+# ---- kernels that run, and refusals
 
 
 @pytest.mark.filterwarnings("ignore")  # the profiler's own
-def test_explain_tells_what_runs() -> None:
+def test_explain_names_the_kernels_that_run() -> None:
     major, minor = torch.cuda.get_device_capability()
     packed = co.reorder(make_weight(Format(), 192, 576, exact=True))
     for activations in ACTIVATION_KINDS:

@@ -136,7 +136,7 @@ def test_nothing_waits_for_codes() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_memory_is_that_of_the_result() -> None:
+def test_no_more_memory_than_the_result_is_allocated() -> None:
     weight = random_weight(1024, 8192, group_size=128, kind="zeros").to("cuda")
     weight = replace(weight, codes=weight.codes.t().contiguous().t())  # of other strides
     torch.cuda.synchronize()

@@ -38,11 +38,11 @@ def signature(function: ast.FunctionDef) -> str:
     text = (
         f"({ast.unparse(function.args)}) -> {ast.unparse(function.returns or ast.Constant(None))}"
     )
-    # pybind11 3 tells from what an int or a float may be converted.
+    # pybind11 3 lists the types that convert to an int or a float.
     text = re.sub(
         r"typing\.Supports(Int|Float)( \| typing\.SupportsIndex)?", lambda m: m[1].lower(), text
     )
-    # It also tells how long an array must be.
+    # It also gives the length of an array.
     text = re.sub(
         r"typing\.Annotated\[(?:collections\.abc\.)?(Sequence\[\w+\]), 'FixedSize\(\d+\)'\]",
         r"\1",
@@ -178,7 +178,7 @@ def test_a_skip_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
         ("transformers.utils", UserWarning, False),
     ],
 )
-def test_which_warnings_fail_a_test(module: str, category: type[Warning], fails: bool) -> None:
+def test_warnings_that_fail_a_test(module: str, category: type[Warning], fails: bool) -> None:
     with warnings.catch_warnings(record=True), pytest.raises(category) if fails else nullcontext():
         warnings.warn_explicit("text", category, "file.py", 1, module, {})
 

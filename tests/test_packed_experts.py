@@ -329,7 +329,7 @@ def test_experts_in_a_file(tmp_path: Path, gated: bool) -> None:
     assert all("[1] " in text for text in changed["a.experts"])
 
 
-def test_a_file_that_says_nothing_of_gate_and_up_has_their_rows_in_order(tmp_path: Path) -> None:
+def test_a_file_without_gated_metadata_has_gate_rows_before_up_rows(tmp_path: Path) -> None:
     given, path = weights(2, 64, 96), tmp_path / "m.safetensors"
     co.save_packed(path, {"e": co.reorder_experts(given)})
     with safe_open(path, "pt") as file:
@@ -418,7 +418,7 @@ def rewritten(path: Path, change: Callable[[dict[str, str], dict[str, Tensor]], 
         ({}, r"e.perm.*has shape \[3, 96\].*make it \[96\]"),
     ],
 )
-def test_a_file_that_lies_of_its_experts_is_refused(
+def test_a_file_with_false_numbers_of_experts_is_refused(
     tmp_path: Path, value: Any, message: str
 ) -> None:
     path = tmp_path / "m.safetensors"
@@ -475,7 +475,7 @@ def test_an_act_order_and_padding_that_are_wrong_are_found(tmp_path: Path) -> No
 # ---- the module
 
 
-def test_the_module(tmp_path: Path) -> None:
+def test_the_layer_equals_the_operator(tmp_path: Path) -> None:
     gate_up, down, x, ids, w = problem(9, 2)
     packed = both(gate_up, down)
     layer = co.nn.MixedExperts(*packed)

@@ -1,6 +1,4 @@
-"""The state of a packed model in other people's hands: a plain model refuses it, a packed one
-takes its own alone.
-"""
+"""The state of a packed model: a plain model refuses it, a packed model loads only its own."""
 
 from __future__ import annotations
 
@@ -173,7 +171,7 @@ def test_layers_without_values_are_not_marked() -> None:
 def test_the_hub_mixin_refuses_to_save_a_packed_module(tmp_path: Path) -> None:
     hub = import_or_skip("huggingface_hub")
 
-    class Hub(Net, hub.PyTorchModelHubMixin):  # type: ignore[misc,name-defined]
+    class Hub(Net, hub.PyTorchModelHubMixin):
         pass
 
     model = quantized(Hub())

@@ -1,5 +1,5 @@
-"""Adapters of PEFT on packed models: the gradients of the dequantised model, and errors for what
-packed weights cannot do.
+"""Adapters of PEFT on packed models: the gradients of the dequantised model, and errors for
+unsupported operations.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ METHODS: dict[str, Any] = {
 
 @pytest.fixture(params=METHODS)
 def method(request: pytest.FixtureRequest) -> Any:
-    """What makes the configuration of a method."""
+    """A function that makes the configuration of a method."""
     if request.param == "oft" and not hasattr(
         import_module("peft.tuners.oft.model"), "resolve_quantization_backend"
     ):
@@ -249,7 +249,7 @@ def test_other_methods_of_a_bf16_model(models: tuple[Any, Path], method: Any) ->
     assert logits(model).dtype == torch.bfloat16
 
 
-def test_norms_of_dora_are_those_of_biased_layers_too() -> None:
+def test_norms_of_dora_are_right_with_biases() -> None:
     torch.manual_seed(0)
     # PEFT looks for the device of a parameter
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
@@ -313,7 +313,7 @@ def test_variants_that_need_the_weight_are_refused(
         adapted(packed(models), **options)
 
 
-def test_a_layer_that_only_its_parts_call_is_refused(models: tuple[Any, Path]) -> None:
+def test_a_layer_whose_children_alone_are_called_is_refused(models: tuple[Any, Path]) -> None:
     kinds = (peft.LoraConfig, peft.IA3Config, peft.VeraConfig)
     for kind in kinds:
         options = {"feedforward_modules": []} if kind is peft.IA3Config else {}

@@ -1,5 +1,5 @@
-"""The native module's way for plain products: what it takes, what it leaves to the checks in
-Python, and that both have the same bits.
+"""The native module's fast path for plain products: the calls that it takes, the calls that take
+the checked path in Python, and that both have the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def taken(
     return _C.product(packed, x, act_quant, symmetric, buffers) is not None
 
 
-#: Of x [8, K], and whether it is taken.
+#: Views of x [8, K], and whether the fast path takes them.
 VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "vector": (lambda x: x[3], True),
     "one row": (lambda x: x[5:6], True),
@@ -90,13 +90,13 @@ class Labelled(Tensor):
         (activations(3, K), "block", 1),
     ],
 )
-def test_unusual_arguments_are_left_to_the_checks(x: Any, act_quant: Any, symmetric: Any) -> None:
+def test_unusual_arguments_take_the_checked_path(x: Any, act_quant: Any, symmetric: Any) -> None:
     packed = packed_weight()
     assert taken(activations(3, K), packed)
     assert not taken(x, packed, act_quant, symmetric)
 
 
-def test_unusual_weights_are_left_to_the_checks() -> None:
+def test_unusual_weights_take_the_checked_path() -> None:
     x = activations(3, K)
     fresh = co.reorder(weight())
     assert not taken(x, fresh)
@@ -106,7 +106,7 @@ def test_unusual_weights_are_left_to_the_checks() -> None:
     assert taken(x, book)
     assert not taken(x, book, "block")
     with pytest.raises(TypeError, match="by position; 2 are given"):
-        _C.product(fresh, x)  # type: ignore[call-arg]
+        _C.product(fresh, x)
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def transform() -> Iterator[None]:
         yield
 
 
-#: Modes of torch in which nothing is taken, whatever x is.
+#: Modes of torch in which the fast path takes no call.
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "forward-mode differentiation": forward_ad.dual_level,
     "a transform of torch.func": transform,
@@ -124,14 +124,14 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_of_torch_are_left_to_the_checks(mode: str) -> None:
+def test_modes_of_torch_take_the_checked_path(mode: str) -> None:
     packed, x = packed_weight(), activations(3, K)
     with MODES[mode]():
         assert not taken(x, packed)
     assert taken(x, packed)
 
 
-def test_traces_are_left_to_the_checks() -> None:
+def test_traces_take_the_checked_path() -> None:
     packed, x = packed_weight(), activations(3, K)
     found = []
 
@@ -145,7 +145,7 @@ def test_traces_are_left_to_the_checks() -> None:
     assert not any(found)
 
 
-def test_autocast_of_fp32_is_left_to_the_checks() -> None:
+def test_autocast_of_fp32_takes_the_checked_path() -> None:
     packed, x = packed_weight(), activations(3, K)
     with torch.autocast("cpu", torch.bfloat16):
         assert not taken(x, packed)
@@ -155,7 +155,7 @@ def test_autocast_of_fp32_is_left_to_the_checks() -> None:
     assert co.mixed_gemm(x, packed).dtype == torch.float32
 
 
-def test_gradients_are_left_to_the_checks() -> None:
+def test_calls_with_gradients_take_the_checked_path() -> None:
     packed, x = packed_weight(kind="offsets", bias=True), activations(3, K)
     assert packed.bias is not None
     assert packed.offsets is not None
@@ -197,6 +197,6 @@ def test_a_default_device_does_not_move_results() -> None:
     packed, x = packed_weight(), activations(3, K)
     expected = co.mixed_gemm(x, packed)
     for mode in (torch.device("meta"), nullcontext()):
-        with mode:  # type: ignore[attr-defined]
+        with mode:
             assert taken(x, packed)
             assert torch.equal(co.mixed_gemm(x, packed), expected)

@@ -1,4 +1,4 @@
-"""tools/plot.py: what it draws of a results file."""
+"""tools/plot.py: the picture of a results file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def test_the_picture_shows_every_format_and_the_best_peer(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"), [("{", "Expecting"), ("{}", "has no rows"), ("[1]", "has no rows")]
 )
-def test_what_is_no_results_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_a_file_that_holds_no_results_is_refused(
+    tmp_path: Path, content: str, message: str
+) -> None:
     results = tmp_path / "results.json"
     results.write_text(content)
     done = plot(results)

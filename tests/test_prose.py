@@ -1,6 +1,4 @@
-"""Words: the repository's prose and names keep to the field's terms, so that no
-private ones come back.
-"""
+"""Words: the repository's prose and names use the field's terms and no private ones."""
 
 from __future__ import annotations
 

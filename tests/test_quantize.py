@@ -1,5 +1,5 @@
-"""The public weight quantiser: what it accepts and refuses; its numbers are tested with
-the specification.
+"""The public weight quantiser: valid and invalid arguments; its numbers are tested with the
+specification.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def equal(a: QuantizedWeight, b: QuantizedWeight) -> bool:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_weight_in_pieces_is_the_same_weight(
+def test_a_weight_quantised_in_pieces_equals_the_weight_quantised_whole(
     symmetric: bool, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = torch.randn(50, 192, generator=torch.Generator().manual_seed(0))
@@ -75,15 +75,14 @@ def test_clipping_by_hand() -> None:
     assert quantize(w, group_size=32, clip="mse").scales.item() == pytest.approx(0.95)
 
 
-def test_of_ranges_with_equal_errors_the_widest_is_taken() -> None:
+def test_the_widest_of_ranges_with_equal_errors_is_taken() -> None:
     # 38/40 and 37/40 of a step of 12 / 15 have the same error to the last bit, and all
     # others a larger one.
     w = torch.tensor([[-5.0, -2.0, -2.0, -0.5, 3.5, 6.0, 6.5, 7.0]])
     found = quantize(w, group_size=32, symmetric=False, clip="mse")
     assert found.scales.item() == pytest.approx(0.76, rel=1e-6)
     assert found.codes.tolist() == [[0, 3, 3, 5, 11, 14, 15, 15]]
-    # Squares beyond fp32 are infinite whatever the range is: nothing is known to be
-    # better than all of it.
+    # Squares beyond fp32 are infinite with every range, so the whole range is taken.
     for symmetric in (True, False):
         w = torch.tensor([[7e25, 0.4e25]])
         assert equal(quantize(w, 4, 32, symmetric, clip="mse"), quantize(w, 4, 32, symmetric))
@@ -126,7 +125,7 @@ def test_no_other_range_has_a_smaller_error(
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_clipped_pieces_are_the_same_weight(
+def test_a_clipped_weight_quantised_in_pieces_equals_the_weight_quantised_whole(
     symmetric: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = heavy_tailed(50, 192)
@@ -230,7 +229,7 @@ def test_wrong_arguments_are_refused(
 
 @pytest.mark.parametrize("group_size", [1024, 1 << 24, 1 << 40])
 @pytest.mark.parametrize("k", [64, 576])
-def test_a_group_beyond_k_is_all_of_k_and_takes_no_more(
+def test_a_group_longer_than_k_is_all_of_k_and_needs_no_more_memory(
     k: int, group_size: int, tmp_path: Path
 ) -> None:
     weight = torch.randn(64, k, generator=torch.Generator().manual_seed(0))
@@ -245,14 +244,14 @@ def test_a_group_beyond_k_is_all_of_k_and_takes_no_more(
     ):
         found, whole = (
             co.quantize(weight, **{"group_size": size, **options}) for size in (group_size, -1)
-        )  # type: ignore[arg-type]
+        )
         assert found.group_size == group_size
         assert equal(found, whole)
         assert torch.equal(co.dequantize(found), co.dequantize(whole))
         packed, expected = co.reorder(found), co.reorder(whole)
         assert packed.nbytes == expected.nbytes
         co.save_packed(tmp_path / "packed.safetensors", {"m": packed})
-        packed = co.load_packed(tmp_path / "packed.safetensors")["m"]  # type: ignore[assignment]
+        packed = co.load_packed(tmp_path / "packed.safetensors")["m"]
         assert packed.group_size == group_size
         for mode in ("none",) if "book" in options else ("none", "token", "block"):
             y = co.mixed_gemm(x, packed, act_quant=mode)
@@ -264,7 +263,7 @@ def test_a_group_beyond_k_is_all_of_k_and_takes_no_more(
             )
 
 
-def test_a_group_beyond_a_taps_channels_takes_no_more() -> None:
+def test_a_group_longer_than_a_taps_channels_needs_no_more_memory() -> None:
     weight = torch.randn(8, 32, 3, generator=torch.Generator().manual_seed(0))
     x = torch.randn(2, 32, 9, generator=torch.Generator().manual_seed(1))
     long, own = (co.reorder(co.quantize(weight, 4, size)) for size in (1 << 24, 32))

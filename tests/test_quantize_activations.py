@@ -97,7 +97,7 @@ def test_silu_mul_quantize_refuses() -> None:
     with pytest.raises(TypeError, match="up is float16 on cpu; x is float32 on cpu"):
         co.silu_mul_quantize(x, x.half())
     with pytest.raises(TypeError, match="up is a int"):
-        co.silu_mul_quantize(x, 3)  # type: ignore[arg-type]
+        co.silu_mul_quantize(x, 3)
     with pytest.raises(ValueError, match="block is 8"):
         co.silu_mul_quantize(x, x, block=8)
 

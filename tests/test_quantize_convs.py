@@ -1,5 +1,5 @@
-"""quantize_model(convs=True): which convolutions become packed, what is left or refused with a
-word, and what is saved.
+"""quantize_model(convs=True): which convolutions become packed, which stay or are refused, with the
+reason, and what is saved.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def hooked() -> nn.Module:
 
 
 def normed() -> nn.Module:
-    return parametrizations.weight_norm(nn.Conv2d(64, 64, 3))  # type: ignore[no-any-return]
+    return parametrizations.weight_norm(nn.Conv2d(64, 64, 3))
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def normed() -> nn.Module:
         (hooked, "hooks are registered: 1"),
     ],
 )
-def test_convolutions_that_are_left_with_a_word(
+def test_convolutions_that_stay_in_floating_point_are_warned_of(
     make: Callable[[], nn.Module], message: str
 ) -> None:
     model = nn.Sequential(nn.Conv2d(64, 64, 3), make())
     with said(message):
         co.quantize_model(model, 4, 32, convs=True)
     assert packed(model) == {"0": co.nn.MixedConv2d}
-    with said():  # whoever named it knows
+    with said():  # no warning for layers that the user named
         co.quantize_model(
             nn.Sequential(nn.Conv2d(64, 64, 3), make()), 4, 32, skip=("1",), convs=True
         )
@@ -192,7 +192,7 @@ class Autoencoder(nn.Module):
         self.proj = nn.Linear(64, 64)
 
 
-def test_ends_stay_unless_skip_is_given() -> None:
+def test_first_and_last_layers_stay_unless_skip_is_given() -> None:
     assert packed(quantized(Autoencoder())) == {"body": co.nn.MixedConv2d, "proj": co.MixedLinear}
     assert len(packed(quantized(Autoencoder(), skip=()))) == 4
     assert packed(quantized(Autoencoder(), convs=False)) == {"proj": co.MixedLinear}
@@ -209,7 +209,7 @@ def test_packed_convolutions_are_passed_over() -> None:
 def test_wrong_arguments_are_refused_before_anything_changes() -> None:
     model = Autoencoder()
     with pytest.raises(TypeError, match="convs is 1; True or False is expected"):
-        co.quantize_model(model, convs=1)  # type: ignore[arg-type]
+        co.quantize_model(model, convs=1)
     with pytest.raises(ValueError, match="the model is itself a Conv2d"):
         co.quantize_model(nn.Conv2d(64, 64, 3), convs=True)
     with pytest.raises(

@@ -167,7 +167,7 @@ def test_models_are_saved_and_loaded(family: str, tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(model))
 
 
-def test_what_was_done_before_an_error_can_be_saved(
+def test_a_model_that_was_quantised_in_part_before_an_error_can_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = import_or_skip("transformers")

@@ -1,4 +1,4 @@
-"""quantize_model: which layers become packed, what they compute, and what is refused."""
+"""quantize_model: which layers become packed, their results, and refusals."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_any_size(n: int, k: int) -> None:
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0.02)
 
 
-def test_what_is_kept() -> None:
+def test_bias_mode_and_skipped_layers_are_kept() -> None:
     model = nn.ModuleDict({"a": nn.Linear(32, 8), "b": nn.Embedding(4, 32), "c": nn.Linear(32, 4)})
     model["a"].eval()
     model["c"].requires_grad_(False)
@@ -131,7 +131,7 @@ def test_a_module_in_several_places_is_one_packed_layer() -> None:
         ) == ["a.0", "a.3"]
 
 
-# ---- what is left
+# ---- layers that stay
 
 
 def test_skip() -> None:
@@ -274,7 +274,7 @@ def test_layers_whose_weight_a_module_reads_stay() -> None:
     left = ("listed.0", "called", "asked", "initialised", "looped.0.b", "looped.1.b", "not_passed")
     assert packed_names(model) == ["0", *(f"1.{name}" for name in left)]
     with pytest.raises(AttributeError, match="weight"):
-        _ = model[0].weight  # what is read otherwise is not read silently
+        _ = model[0].weight  # other reads of the weight raise an error
 
 
 def parametrized() -> nn.Module:
@@ -284,7 +284,7 @@ def parametrized() -> nn.Module:
 def normed() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return weight_norm(nn.Linear(32, 32))  # type: ignore[no-any-return]
+        return weight_norm(nn.Linear(32, 32))
 
 
 def hooked(register: str, hook: Callable[..., Any]) -> Callable[[], nn.Module]:
@@ -298,7 +298,7 @@ def hooked(register: str, hook: Callable[..., Any]) -> Callable[[], nn.Module]:
 
 def patched() -> nn.Module:
     linear = nn.Linear(32, 32)
-    linear.forward = lambda x: x  # type: ignore[method-assign]
+    linear.forward = lambda x: x
     return linear
 
 
@@ -334,14 +334,16 @@ class Subclass(nn.Linear):
         (lambda: nn.Linear(32, 32).to(torch.float8_e4m3fn), "the weight is float8_e4m3fn: 1"),
     ],
 )
-def test_layers_that_are_left_with_a_word(make: Callable[[], nn.Module], message: str) -> None:
+def test_layers_that_stay_in_floating_point_are_named_in_a_warning(
+    make: Callable[[], nn.Module], message: str
+) -> None:
     model = nn.Sequential(nn.Linear(32, 32), make())
     left = model[1]
     with said(message):
         co.quantize_model(model)
     assert packed_names(model) == ["0"]
     assert model[1] is left
-    with said():  # whoever named it knows
+    with said():  # no warning for layers that the user named
         co.quantize_model(nn.Sequential(nn.Linear(32, 32), make()), skip=("1",))
     assert not parametrize.is_parametrized(model[0])
 
@@ -365,7 +367,7 @@ def test_parameters_of_two_modules_stay(part: str, one_object: bool) -> None:
     assert packed_names(model) == ["1"]
 
 
-def test_layers_of_bitsandbytes_are_left() -> None:
+def test_layers_of_bitsandbytes_stay_with_the_engine() -> None:
     bnb = import_or_skip("bitsandbytes")
     model = nn.Sequential(nn.Linear(32, 32), bnb.nn.Linear4bit(32, 32), bnb.nn.Linear8bitLt(32, 32))
     with said(
@@ -376,7 +378,7 @@ def test_layers_of_bitsandbytes_are_left() -> None:
     assert packed_names(model) == ["0"]
 
 
-# ---- what is refused, and what an error leaves
+# ---- refusals, and the model after an error
 
 
 @pytest.mark.parametrize(
@@ -421,7 +423,7 @@ def test_wrong_arguments_are_refused_before_anything_changes(
 
 def test_models_that_are_refused() -> None:
     with pytest.raises(TypeError, match=r"model is a Tensor; a torch.nn.Module is expected"):
-        co.quantize_model(torch.zeros(3))  # type: ignore[type-var]
+        co.quantize_model(torch.zeros(3))
     with pytest.raises(ValueError, match="the model is itself a Linear"):
         co.quantize_model(nn.Linear(32, 32))
     with pytest.raises(
@@ -432,7 +434,7 @@ def test_models_that_are_refused() -> None:
         co.quantize_model(nn.Sequential(nn.Embedding(3, 3)))
     for compiled in (torch.compile(mlp()), nn.Sequential(torch.compile(mlp()))):
         with pytest.raises(ValueError, match="the model is compiled; quantise it first"):
-            co.quantize_model(compiled)  # type: ignore[type-var]
+            co.quantize_model(compiled)
     model = mlp()
     model[0].compile()
     with pytest.raises(ValueError, match="the model is compiled"):
@@ -457,7 +459,7 @@ def test_a_weight_that_is_not_finite_is_refused_before_anything_changes(
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, RuntimeError])
-def test_an_error_on_the_way_leaves_a_usable_model(
+def test_an_error_while_quantising_leaves_a_usable_model(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = mlp()

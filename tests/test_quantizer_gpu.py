@@ -83,7 +83,7 @@ def assert_quantized_as_on_the_cpu(
         assert_same(qa.zeros[:, :m].cpu(), cpu.zeros[:, :m])
     assert_same(qa.codes.cpu(), cpu.codes)  # with the padding
     assert (qa.block, qa.k, qa.shape, qa.dtype) == (block, k, x.shape, x.dtype)
-    # And what the specification says, not only what the CPU path makes of it.
+    # Against the specification too, not only against the CPU path.
     codes, scales, zeros = reference.quantize_activations(
         on_cpu if perm is None else on_cpu[:, perm.cpu().long()], block, symmetric
     )
@@ -208,9 +208,7 @@ def test_fused_quantisers_are_the_unfused_ones_bit_for_bit(
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("block", [64, 128, -1])
-def test_an_x_that_leaves_the_cache_first_is_quantised_as_its_parts_are(
-    block: int, symmetric: bool
-) -> None:
+def test_a_large_x_is_quantised_as_its_parts_are(block: int, symmetric: bool) -> None:
     m, k = 1700, 4096
     x, other, weight = (
         make_floats(m, k, HALF),
@@ -247,7 +245,7 @@ def test_silu_of_every_value(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("block", [64, -1])
-def test_fused_quantisers_let_no_nan_pass_for_a_number(block: int) -> None:
+def test_fused_quantisers_keep_nan(block: int) -> None:
     for k in (576, 100):
         for bad in (NAN, INF, -INF):
             x, other, weight = (
@@ -288,7 +286,7 @@ def test_fused_quantisers_read_strided_rows_and_both_halves_of_one_product() -> 
 @pytest.mark.parametrize("m", [17, 33, 129, 200, 300, 513])
 @pytest.mark.parametrize("block", [128, -1])
 @pytest.mark.parametrize("fmt", [Format(4), Format(8), Format(8, group_size=-1)], ids=str)
-def test_what_lies_behind_the_last_row_changes_nothing(fmt: Format, block: int, m: int) -> None:
+def test_memory_behind_the_last_row_changes_nothing(fmt: Format, block: int, m: int) -> None:
     n, k = 4096, 1024
     packed = co.reorder(make_weight(fmt, n, k, exact=False))
     for symmetric in (True, False):

@@ -117,7 +117,7 @@ def test_weight_scales_are_rounded_up_to_the_stored_dtype() -> None:
         assert qw.scales.dtype == dtype
         assert qw.scales.item() == scale
         assert qw.codes[0, 0] == 15
-    # A scale that the dtype holds stays what it is.
+    # A scale that the dtype holds is not changed.
     assert (
         quantize_weight(torch.tensor([[0.875]], dtype=torch.float16), 4, 32, True).scales.item()
         == 0.125

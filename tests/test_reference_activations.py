@@ -62,7 +62,7 @@ def test_asymmetric_codes_by_hand(
     assert same(z, int8([zero]))
 
 
-def test_each_operation_of_the_quantiser_rounds_by_itself() -> None:
+def test_each_operation_of_the_quantiser_rounds_separately() -> None:
     # In fp32, 127 / 33.75 is not (1 / 33.75) * 127, and x is 0.5 or more steps with
     # the first alone.
     x = float.fromhex("0x1.102042p-3")

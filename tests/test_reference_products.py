@@ -39,7 +39,7 @@ def weight_of_one_row(
     row = torch.full((1, k), 8, dtype=torch.uint8)
     for column, code in codes.items():
         row[0, column] = code
-    return QuantizedWeight(row, torch.tensor([scales]), group_size=group, **rest)  # type: ignore[arg-type]
+    return QuantizedWeight(row, torch.tensor([scales]), group_size=group, **rest)
 
 
 def test_symmetric_product_by_hand() -> None:
@@ -507,7 +507,7 @@ def test_wrong_arguments_are_named() -> None:
         mixed_gemm(x, qw, act_quant="row")
     for activation in ("tanh", ("clamp", 1.0), ("relu", 0.0, 1.0)):
         with pytest.raises(ValueError, match=r"activation is .*; supported are None"):
-            mixed_gemm(x, qw, activation=activation)  # type: ignore[arg-type]
+            mixed_gemm(x, qw, activation=activation)
     for bounds in ((1.0, 0.0), (NAN, 1.0)):
         with pytest.raises(ValueError, match="lo <= hi"):
             mixed_gemm(x, qw, activation=("clamp", *bounds))

@@ -45,7 +45,7 @@ def test_any_number_of_rows_in_any_order(activations: str) -> None:
         check(x[:m], packed, act_quant=act_quant, act_symmetric=symmetric)
 
 
-def test_what_changes_the_plan_between_calls() -> None:
+def test_changes_between_calls_choose_another_plan() -> None:
     packed, x = packed_weight(group_size=64), make_floats(40, K, HALF)
     wide = make_floats(40, K + 12, HALF)
     changes: tuple[tuple[Tensor, dict[str, Any]], ...] = (
@@ -74,7 +74,7 @@ def test_column_sums_between_calls(act_quant: str) -> None:
     expected = co.mixed_gemm(x, packed, **options)
     packed.sum_codes()
     assert same_bits(co.mixed_gemm(x, packed, **options), expected)
-    packed.scales.mul_(2)  # the sums are those of other scales now
+    packed.scales.mul_(2)  # the kept sums now belong to other scales
     torch.cuda.synchronize()
     check(x, packed, **options)
     assert not same_bits(co.mixed_gemm(x, packed, **options), expected)

@@ -66,7 +66,7 @@ def test_unpack_undoes_reorder(
     assert_same(reorder(weight).unpack(), weight)
 
 
-def test_group_vectors_stand_where_lanes_read_them() -> None:
+def test_group_vectors_are_in_the_order_in_which_lanes_read_them() -> None:
     n, k = 70, 130  # two row panels and two K tiles, both short; groups of 64: 3 of 4
     weight = random_weight(n, k, group_size=64, kind="zeros")
     packed = reorder(weight)
@@ -111,7 +111,7 @@ def test_reorder_takes_views() -> None:
 
 def test_reorder_refuses_other_things() -> None:
     with pytest.raises(TypeError, match="weight is a Tensor"):
-        reorder(torch.zeros(4, 4))  # type: ignore[arg-type]
+        reorder(torch.zeros(4, 4))
 
 
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
@@ -189,7 +189,7 @@ def test_weights_of_other_act_orders_or_biases_are_not_packed_as_one() -> None:
     with pytest.raises(ValueError, match="no weight"):
         reorder([])
     with pytest.raises(TypeError, match=r"weights\[1\] is a PackedWeight"):
-        reorder([first, reorder(first)])  # type: ignore[list-item]
+        reorder([first, reorder(first)])
 
 
 @pytest.mark.gpu
@@ -218,7 +218,7 @@ def contents() -> dict[str, PackedWeight | torch.Tensor]:
     }
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_saved_weights_are_loaded(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     saved = contents()
     save_packed(path, saved, tied={"a.up": "embedding"}, sources={"x.gguf": "00"})
@@ -298,7 +298,7 @@ def test_save_refuses(
     with pytest.raises(error, match=match):
         save_packed(
             path, {name: weight if value == "weight" else value for name, value in tensors.items()}
-        )  # type: ignore[misc]
+        )
     assert not list(tmp_path.iterdir())
 
 

@@ -73,7 +73,7 @@ def test_float_weights_are_quantised_on_the_way(tmp_path: Path) -> None:
     assert up.scales.dtype == torch.float16
     rest = {name for name in plain if "mlp" not in name}
     assert {name for name, value in loaded.items() if isinstance(value, torch.Tensor)} == rest
-    assert all(torch.equal(loaded[name], plain[name]) for name in rest)  # type: ignore[arg-type]
+    assert all(torch.equal(loaded[name], plain[name]) for name in rest)
     assert sorted(seen) == sorted(["m.safetensors", *done.weights, *done.tensors])
     assert packed_info(tmp_path / "p.safetensors").sources == {
         "m.safetensors": sha256(tmp_path / "m.safetensors")
@@ -84,7 +84,7 @@ def test_float_weights_are_quantised_on_the_way(tmp_path: Path) -> None:
     differences = {
         name: float(
             (dequantize(loaded[name], torch.float32) - plain[f"{name}.weight"].float()).abs().max()
-        )  # type: ignore[arg-type]
+        )
         for name in done.weights
     }
     # Half a step of 8 bits over a range of about 6; of the two weights, the larger one.
@@ -125,7 +125,7 @@ def test_include_and_exclude(
 def test_reorder_checkpoint_refuses(tmp_path: Path, options: dict[str, object], match: str) -> None:
     source = load_checkpoint(float_checkpoint(tmp_path / "m.safetensors"))
     with pytest.raises(ValueError, match=match):
-        reorder_checkpoint(source, tmp_path / "p.safetensors", **options)  # type: ignore[arg-type]
+        reorder_checkpoint(source, tmp_path / "p.safetensors", **options)
     assert not (tmp_path / "p.safetensors").exists()
 
 
@@ -138,7 +138,9 @@ def test_a_checkpoint_does_not_overwrite_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("link", ["symbolic", "hard", "through a directory", "dangling"])
-def test_a_link_to_the_checkpoint_does_not_overwrite_it(tmp_path: Path, link: str) -> None:
+def test_writing_through_a_link_does_not_overwrite_the_checkpoint(
+    tmp_path: Path, link: str
+) -> None:
     path = float_checkpoint(tmp_path / "m.safetensors")
     before = path.read_bytes()
     out = tmp_path / "p.safetensors"
@@ -173,7 +175,7 @@ def test_a_bias_that_does_not_fit_its_weight_is_named(tmp_path: Path, bias: torc
     # It is not the weight's: with the weight left as it is, so is the bias.
     source = load_checkpoint(path)
     reorder_checkpoint(source, tmp_path / "p.safetensors", bits=4, exclude="up_proj")
-    assert torch.equal(load_packed(tmp_path / "p.safetensors")[f"{UP}.bias"], bias)  # type: ignore[arg-type]
+    assert torch.equal(load_packed(tmp_path / "p.safetensors")[f"{UP}.bias"], bias)
     assert verify_packed(tmp_path / "p.safetensors", source).problems == []
 
 
@@ -222,7 +224,7 @@ def test_names_that_clash_in_the_packed_file(tmp_path: Path) -> None:
         "token_embd",
     ],
 )
-def test_what_is_no_linear_layer_by_name(name: str) -> None:
+def test_names_that_are_not_linear_layers(name: str) -> None:
     import re
 
     assert re.search(DEFAULT_EXCLUDE, name)
@@ -330,7 +332,7 @@ def test_verify_sees_what_is_too_much(packed_pair: tuple[Path, Path], tmp_path: 
     assert found.same_source is False
 
 
-def test_the_first_difference_that_is_no_number_stays_the_largest(
+def test_a_difference_that_is_nan_stays_the_largest(
     packed_pair: tuple[Path, Path],
 ) -> None:
     """Names in order: down_proj before up_proj."""

@@ -1,4 +1,4 @@
-"""What is stored of a quantised weight differs from the file's values only where that is said;
+"""Stored tensors of a quantised weight differ from the file's values only where a message says so;
 models none of whose quantised weights can be packed.
 """
 

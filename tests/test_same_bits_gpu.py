@@ -229,9 +229,9 @@ def test_graph_capture_and_replay_with_new_inputs(activations: str, m: int) -> N
 @pytest.mark.parametrize("act_quant", ["none", "block"])
 @pytest.mark.parametrize(("n", "k"), [(17152, 2048), (27136, 8192)])
 def test_replays_of_split_k_tiles(n: int, k: int, act_quant: str) -> None:
-    # A replay finds in the workspace what the one before left there, and must wait for its
-    # split-K slices. On 66 clusters the tail is one tile, or 40, whose last slices are computed
-    # two by a cluster.
+    # A replay finds the previous one's data in the workspace, and must wait for its own split-K
+    # slices. On 66 clusters the tail is one tile, or 40, whose last slices are computed two by a
+    # cluster.
     packed = co.reorder(make_weight(Format(8), n, k, exact=False))
     if co.explain(100, packed, act_quant).tail_tiles == 0:
         pytest.skip("this GPU's waves leave no tiles over")
@@ -297,7 +297,7 @@ def test_a_row_has_the_same_bits_whatever_m_is(activations: str, fmt: Format) ->
         packed = co.reorder(make_weight(fmt, n, k, exact=False, bias=True))
         x = make_floats(1000, k, HALF)
         whole = co.mixed_gemm(x, packed, **options)
-        want = oracle(x, packed.unpack(), act_quant, symmetric) + packed.unpack().bias.double()  # type: ignore[union-attr]
+        want = oracle(x, packed.unpack(), act_quant, symmetric) + packed.unpack().bias.double()
         assert_close(whole, want, not is_exact(whole, x, packed, **options))
         for m in (1, 3, 16, 17, 64, 129, 1000):
             for start in {0, 1000 - m, (1000 - m) // 3}:

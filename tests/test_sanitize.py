@@ -1,4 +1,4 @@
-"""tools/sanitize.py: what it concludes from what compute-sanitizer and the tests print."""
+"""tools/sanitize.py: its verdict on the output of compute-sanitizer and the tests."""
 
 from __future__ import annotations
 

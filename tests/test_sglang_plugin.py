@@ -1,4 +1,4 @@
-"""What the plugin does when SGLang calls it, with SGLang's classes in miniature."""
+"""The plugin's behaviour when SGLang calls it, with SGLang's classes in miniature."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ CASES = [
 def loaded(method: Any, form: Any, k: int = K) -> tuple[Any, Any]:
     """Our method of a layer, and the layer, after loading; ``k`` input features on this rank."""
     layer = torch.nn.Module()
-    layer.scheme = form  # type: ignore[assignment]
+    layer.scheme = form
     ours = linear.taken(method)
     ours.create_weights(layer, k, [N], K, N, torch.bfloat16)
     ours.process_weights_after_loading(layer)
@@ -195,7 +195,7 @@ def test_zero_points_of_gptq_are_read_by_the_files_version(bits: int, version: s
     assert torch.equal(found, zeros.t().to(torch.uint8))
 
 
-def test_zero_points_in_the_middle_are_none() -> None:
+def test_gptq_zero_points_of_8_are_dropped() -> None:
     assert linear._gptq_zeros(torch.full((4, 4), 0x77777777, dtype=torch.int32), 4, "") is None
 
 
@@ -222,7 +222,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("reason", LEFT)
-def test_a_layer_is_left_to_sglang_with_a_line_that_says_why(
+def test_a_layer_that_stays_with_sglang_is_logged_with_the_reason(
     reason: str, cpu: SimpleNamespace
 ) -> None:
     kind, change = LEFT[reason]

@@ -42,7 +42,7 @@ from cutlass_ops.weights import formats
 __all__ = ["source"]
 
 
-def test_which_layer_is_split_how() -> None:
+def test_how_each_layer_is_split() -> None:
     for name, style in (
         ("model.layers.0.self_attn.q_proj", "colwise"),
         ("model.layers.0.mlp.experts.7.gate_proj", "colwise"),
@@ -86,7 +86,9 @@ def test_which_layer_is_split_how() -> None:
         (608, 128, 2, 16),
     ],
 )
-def test_groups_where_ranks_part(k: int, group_size: int, size: int, expected: int) -> None:
+def test_groups_at_the_border_of_two_ranks(
+    k: int, group_size: int, size: int, expected: int
+) -> None:
     formats.check_group_size(expected)
     assert sliced_format(8, k, group_size, "rowwise", size) == (8, k // size, expected)
 
@@ -110,12 +112,12 @@ def test_slices_are_slices_of_the_values(kind: str, k: int, group_size: int) -> 
     assert bias is not None
     rows = [slice_weight(weight, "colwise", rank, 2) for rank in range(2)]
     assert torch.equal(torch.cat([dequantize(part, torch.float32) for part in rows]), values)
-    assert torch.equal(torch.cat([part.bias for part in rows]), bias)  # type: ignore[misc]
+    assert torch.equal(torch.cat([part.bias for part in rows]), bias)
     columns = [slice_weight(weight, "rowwise", rank, 2) for rank in range(2)]
     assert torch.equal(
         torch.cat([dequantize(part, torch.float32) for part in columns], dim=1), values
     )
-    assert torch.equal(sum(part.bias for part in columns), bias)  # type: ignore[arg-type, misc]
+    assert torch.equal(sum(part.bias for part in columns), bias)
     for part in (*rows, *columns):
         assert torch.equal(reorder(part).unpack().codes, part.codes)
 
@@ -129,9 +131,9 @@ def test_biases_of_float_layers_are_split_with_them(source: Path, tmp_path: Path
     plain = dict(checkpoint.plain())
     o0 = "model.layers.0.self_attn.o_proj"
     assert (done.styles[f"{Q0}.bias"], done.styles[f"{o0}.bias"]) == ("colwise", "rowwise")
-    assert torch.equal(torch.cat([part[f"{Q0}.bias"] for part in parts]), plain[f"{Q0}.bias"])  # type: ignore[misc]
-    assert torch.equal(parts[0][f"{o0}.bias"], plain[f"{o0}.bias"])  # type: ignore[arg-type]
-    assert not parts[1][f"{o0}.bias"].any()  # type: ignore[union-attr]
+    assert torch.equal(torch.cat([part[f"{Q0}.bias"] for part in parts]), plain[f"{Q0}.bias"])
+    assert torch.equal(parts[0][f"{o0}.bias"], plain[f"{o0}.bias"])
+    assert not parts[1][f"{o0}.bias"].any()
     assert verify_packed(out, checkpoint).problems == []
 
 
@@ -162,10 +164,10 @@ def test_the_bias_of_a_rowwise_layer_is_added_once_with_its_sign() -> None:
     slices = [slice_weight(weight, "rowwise", rank, 3).bias for rank in range(3)]
     floats = [slice_tensor(bias, "rowwise", rank, 3) for rank in range(3)]
     for parts in (slices, floats):
-        total = parts[0] + parts[1] + parts[2]  # type: ignore[operator]
+        total = parts[0] + parts[1] + parts[2]
         assert torch.equal(total.view(torch.int32), bias.view(torch.int32))
-        assert torch.equal(parts[0], bias)  # type: ignore[arg-type]
-        assert [part.tolist() for part in parts[1:]] == [[0.0] * 4] * 2  # type: ignore[union-attr]
+        assert torch.equal(parts[0], bias)
+        assert [part.tolist() for part in parts[1:]] == [[0.0] * 4] * 2
 
 
 def test_ranks_hold_slices_of_the_unsplit_model(source: Path, tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ def test_ranks_hold_slices_of_the_unsplit_model(source: Path, tmp_path: Path) ->
     assert kept == 5  # two k_proj, two norms, the embedding
     assert whole["model.layers.1.mlp.up_proj.weight"].shape == (192, 128)
     assert parts[0]["model.layers.1.mlp.up_proj.weight"].shape == (96, 128)  # floats are split too
-    assert parts[0][DOWN0].group_size == 32  # type: ignore[union-attr]
+    assert parts[0][DOWN0].group_size == 32
     for rank in range(2):
         config = json.loads((out / f"rank-{rank}-of-2" / "config.json").read_text())[
             "quantization_config"
@@ -272,7 +274,7 @@ def test_a_file_that_may_not_be_read_is_said_to_be_there(
         pass
 
 
-def test_what_cannot_be_split(source: Path, tmp_path: Path) -> None:
+def test_weights_that_cannot_be_split_are_refused(source: Path, tmp_path: Path) -> None:
     checkpoint, out = load_checkpoint(source), tmp_path / "out"
     with pytest.raises(
         ValueError,

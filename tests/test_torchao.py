@@ -237,7 +237,7 @@ def test_files_of_the_package(tmp_path: Path, torchao: Any, name: str) -> None:
     assert list(checkpoint) == ["a", "b"]
     assert not checkpoint.others
     for module in ("a", "b"):
-        theirs = model[module].weight.dequantize()  # type: ignore[index,union-attr]
+        theirs = model[module].weight.dequantize()
         weight = checkpoint[module]
         assert weight.bits == (8 if name[3] in "68" else 4)
         # b is one group wide
@@ -304,7 +304,7 @@ def test_each_shard_has_its_metadata(tmp_path: Path, torchao: Any) -> None:
     assert list(checkpoint) == ["a", "b"]
     for module in ("a", "b"):
         ours = reference.dequantize_weight(checkpoint[module], torch.bfloat16)
-        theirs = model[module].weight.dequantize().float()  # type: ignore[index,union-attr]
+        theirs = model[module].weight.dequantize().float()
         # Their product is rounded to bf16, as ours is, but the scale's product is
         # taken in bf16 too.
         torch.testing.assert_close(ours.float(), theirs, rtol=2.0**-7, atol=0)
@@ -332,7 +332,7 @@ INT8 = {"block_size": [1, 32], "dtype": {"_type": "torch.dtype", "_data": "float
         ),
     ],
 )
-def test_what_cannot_be_packed(
+def test_tensors_that_cannot_be_packed_are_refused(
     tmp_path: Path, kind: str, parts: dict[str, torch.Tensor], data: dict[str, Any], match: str
 ) -> None:
     checkpoint = load_checkpoint(

@@ -55,7 +55,7 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "activation", ["swish", "", "gelu_tanh", "Relu", ("swish", 0.0, 1.0), ("clamp", 0.0), 0, True]
 )
 @pytest.mark.parametrize("place", PLACES)
-def test_it_is_refused(place: str, activation: Any) -> None:
+def test_an_unknown_activation_is_refused(place: str, activation: Any) -> None:
     with pytest.raises(ValueError, match="activation is"):
         PLACES[place](activation)
 

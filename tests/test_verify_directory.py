@@ -103,7 +103,7 @@ def test_verify_sees_ranks_of_another_size(source: Path, tmp_path: Path) -> None
     assert verify_packed(tmp_path / "none", checkpoint).problems == ["rank-0-of-1: holds no rank"]
 
 
-def test_ranks_of_two_sources_are_not_of_the_same(source: Path, tmp_path: Path) -> None:
+def test_verify_sees_that_ranks_are_of_different_sources(source: Path, tmp_path: Path) -> None:
     out, other = tmp_path / "out", tmp_path / "other"
     reorder_model(load_checkpoint(source), out, OPTIONS, ranks=2)
     shard = source / "model-00001-of-00002.safetensors"

@@ -323,7 +323,7 @@ def test_the_log_names_the_kernels(runs) -> None:
     assert "Selected CutlassOpsInt8LinearKernel" in runs[1]
 
 
-def test_a_layer_that_is_not_ours_is_left_to_vllm_with_a_line_in_the_log(runs) -> None:
+def test_a_layer_that_the_plugin_does_not_take_is_logged_and_stays_with_vllm(runs) -> None:
     tokens, modes = runs[0]["w8a8 stock"]
     assert modes == []
     assert len(tokens) == 3

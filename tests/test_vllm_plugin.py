@@ -1,4 +1,4 @@
-"""What the plugin does when vLLM calls it, with vLLM's tables in miniature."""
+"""The plugin's behaviour when vLLM calls it, with vLLM's tables in miniature."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, list[Any]]]:
     return lists
 
 
-def test_our_kernels_come_first_and_once(tables: dict[str, dict[str, list[Any]]]) -> None:
+def test_the_plugins_kernels_come_first_and_once(tables: dict[str, dict[str, list[Any]]]) -> None:
     plugin.register()
     plugin.register()
     ours = [plugin.CutlassOpsLinearKernel, plugin.CutlassOpsInt8LinearKernel]
@@ -52,7 +52,7 @@ def test_our_kernels_come_first_and_once(tables: dict[str, dict[str, list[Any]]]
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_amx_is_requested_where_torch_can(
+def test_amx_is_requested_where_torch_supports_it(
     exists: bool, tables: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests: list[None] = []
@@ -242,7 +242,7 @@ def test_kernels_are_batch_invariant_where_vllm_is(
     assert invariant == [is_set]
 
 
-def test_layers_are_ours_in_batch_invariant_mode(
+def test_layers_use_cutlass_ops_in_batch_invariant_mode(
     invariant: list[bool], cpu: SimpleNamespace
 ) -> None:
     assert linear._reason_against(layer("uint4")) is None
@@ -261,7 +261,7 @@ def awq_method() -> Any:
     return method
 
 
-def test_awq_is_ours_in_batch_invariant_mode(
+def test_awq_uses_cutlass_ops_in_batch_invariant_mode(
     invariant: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
@@ -279,7 +279,9 @@ def test_awq_is_ours_in_batch_invariant_mode(
     assert lines == ["Using cutlass_ops for AutoAWQLinearMethod"]
 
 
-def test_awq_without_marlin_is_vllms_otherwise(invariant: list[bool]) -> None:
+def test_awq_without_marlin_stays_with_vllm_outside_batch_invariant_mode(
+    invariant: list[bool],
+) -> None:
     awq.envs.VLLM_BATCH_INVARIANT = False
     original = awq_method()
     assert (

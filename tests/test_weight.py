@@ -1,6 +1,4 @@
-"""The two forms of a weight: what they accept, what they refuse, and the order
-of the packed one.
-"""
+"""The two forms of a weight: valid and invalid tensors, and the order of the packed one."""
 
 from __future__ import annotations
 
@@ -196,7 +194,7 @@ def test_moving_a_weight_keeps_everything() -> None:
 
 def test_a_weight_is_frozen() -> None:
     with pytest.raises(AttributeError):
-        QuantizedWeight(**arguments()).bits = 8  # type: ignore[misc]
+        QuantizedWeight(**arguments()).bits = 8
 
 
 # ---- the packed form
@@ -226,7 +224,7 @@ def packed(**changed: object) -> PackedWeight:
         "bits": 4,
         "group_size": 32,
     }
-    return PackedWeight(**(given | changed))  # type: ignore[arg-type]
+    return PackedWeight(**(given | changed))
 
 
 def test_a_valid_packed_weight() -> None:
@@ -368,7 +366,7 @@ def test_checkpoint_errors_name_file_and_tensor() -> None:
 def test_sizes_are_integers(field: dict[str, object]) -> None:
     arguments: dict[str, object] = {"bits": 4, "group_size": 32} | field
     with pytest.raises(ValueError, match=next(iter(field))):
-        QuantizedWeight(torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 1), **arguments)  # type: ignore[arg-type]
+        QuantizedWeight(torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 1), **arguments)
 
 
 def test_a_checkpoint_error_survives_copies_and_pickles() -> None:

@@ -1,5 +1,5 @@
-"""A wheel: what it holds, on which machines it runs, and that it multiplies where nothing else of
-this project is.
+"""A wheel: its contents, the machines on which it runs, and that it multiplies where nothing else
+of this project is installed.
 
 The wheel is the one that CUTLASS_OPS_WHEEL names (`make wheel` gives it), or one built
 for the CPU here.
@@ -24,7 +24,7 @@ import cutlass_ops
 
 ROOT = Path(__file__).parent.parent
 INFO = f"cutlass_ops-{cutlass_ops.__version__}.dist-info"
-#: Of the libraries that every manylinux has, those that a C++ program needs.
+#: The libraries, of those that every manylinux has, that a C++ program needs.
 SYSTEM = {
     "libc.so.6",
     "libdl.so.2",
@@ -77,7 +77,7 @@ def module_of(archive: zipfile.ZipFile) -> str:
     return module
 
 
-def test_it_holds_the_package_and_nothing_else(archive: zipfile.ZipFile) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else(archive: zipfile.ZipFile) -> None:
     package = {
         str(path.relative_to(ROOT))
         for path in ROOT.glob("cutlass_ops/**/*.py*")
@@ -93,7 +93,9 @@ def test_it_holds_the_package_and_nothing_else(archive: zipfile.ZipFile) -> None
     assert names == package | {module, script}
 
 
-def test_it_runs_on_any_linux_of_its_tag(wheel: Path, archive: zipfile.ZipFile) -> None:
+def test_the_wheel_needs_no_later_glibc_than_its_tag_says(
+    wheel: Path, archive: zipfile.ZipFile
+) -> None:
     """The module needs no library of CUDA or torch, so that none had to be put into
     the wheel either.
     """
@@ -104,7 +106,7 @@ def test_it_runs_on_any_linux_of_its_tag(wheel: Path, archive: zipfile.ZipFile) 
     assert {name for name in needed if not name.startswith("ld-linux")} <= SYSTEM
 
 
-def test_it_pins_no_torch(archive: zipfile.ZipFile) -> None:
+def test_the_wheel_pins_no_torch(archive: zipfile.ZipFile) -> None:
     metadata = email.message_from_bytes(archive.read(f"{INFO}/METADATA"))
     required = metadata.get_all("Requires-Dist") or []
     (torch,) = (line for line in required if re.match(r"torch\b", line))
@@ -132,7 +134,7 @@ print(y.shape, _C.built_with_cuda)
 """
 
 
-def test_it_multiplies_where_there_is_no_compiler(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_multiplies_where_there_is_no_compiler(wheel: Path, tmp_path: Path) -> None:
     """In a virtual environment that has torch and the other dependencies, by a path, and of this
     project the wheel alone.
     """

@@ -96,7 +96,7 @@ def test_columns_are_permuted() -> None:
     assert torch.equal(permute_columns(codes, perm), codes[:, perm])
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="int64"):
         unpack_along_k(torch.zeros(1, 1, dtype=torch.int64), 8, 4)
     with pytest.raises(TypeError, match=r"\[4\]"):

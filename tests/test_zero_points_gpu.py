@@ -128,7 +128,7 @@ def test_corrections_of_zero_points(fmt: Format, act_quant: str, k: int, m: int)
 )
 def test_zero_points_of_weights_are_compensated(fmt: Format, k: int, m: int) -> None:
     block: dict[str, Any] = {"act_quant": "block"}
-    if fmt.bits == 4:  # of fewer rows zero points are taken from the codes
+    if fmt.bits == 4:  # with fewer rows zero points are subtracted from the codes
         m = max(m, 129)
     packed = co.reorder(qw := make_weight(fmt, 17000, k, exact=True))
     x = make_exact_floats(m, k, HALF, "block", True, 128)
@@ -172,15 +172,15 @@ def test_corrections_hold_fp32s_precision(bits: int, act_quant: str) -> None:
     qw = make_weight(fmt, n, k, exact=False)
     x = make_floats(m, k, HALF).abs() * 0.01
     x[:, ::128], x[:, 1::128] = 30, 30  # nearly all codes are the zero point
-    # and what the others are multiplied by adds up to nothing
+    # and the weights of the others sum to zero
     opposite = qw.codes[:, ::128].int().clamp(min=1)
     qw.codes[:, ::128], qw.codes[:, 1::128] = opposite, (1 << bits) - opposite
     packed = co.reorder(qw)
     assert compensates(m, packed, act_quant)
     want = oracle(x, qw, act_quant, False)
     y = multiply(x, packed, act_quant=act_quant, act_symmetric=False, out_dtype=HALF).double()
-    # What zero points come to where all weights of a row have one sign; sums of random ones
-    # come to a sixtieth.
+    # The contribution of zero points if all weights of a row have one sign; with random weights it
+    # is a sixtieth of it.
     most = 30 / 255 * 128 * reference.dequantize_weight(qw, torch.float64).abs().sum(1).max()
     assert (y - want).abs().max() <= 2.0**-10 * want.abs().max() + 3e-8 * most
 

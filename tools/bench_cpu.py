@@ -1,7 +1,7 @@
 """Time a model or products on a CPU, with the packages beside this one that are installed.
 
-    tools/bench_cpu.py --out results/cpu_smollm2-135m.json [--llama-python
-    /path/to/a/venv/bin/python]
+    tools/bench_cpu.py --out results/cpu_smollm2-135m.json
+                       [--llama-python /path/to/a/venv/bin/python]
     tools/bench_cpu.py --products --out results/cpu-products-MACHINE.json
 
 The model is the demo's, SmolLM2-135M-Instruct from a GGUF file: once with the file's own codes
@@ -46,7 +46,7 @@ WEIGHTS: dict[str, tuple[int, int, bool] | None] = {
     "int4 g128": (4, 128, True),
     "int8 g128": (8, 128, True),
 }
-#: What is done with x: name, act_quant, act_symmetric.
+#: Treatments of x: name, act_quant, act_symmetric.
 MODES = (("A16", "none", True), ("A8", "block", True), ("A8 zeros", "block", False))
 
 #: Instructions that products are written for, as Linux calls them.
@@ -195,7 +195,7 @@ def measure_products(
 
 
 def heading() -> dict[str, Any]:
-    """What results are measured with."""
+    """The machine and the versions of the results."""
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
     )

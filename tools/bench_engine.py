@@ -61,7 +61,7 @@ _LLAMA: Config = {
         "original_max_position_embeddings": 8192,
     },
 }
-#: Names of models, and what their config.json says.
+#: Names of models, and their config.json.
 MODELS: dict[str, tuple[str, Config]] = {
     "llama-3.1-8b": (
         "Llama-3.1-8B",
@@ -194,7 +194,7 @@ KERNELS = {
     "ours-token": "CutlassOpsLinearKernel",
     "ours-block": "CutlassOpsLinearKernel",
 }
-#: What vLLM's log says of a run.
+#: Expressions for vLLM's log of a run.
 LOG = {
     "linear_kernel": re.compile(r"Using (\w+LinearKernel\w*) for"),
     "experts_kernel": re.compile(
@@ -207,7 +207,7 @@ LOG = {
     "graphs_s": re.compile(r"Graph capturing finished in (\d+) sec"),
 }
 MARK = "bench_engine: "
-#: What tells one run from another.
+#: The options that identify a run.
 KEYS = ("model", "checkpoint", "kernel", "tensor_parallel", "layers")
 
 
@@ -254,7 +254,7 @@ def engine_arguments(options: argparse.Namespace, folder: Path) -> Config:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Start the engine of one run and time it; prints what is known so far as a line of JSON."""
+    """Start the engine of one run and time it; prints the results so far as a line of JSON."""
     folder = Path(options.child)
     write_model(folder, options)
     import torch
@@ -333,7 +333,7 @@ def environment(options: argparse.Namespace, folder: Path) -> dict[str, str]:
 
 
 def from_log(text: str) -> Config:
-    """What vLLM's log and a run's own lines say of it."""
+    """The results of a run, from vLLM's log and the run's own lines."""
     found: Config = {}
     for name, pattern in LOG.items():
         values = list(dict.fromkeys(pattern.findall(text)))
@@ -359,7 +359,7 @@ def wrong_kernel(options: argparse.Namespace, text: str) -> str | None:
 
 
 def run(options: argparse.Namespace, log: Path) -> Config:
-    """One run in a separate process; what came of it, with "error" if it failed."""
+    """One run in a separate process; its results, with "error" if it failed."""
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as output:
         command = [sys.executable, __file__, "--child", folder, *arguments_of(options)]
         process = subprocess.Popen(
@@ -446,7 +446,7 @@ def add(path: Path, heading: Config, row: Config) -> None:
 
 
 def heading_of(options: argparse.Namespace, found: Config) -> Config:
-    """What all rows of a file have in common."""
+    """The heading of a file, which all its rows share."""
     names = ("device", "vllm", "torch", "transformers")
     return {name: found[name] for name in names} | {
         "cutlass_ops": version("cutlass_ops"),

@@ -19,7 +19,7 @@ CODES = re.compile(r"weight_packed|qweight|qzeros|zero_point")
 
 
 class Extension:
-    """What vLLM adds to its workers: nothing."""
+    """The extension of vLLM's workers, which adds nothing."""
 
 
 def fill(name: str, values: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ def fill(name: str, values: torch.Tensor) -> None:
 
 
 @register_model_loader("random")
-class RandomLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
+class RandomLoader(BaseModelLoader):
     """Fills a model's tensors."""
 
     def download_model(self, model_config: Any) -> None:

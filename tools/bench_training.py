@@ -170,7 +170,7 @@ class Training:
         self.peak = max(self.peak, self.held + torch.cuda.max_memory_allocated() - before)
 
     def row(self, name: str) -> dict[str, Any]:
-        """What was measured."""
+        """The environment of the results."""
         return {
             "name": name,
             "ms": round(statistics.median(self.milliseconds), 3),

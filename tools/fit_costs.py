@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Fit the costs by which dispatch chooses among tiles and decode kernels to measured times.
 
-    build/.../time_tiles tiles > results/h200-tile-costs.json        on the GPU
-    build/.../time_tiles decode > results/h200-decode-costs.json
-    tools/fit_costs.py writes csrc/dispatch/cards.inc, tile_costs.inc and decode_costs.inc
+    build/.../time_tiles tiles > results/h200-tile-costs.json      on the GPU
+    build/.../time_tiles decode > results/h200-decode-costs.json    on the GPU
+    tools/fit_costs.py    writes csrc/dispatch/cards.inc, tile_costs.inc and decode_costs.inc
 
 A card, as the H200 here, is one that has both files; their names begin with its name.
 
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What the results files of all cards are fitted to."""
+    """The model that the results files of all cards are fitted to."""
 
     name: str  #: in the names of the results files and of the table
     heading: str
@@ -66,7 +66,7 @@ class Model(NamedTuple):
         return DISPATCH / f"{self.name}_costs.inc"
 
     def results(self, card: str) -> dict[str, Any]:
-        """What time_tiles printed on the card.
+        """The output of time_tiles on the card.
 
         Raises:
             ValueError: it was another card.
@@ -78,7 +78,7 @@ class Model(NamedTuple):
         return results
 
 
-#: Kernels that are no choice by costs.
+#: Kernels that are not chosen by costs.
 PORTABLE = "mma_gemm"
 TILE_COSTS = ("k4096", "row_scales", "whole_rows", "end")
 
@@ -185,7 +185,7 @@ class Choices:
         return min(product, key=predicted).us / min(entry.us for entry in product) - 1
 
     def try_cost(self, cost: tuple[Key, str], value: int) -> bool:
-        """Take the value if the products that it concerns lose less by it."""
+        """Keep the value if the products that it affects take less time with it."""
         users, before = self.users[cost], self.costs[cost]
         self.costs[cost] = value
         losses = [self.loss(i) for i in users]
@@ -280,7 +280,7 @@ def fit(model: Model, card: str) -> str:
 
 
 def tables() -> Iterator[tuple[Path, str]]:
-    """The files that C++ includes, and what is to be in them."""
+    """The files that C++ includes, with their contents."""
     tiles, _ = MODELS
     yield (
         CARDS_TABLE,

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Damage small models of every dialect and check that each is read correctly, or refused.
 
-    tools/fuzz.py --count 20000                  all dialects, seed 0
-    tools/fuzz.py --seed 7 --seconds 600         as many as ten minutes take
-    tools/fuzz.py --seed 7 --only 1234 one case again, with its traceback; its files stay in
-    the printed folder
+    tools/fuzz.py --count 20000             all dialects, seed 0
+    tools/fuzz.py --seed 7 --seconds 600    as many as ten minutes take
+    tools/fuzz.py --seed 7 --only 1234      one case again, with its traceback; its files stay in
+                                            the printed folder
 
 A model is one decoder layer of Llama. It is written as AWQ (gemm, gemv), GPTQ (in act order and
 not), compressed-tensors (packed, int8), bitsandbytes (4 bits, nested, 8 bits), HQQ, torchao, MNN,

@@ -2,9 +2,9 @@
 """Time text generation on a GPU by models of random weights: in fp16, and with packed linear
 layers, in one process.
 
-    tools/generate.py Llama 3.2 1B and 3.1 8B, batches of 1 and 16
-    tools/generate.py --compile norms, rotations and gates as one kernel each tools/generate.py
-    --models llama-3.2-1b --batches 1 --formats w4a16 --out results.json
+    tools/generate.py              Llama 3.2 1B and 3.1 8B, batches of 1 and 16
+    tools/generate.py --compile    norms, rotations and gates as one kernel each
+    tools/generate.py --models llama-3.2-1b --batches 1 --formats w4a16 --out results.json
 
 The models have the published shapes and weights drawn from a normal distribution, as transformers
 initialises them: the time of a token does not depend on trained ones. As

@@ -1,4 +1,4 @@
-// What the files of the Python module share.
+// Declarations shared by the files of the Python module.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -26,7 +26,7 @@ inline void check(Status const& status) {
   throw std::invalid_argument(status.text);  // ValueError
 }
 
-// A weight with what `product` needs besides.
+// A weight with the other facts that `product` needs.
 struct Weight : PackedWeight {
   using Parts = std::vector<std::pair<pybind11::object, pybind11::object>>;
 
@@ -35,7 +35,7 @@ struct Weight : PackedWeight {
   pybind11::object device;  // a torch.device
   int gpu;                  // its index, or -1
   bool on_cpu;
-  Parts parts;                           // what the pointers point into, or None, by name
+  Parts parts;                           // tensors of the pointers, or None, by name
   std::vector<pybind11::object> floats;  // of those, which may require a gradient
   PlanCache plans = {};
 };
@@ -60,7 +60,7 @@ struct Epilogue {
   }
 };
 
-// Of the file of that name.
+// Each is defined in the file of that name.
 void register_packing(pybind11::module_& m);
 void register_plan(pybind11::module_& m);
 void register_products(pybind11::module_& m);

@@ -38,7 +38,7 @@ GemmProblem make_problem(Weight const& weight, Pointer x, DataType x_type, std::
   if (!epilogue.is_none()) epilogue.cast<Epilogue const&>().set(p);
   p.out = as<void>(out), p.out_type = out_type;
   Triple const one = {1, 1, 1}, none = {0, 0, 0};
-  // Under a kernel of one pixel the image is a matrix, which all kernels take. (Not for
+  // With a kernel of one pixel the image is a matrix, which all kernels take. (Not for
   // depthwise_conv(), whose K is the taps.)
   bool const depthwise = channels == 1;
   if (taps == one && stride == one && padding == none && act_quant != ActQuant::kTensor &&

@@ -16,8 +16,8 @@ namespace py = pybind11;
 
 namespace {
 
-// A plan depends on where memory starts, not on what is there. What is described here may be in
-// host memory, which has other alignments, or nowhere yet.
+// A plan depends on addresses, not on contents. The tensors described here may be in host memory,
+// which has other alignments, or may not exist yet.
 alignas(256) char somewhere[256];
 
 template <class T>

@@ -1,6 +1,6 @@
 // The part of cutlass_ops._C that multiplies tensors. It reads tensors' attributes itself, with
-// CPython's calling convention: Python code around it, and pybind11's unpacking of as many
-// arguments, take longer than everything but the launch.
+// CPython's calling convention: a Python wrapper, and pybind11's unpacking of this many arguments,
+// would take longer than everything but the launch.
 #include <pybind11/pybind11.h>
 
 #include <array>
@@ -42,7 +42,7 @@ Pointer data_ptr(py::handle tensor) {
   return call(tensor, name).cast<Pointer>();
 }
 
-// The sizes of a tensor, of as many dimensions as torch's tensors have at most.
+// The sizes of a tensor, for the most dimensions that torch's tensors have.
 class Shape {
  public:
   static constexpr Py_ssize_t kMost = 64;
@@ -57,7 +57,7 @@ class Shape {
   PyObject*& last() { return arguments_[count_]; }
 
   // An uninitialised tensor of this shape on the device of `like`, of another dtype if one is
-  // given. By the tensor's method, of numbers: half the time of torch.empty.
+  // given. Made by the tensor's method with sizes as numbers: half the time of torch.empty.
   py::object new_empty(py::handle like, py::handle dtype = {}) {
     static Name const name("new_empty");
     static py::handle const keyword = py::make_tuple("dtype").release();
@@ -80,8 +80,8 @@ void run(Weight& weight, GemmProblem const& problem, py::handle like, size_t ele
   check(current_device(&device));
   check(weight.plans.find(problem, device, &plan));
   Workspace workspace;
-  // Freed at once: torch's allocator reuses it only on this stream, after the kernels. Of the same
-  // dtype, because another one takes longer.
+  // Freed at once: torch's allocator reuses it only on this stream, after the kernels. It has the
+  // same dtype, because another one takes longer.
   py::object scratch;
   if (plan.workspace) {
     py::int_ const size((plan.workspace + element_bytes - 1) / element_bytes);
@@ -117,7 +117,7 @@ py::object mixed_gemm(PyObject* const* arguments) {
     problem.x_stride = py::handle(PyTuple_GET_ITEM(strides.ptr(), 0)).cast<std::int64_t>();
     bool const gaps = problem.weight.k > 1 &&
                       py::handle(PyTuple_GET_ITEM(strides.ptr(), 1)).cast<std::int64_t>() != 1;
-    // rows of an expanded tensor lie on one another
+    // rows of an expanded tensor share memory
     if (gaps || (problem.m > 1 && problem.x_stride < problem.weight.k)) {
       x = call(x, contiguous);
       problem.x_stride = problem.weight.k;
@@ -135,8 +135,8 @@ py::object mixed_gemm(PyObject* const* arguments) {
   return out;
 }
 
-// ---- product: the same without optional arguments, for layers, on CPUs too. It checks its arguments
-// itself: in Python that takes longer than everything here but the launch.
+// ---- product: the same without optional arguments, for layers, also on CPUs. The arguments are
+// checked here: in Python that takes longer than everything in this function but the launch.
 
 // Objects of torch, never freed.
 struct Torch {
@@ -176,21 +176,21 @@ struct Torch {
       if (act_quant == text || PyUnicode_Compare(act_quant, text) == 0) return *found = mode, true;
     return false;
   }
-  // Whether forward-mode differentiation or a transform of torch.func is at work. While
-  // torch.jit.trace records, sizes are no numbers (Rows).
+  // Whether forward-mode differentiation or a transform of torch.func is active. While
+  // torch.jit.trace records, sizes are not numbers (Rows).
   bool transforms() const {
     static Name const level("_current_level");
     return says(transforms_active) || PyLong_AsLong(get(forward_ad, level).ptr()) >= 0;
   }
-  // What a function of torch's state says.
+  // The result of a function that reads torch's state.
   static bool says(PyObject* function) {
     PyObject* const answer = checked(PyObject_CallNoArgs(function)).ptr();
     return answer != Py_False && answer != Py_None;
   }
 };
 
-// What cutlass_ops.PackedWeight.native is, or null where it was not made yet: tensors that
-// only stand for others, while something is traced, have no addresses.
+// cutlass_ops.PackedWeight.native, or null if it was not made yet: a tracer's placeholder tensors
+// have no addresses.
 Weight* native_of(PyObject* weight) {
   static Name const native("native");
   py::object const attributes = checked(PyObject_GenericGetDict(weight, nullptr));
@@ -219,8 +219,8 @@ bool has_parts(py::handle buffers, Weight const& weight) {
   return true;
 }
 
-// x [..., k] as rows that do not overlap: how many, and from one to the next. 0 if x is no such
-// tensor, or would have to be copied.
+// x [..., k] as rows that do not overlap: their number and stride. 0 if x is no such tensor, or
+// would have to be copied.
 struct Rows {
   std::int64_t count = 0, stride = 0;
 
@@ -247,7 +247,7 @@ struct Rows {
   }
 };
 
-// From so many rows on, host time does not matter.
+// With this many rows or more, host time does not matter.
 constexpr std::int64_t kMostRows = 1 << 20;
 
 py::object product(PyObject* const* arguments) {

@@ -14,8 +14,8 @@ __m256 pair_bfloat16(__m256 low, __m256 high) {
     __m256i const bits = _mm256_castps_si256(value),
                   even = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i const sum = _mm256_add_epi32(bits, _mm256_add_epi32(even, _mm256_set1_epi32(0x7fff)));
-    // The bits of a NaN, as of scales in memory that nobody wrote, may overflow to
-    // those of a number.
+    // The bits of a NaN, for example of scales in uninitialised memory, may overflow to those of a
+    // number.
     __m256i const nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
     return _mm256_blendv_epi8(sum, _mm256_set1_epi32(0x7fc00000), nan);
   };
@@ -56,7 +56,7 @@ void dequantize_panel(CpuProduct const& p, int panel, int rows, void* out) {
         Span::Run const& run = span.run[std::min(column / p.run(), span.runs - 1)];
         __m256 const scale = run.scales[first / 8],
                      offset = w.offsets ? run.offsets[first / 8] : _mm256_setzero_ps();
-        // Of columns 2 * t and 2 * t + 1 of eight: two of the four elements of a word
+        // The values of columns 2 * t and 2 * t + 1 of eight: two of the four elements of a word
         // (lane_column).
         int const j = column % kLaneColumns / 16, element = column / 8 % 2;
         float const* const words =

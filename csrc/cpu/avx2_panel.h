@@ -8,7 +8,7 @@
 namespace cutlass_ops {
 namespace {
 
-// Other products take the rows of x one by one.
+// Other products process the rows of x one by one.
 bool tiled(CpuProduct const& p) { return p.m > 1 && (p.has_floats || p.block <= kColumnsOf32Bits); }
 
 template <class Tiles>

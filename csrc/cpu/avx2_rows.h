@@ -1,9 +1,9 @@
 // Products of one row of x, with AVX2. They use the codes in the packed order (layout.h): the 64
-// bytes of the four lanes of a lane group g hold rows g and g + 8 of a fragment, so x is put in
-// their order once, and codes are hardly ever shuffled.
+// bytes of the four lanes of a lane group g hold rows g and g + 8 of a fragment, so x is reordered
+// once to match them, and codes are rarely shuffled.
 //
-// Group vectors have the eight rows of a lane group side by side: eight sums of one panel's rows,
-// of all its four row blocks, are reduced together to one vector, which multiplies eight scales.
+// In group vectors the eight rows of a lane group are adjacent: eight sums of one panel's rows, of
+// all its four row blocks, are reduced together to one vector, which multiplies eight scales.
 #pragma once
 
 #include "cpu/avx2_vectors.h"
@@ -75,7 +75,7 @@ void add_products(Decoder const& decoder, __m256i words, __m256 zero, float cons
   add(decoder.template value<3>(words, zero), 24);
 }
 
-// What a scale block's sums become.
+// The steps that follow a scale block's sums.
 struct Totals {
   alignas(32) float total[kRowsPerPanel] = {};
   alignas(32) float offsets[kRowsPerPanel] = {};
@@ -182,8 +182,9 @@ void multiply_floats(CpuProduct const& p, int panel, int m) {
 // ---- integers
 
 // Products of a span's columns for rows g and g + 8 of a row block. `bytes`: their codes from the
-// span's first unit on; `at`: of x; x_zeros: 16 bits, negative, for the lanes of runs. kCentred: x is integers less their zero points; kAbove: what
-// codes are above centred ones.
+// span's first unit on; `at`: the position in x; x_zeros: negative zero points in 16 bits, for the
+// lanes of runs. kCentred: x is integers minus their zero points; kAbove: the difference between
+// stored and centred codes.
 template <class Width>
 struct RowProducts;
 
@@ -336,7 +337,7 @@ void multiply_row(CpuProduct const& p, int panel, int m) {
   visit(p.weight.format, [&](auto format) { multiply_floats<decltype(format)>(p, panel, m); });
 }
 
-// Of a fragment's 64 bytes: lane t's sixteen, words, bytes.
+// The parts of a fragment's 64 bytes: lane t's sixteen, words, bytes.
 template <int kBits>
 int fragment_column(int place) {
   return place / 4 % 4 / words_of_16_k(kBits) * 16 + place / 16 * 2 + place % 4 / 2 + place % 2 * 8;

@@ -9,9 +9,9 @@
 namespace cutlass_ops {
 namespace {
 
-// Rows of x whose sums, eight vectors each in weights of 4 bits, fit into registers together.
+// Rows of x whose sums, eight vectors each with 4-bit weights, fit into the registers together.
 constexpr int kRowsTogether = 3;
-// Rows up to which that is faster than decoding the codes once.
+// Up to this many rows it is faster than decoding the codes once.
 constexpr int kMostFewRows = 16;
 
 __m512 load_16_floats(void const* data, DataType type, int64_t index) {
@@ -26,9 +26,9 @@ __m512i add_quarters(__m512i a, __m512i b) {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
 }
 
-// The products of a span of columns with the rows of a lane group: in words of one row (4 bits:
-// two vectors of each row block), or of both in turn (8 bits: one, of the columns of even and
-// of odd fragments).
+// The products of a span of columns with the rows of a lane group. 4 bits: words of one row, two
+// vectors for each row block. 8 bits: words of both rows alternate, one vector for the columns of
+// even and of odd fragments.
 template <int kBits>
 struct LaneSums {
   static constexpr int kSets = words_of_16_k(kBits);
@@ -92,7 +92,7 @@ struct LaneSums {
   }
 };
 
-// The scales of the next group: a panel has few, far from those of other groups.
+// Prefetch the scales of the next group: a panel has few of them, far from those of other groups.
 void prefetch_next(CpuProduct const& p, int64_t vector) {
   int64_t const size = p.weight.scale_type == DataType::kFloat32 ? 4 : 2;
   char const* const scales =
@@ -106,8 +106,8 @@ void multiply_few(CpuProduct const& p, int panel, int m) {
   constexpr int kColumns = unit_k(kBits), kRowsOfByte = byte_rows(kBits),
                 kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
   uint8_t const* const tiles = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
-  // A row's code in a byte, and its sign bit. Nibbles of rows g + 8 stay where they are: their sums
-  // are 16 times as large, which 32 bits hold.
+  // A row's code in a byte, and its sign bit. Nibbles of rows g + 8 are not shifted: their sums are
+  // 16 times as large, which 32 bits hold.
   constexpr int kCode = (1 << kBits) - 1, kRowShift = 8 - kBits;
   __m512i const flip = _mm512_set1_epi8(char(0xff / kCode << (kBits - 1))),
                 ones = _mm512_set1_epi8(1);

@@ -1,5 +1,5 @@
-// What the CPU kernels of every instruction set share: the prepared product, and one
-// function a row panel.
+// Shared by the CPU kernels of all instruction sets: the prepared product, and one function for a
+// row panel.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,10 @@
 
 namespace cutlass_ops {
 
-// fp32 sums over K are taken in eight lanes for each 64 columns, so that vectors of eight hold
-// them. This is the column, of 64, that stands at a place of x in a kernel's order: lane is place %
-// 8, and a lane adds its places in order. A lane is a word of two neighbouring t of the layout
-// (layout.h), so codes go from the packed order to lanes without a shuffle.
+// fp32 sums over K have eight lanes for each 64 columns, so that vectors of eight hold them. This
+// is the column, of 64, at a place of x in a kernel's order: the lane is place % 8, and a lane adds
+// its places in order. A lane is a word of two neighbouring t of the layout (layout.h), so codes go
+// from the packed order to lanes without a shuffle.
 inline constexpr int kLanes = 8;
 inline constexpr int kLaneColumns = 64;
 constexpr int lane_column(int place) {
@@ -52,11 +52,11 @@ struct CpuProduct {
   int run() const { return block < kKPerTile ? block : kKPerTile; }
 };
 
-// Runs of 64 columns, at most, and the one that columns 16 * j .. 16 * j + 15 belong to.
+// The most runs in 64 columns, and the run that columns 16 * j .. 16 * j + 15 belong to.
 inline constexpr int kMostRuns = 4;
 constexpr int run_of(int j, int run) { return 16 * j / run; }
 
-// Rows of x that a kernel is given at a time.
+// Rows of x in one call of a kernel.
 inline constexpr int kMostRows = 96;
 
 struct CpuKernels {
@@ -83,8 +83,8 @@ extern CpuKernels const kAvx2Kernels;
 extern CpuKernels const kAvx512VnniKernels;
 #endif
 
-// Writes the sums of a panel in group_row order to a row of the result, plus the bias. What is not
-// finite becomes NaN.
+// Writes the sums of a panel in group_row order to a row of the result, plus the bias. Sums that
+// are not finite become NaN.
 void store_panel(CpuProduct const& product, int panel, int row, float const* total);
 
 // ---- numbers

@@ -54,7 +54,7 @@ void gather_row(void const* x, DataType type, int64_t start, int k, int32_t cons
   for (int i = 0; i < k; ++i) out[i] = load_float(x, type, start + perm[i]);
 }
 
-// At most all there are, with padding.
+// At most all columns, with padding.
 int columns_of_group(PackedWeight const& w) {
   int const k_pad = int(padded_k(w.k));
   return w.group_size == -1 ? k_pad : std::min(w.group_size, k_pad);
@@ -78,7 +78,7 @@ struct Quantized {
   }
 };
 
-// What a product's activations are prepared in.
+// The memory for a product's prepared activations.
 struct Prepared {
   std::unique_ptr<float[]> x;
   std::unique_ptr<int8_t[]> codes;
@@ -89,7 +89,8 @@ struct Prepared {
 };
 
 float sum_run(float const* x, int first, int run) {
-  // As products are summed: reduce() of the scalar kernel, of one of a fragment's runs or of all.
+  // Sums in the order of the products: reduce() of the scalar kernel, for one run of a fragment or
+  // for all.
   float lanes[kLanes] = {};
   int const fragments = std::max(run / kLaneColumns, 1);
   for (int place = 0; place < fragments * kLaneColumns; ++place)
@@ -101,7 +102,7 @@ float sum_run(float const* x, int first, int run) {
   return first % kLaneColumns ? high : low;
 }
 
-// work(first row, last row + 1) for all rows, on threads if there is much.
+// work(first row, last row + 1) for all rows, on several threads if there is enough work.
 template <class Work>
 void for_rows(int m, int k_pad, int threads, Work const& work) {
   constexpr int kElementsOfBatch = 1 << 15;
@@ -270,7 +271,7 @@ void cpu_quantize_activations(QuantizeProblem const& problem, int threads) {
           std::fill_n(codes + begin, block, int8_t(0));
           continue;
         }
-        // Zeros behind the last column extend no range, and get the zero point for a code.
+        // Zeros behind the last column do not extend the range, and their code is the zero point.
         int64_t const at = int64_t(begin / block) * out.stride + row;
         kernels.quantize_block(natural.data() + begin, block, codes + begin, out.scales + at,
                                out.zeros ? out.zeros + at : nullptr);
@@ -312,7 +313,7 @@ void cpu_mixed_gemm(GemmProblem const& given, int threads) {
   prepare_codebook(problem.x_type, p, memory);
   problem.quantized.codes ? prepare_integers(problem, kernels, p, memory, threads)
                           : prepare_floats(problem, p, memory, threads);
-  // Threads are at work in less time than so many products take.
+  // Starting threads takes less time than this many products.
   constexpr int64_t kProductsOfThread = 1 << 17;
   int const used = int(
       std::min<int64_t>(threads, std::max<int64_t>(1, padded_size(w) * p.m / kProductsOfThread)));
@@ -356,7 +357,7 @@ void cpu_dequantize(DequantizeProblem const& problem, int threads) {
   int const all = problem.rows < 0 ? w.n - problem.first_row : problem.rows;
   int64_t const size = problem.out_type == DataType::kFloat32 ? 4 : 2,
                 panels = ceil_div(all, kRowsPerPanel);
-  // Threads are at work in less time than so many values take.
+  // Starting threads takes less time than this many values.
   constexpr int64_t kValuesOfThread = 1 << 16;
   int const used =
       int(std::min<int64_t>(threads, std::max<int64_t>(1, int64_t(all) * w.k / kValuesOfThread)));

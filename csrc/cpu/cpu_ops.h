@@ -13,8 +13,8 @@ namespace cutlass_ops {
 // Floats to int8 codes in kernel order, with scales (and zero points). All of `out` is written.
 void cpu_quantize_activations(QuantizeProblem const& problem, int threads);
 
-// Rows of x that is not quantised from which torch may be faster, with dequantised panels of the
-// weight.
+// With at least this many rows of an x that is not quantised, torch may be faster with dequantised
+// panels of the weight.
 constexpr int kCpuPanelRows = 32;
 
 // y = x @ W^T + bias, quantising the activations first where the problem says so. The problem has
@@ -24,8 +24,8 @@ void cpu_mixed_gemm(GemmProblem const& problem, int threads);
 // The weight's values, act order undone: fp32 arithmetic, rounded once.
 void cpu_dequantize(DequantizeProblem const& problem, int threads);
 
-// Instruction sets that there are kernels for and this machine has, the fastest first, and the
-// choice of one of them.
+// The instruction sets of this machine that have kernels, the fastest first, and the choice of one
+// of them.
 std::vector<std::string> cpu_instruction_sets();
 void use_cpu_instruction_set(std::string const& name);
 

@@ -49,7 +49,8 @@ void store_float(void* data, DataType type, int64_t index, float value) {
     } else if (magnitude >= as_bits(65520.0f)) {
       rounded = 0x7c00;
     } else if (magnitude < as_bits(0x1p-14f)) {
-      // The last place of 0.5 is that of fp16's smallest values: the addition rounds.
+      // The last place of 0.5 in fp32 equals that of fp16's smallest values, so the addition
+      // rounds.
       rounded = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);
     } else {
       rounded = (magnitude + 0xfff + (magnitude >> 13 & 1) - (112u << 23)) >> 13;

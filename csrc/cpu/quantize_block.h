@@ -1,6 +1,6 @@
 // Quantises a block of activations. Each source file that includes this has its own copy, which the
-// compiler vectorises for the file's instruction set: no operation depends on another element's but
-// the extrema, whose order does not matter.
+// compiler vectorises for the file's instruction set: only the extrema depend on several elements,
+// and their order does not matter.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Kernels for any CPU, and what the others are compared with: a tile's codes are unpacked to bytes
-// in the order of lane_column.
+// Kernels for any CPU, with which the others are compared: a tile's codes are unpacked to bytes in
+// the order of lane_column.
 #include <algorithm>
 
 #include "cpu/quantize_block.h"
@@ -48,7 +48,7 @@ void reduce(Sum const (&lanes)[kLanes], int run, Sum (&sums)[kMostRuns]) {
   if (run >= kLaneColumns) sums[0] += sums[1];
 }
 
-// Floats (X is float) or centred integers.
+// x is floats (X is float) or centred integers.
 template <class X, class Sum, class Wide>
 void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) {
   constexpr bool kFloats = sizeof(X) == 4;

@@ -58,7 +58,7 @@ struct ActivationFunctions {
     return ((activation == Functions::kActivation) || ...);
   }
 
-  // Whether there is one, with which f was called.
+  // Whether the activation exists; f was called with it.
   template <class F>
   static __device__ __forceinline__ bool visit(Activation activation, F const& f) {
     return ((activation == Functions::kActivation && (f(Functions()), true)) || ...);
@@ -83,12 +83,13 @@ __device__ __forceinline__ void visit_activation(Activation activation, Activati
   f([=](float x) { return clamp_keeping_nan(x, bounds.low, bounds.high); });
 }
 
-// A thread's sums of rows g and g + 8 two by two. Where these are gate's and up's, activation(gate) *
-// up takes gate's place; otherwise both are activated. The code for gate's is that for row g.
+// A thread's sums of rows g and g + 8, in pairs. If these are gate's and up's, activation(gate) *
+// up replaces gate's; otherwise both are activated. The same code serves gate's and row g's sums.
 //
-// The sums come by in two or four parts, so that a kernel has an activation's instructions for a
-// part alone: ptxas moves integer instructions of a main loop between two units by what the whole
-// kernel asks of each, and with GELU's for each sum loops of int8 ran 4 to 10 % slower.
+// A loop rotates the sums through the code in two or four parts, so that a kernel has an
+// activation's instructions only once a part: ptxas divides integer instructions between two units
+// by the load of the whole kernel, and with GELU unrolled for each sum int8 main loops ran 4 to 10
+// % slower.
 template <int kSums>
 __device__ __forceinline__ void activate_or_gate(float (&sums)[kSums], Activation activation,
                                                  ActivationBounds bounds, bool gated) {

@@ -1,13 +1,13 @@
-// Words of 4-bit or 8-bit integers to pairs of fp16 or bf16, in the order in which they stand or
-// interleaved, signed or unsigned. For tensors that are not in the packed order (device/decode.cuh
-// is for those that are).
+// Words of 4-bit or 8-bit integers to pairs of fp16 or bf16, in plain or interleaved order, signed
+// or unsigned. For tensors that are not in the packed order (device/decode.cuh decodes packed
+// ones).
 //
 // As there, a converter is pure 32-bit assembly (`bits`, host and device, tested exhaustively on
 // the CPU) and one vector FMA with constants: an integer put into the mantissa of a power of two is
 // that power plus the integer, in units of its last place. fp16: 0x6400 | u = 1024 + u and 0x6400 |
 // u << 4 = 1024 + 16 u; bf16: 0x4300 | u = 128 + u. Signed (two's complement) integers become
-// unsigned by inverting their sign bit, which rides on the XOR that sets the exponent, and what
-// that adds goes with the power.
+// unsigned by inverting their sign bit, in the XOR that sets the exponent; the added constant is
+// subtracted together with the power.
 //
 // Plain: element i is nibble or byte i of the word. Interleaved: element i is nibble [0, 4, 1, 5,
 // 2, 6, 3, 7][i] (nibble i holds element [0, 2, 4, 6, 1, 3, 5, 7][i], AutoAWQ's order), or byte [0,

@@ -10,8 +10,8 @@
 //     out[1] row g+8, k 2t, 2t+1      out[3] row g+8, k 2t+8, 2t+9
 // the smaller k in the low half.
 // Decoders to int8 fill the four of an m16 x k32 fragment: out[0], out[1] rows g, g+8 of the first
-// 16 k, out[2], out[3] of the second. Each says how many words it eats (kWords): word pointers
-// advance by kWords from fragment to fragment along K.
+// 16 k, out[2], out[3] of the second. kWords is the number of words that a decoder consumes: word
+// pointers advance by kWords from fragment to fragment along K.
 //
 // Zero points are centred too, zc = z - 2^(bits-1), and belong to a row: `zero_constants(zc of row
 // g, zc of row g+8)` prepares, once per group, what `fragment` needs. Every result is c - zc
@@ -20,8 +20,8 @@
 // The magic in the float decoders: a float of exponent e has a unit in the last place of 2^(e -
 // mantissa bits), so an integer u put into the mantissa of a suitable power of two *is* that power
 // plus u; one exact subtraction leaves u. fp16: 0x6400 | u = 1024 + u; bf16: 0x4300 | u = 128 + u.
-// A two's complement code becomes unsigned, u = c + 2^(bits-1), by inverting its sign bit, which
-// rides on the XOR that sets the exponent: AND-XOR is one LOP3.
+// A two's complement code becomes unsigned, u = c + 2^(bits-1), by inverting its sign bit, in the
+// XOR that sets the exponent: AND-XOR is one LOP3.
 #pragma once
 
 #include <cstdint>
@@ -151,11 +151,11 @@ struct Int4Half {
 };
 
 // 4 bits -> fp16 without arithmetic: an integer in the mantissa of an fp16 whose exponent is zero
-// is a subnormal number, which tensor cores multiply exactly. So a third of Int4Half's instructions
-// go, and the constant it subtracts is left to the caller: out = kUnit * (c + kCodeBias) for row g
-// and kUpper times that for row g+8, whose nibbles stand four bits higher. The caller starts its
-// sums at -kCodeBias * sum x. Two bits to the left, because the tensor cores align products by
-// exponents alone: leading zeros of a mantissa are bits that the sums lose.
+// is a subnormal number, which tensor cores multiply exactly. This saves a third of Int4Half's
+// instructions, and the caller subtracts the constant: out = kUnit * (c + kCodeBias) for row g and
+// kUpper times that for row g+8, whose nibbles stand four bits higher. The caller starts its sums
+// at -kCodeBias * sum x. Two bits to the left, because the tensor cores align products by exponents
+// alone: leading zeros of a mantissa are bits that the sums lose.
 //
 // Worked example, w = 0x0000'00e3 (row g: c = 3; row g+8: c = -2), w << 2 = 0x0000'038c:
 //   out[0]: (w << 2 & 0x003c003c) ^ 0x00200020 = 0x0020'002c = (8, 11) * 2^-22
@@ -409,11 +409,11 @@ struct Int4Codebook {
     return uint32_t(value_bits((e & 15) ^ 8)) | uint32_t(value_bits((e >> 4) ^ 8)) << 16;
   }
 
-  // Where the four bytes of a word are looked up, k 2t, 2t+8, 2t+1, 2t+9, in a lane's table that
-  // begins at `first`: an offset or an address. A byte is one instruction, a dot product of bytes
-  // of which one counts, and its constant a register: where there are those for kConstants alone,
-  // the other bytes are one instruction, and their product and sum another (the compiler would
-  // shift, mask and add).
+  // The table entries of the four bytes of a word, k 2t, 2t+8, 2t+1, 2t+9, in a lane's table that
+  // begins at `first`, an offset or an address. A byte takes one instruction, a dot product of
+  // bytes with a constant that selects one of them, and the constant takes a register. If there are
+  // registers for only kConstants of them, each other byte takes one instruction to extract it and
+  // one to multiply and add (the compiler would shift, mask and add).
   template <int kConstants = 4>
   CUTLASS_OPS_HD static void places(uint32_t word, uint32_t first, uint32_t (&out)[4]) {
     for (int i = 0; i < 4; ++i) {
@@ -436,7 +436,7 @@ struct Int4Codebook {
     }
   }
 
-  // The two halves of `fragment`: loads, and what to do once they are there.
+  // The two halves of `fragment`: loads, and the use of the loaded values.
   CUTLASS_OPS_HD static void look_up(uint32_t word, uint8_t const* table, int lane,
                                      uint32_t (&pairs)[4]) {
     uint32_t at[4];
@@ -468,7 +468,7 @@ struct Int4Codebook {
 
 #ifdef __CUDACC__
   // Fill the table with a book's values, rounded to Element; the caller synchronises. 16 bytes at a
-  // time: four lanes' same entry.
+  // time: the same entry for four lanes.
   template <class Element>
   __device__ static void fill(uint8_t* table, float const* book, int thread, int threads) {
     auto bits = [&](int code) {
@@ -487,7 +487,7 @@ struct Int4Codebook {
 };
 
 #ifdef __CUDACC__
-// Of two decoders the one for activations of type Element, __half or __nv_bfloat16.
+// The decoder for activations of type Element, __half or __nv_bfloat16.
 template <class Element, class ToHalf, class ToBfloat16>
 using Chosen = std::conditional_t<std::is_same_v<Element, __half>, ToHalf, ToBfloat16>;
 #endif

@@ -56,7 +56,7 @@ struct EpilogueParams {
 // also after relu.
 __device__ __forceinline__ float nan_unless_finite(float x) { return fmaf(x, 0.0f, x); }
 
-// What comes after the activation.
+// Residual and rounding.
 template <int kCount>
 __device__ __forceinline__ void finish_activated(float (&v)[kCount], int m, int n,
                                                  EpilogueParams const& p) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ void finish_activated(float (&v)[kCount], int m, int 
   }
 }
 
-// What comes after the bias.
+// Activation, residual and rounding.
 template <int kCount>
 __device__ __forceinline__ void finish_biased(float (&v)[kCount], int m, int n,
                                               EpilogueParams const& p) {
@@ -83,8 +83,8 @@ __device__ __forceinline__ void finish_biased(float (&v)[kCount], int m, int n,
   finish_activated(v, m, n, p);
 }
 
-// Neighbouring sums of row m, the first at column n, become outputs. Every choice is made once
-// for all of them.
+// Converts neighbouring sums of row m, the first at column n, to outputs. Every branch is taken
+// once for all of them.
 template <int kCount>
 __device__ __forceinline__ void finish_outputs(float (&v)[kCount], int m, int n,
                                                EpilogueParams const& p) {

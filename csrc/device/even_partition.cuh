@@ -1,9 +1,9 @@
-// How whole things are shared out over blocks.
+// Even partition of indivisible items among blocks.
 #pragma once
 
 namespace cutlass_ops {
 
-// `whole` things over `parts`, as equal as can be: part i has base + (i < rest) of them.
+// `whole` items over `parts`, as equal as possible: part i has base + (i < rest) of them.
 struct EvenPartition {
   int base, rest;
   EvenPartition(int whole, int parts) : base(whole / parts), rest(whole % parts) {}

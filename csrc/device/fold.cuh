@@ -1,6 +1,7 @@
 // Operand A of 16-bit MMAs with each weight as its value: scale * (code - zero point) + offset, or
-// scale * codebook[code], rounded once to the type of x. What a code means is csrc/formats/'s; here
-// is where codes and what belongs to groups lie in shared memory, and how they become fragments.
+// scale * codebook[code], rounded once to the type of x. csrc/formats/ defines the meaning of
+// codes; this file has the position of codes, scales, offsets and zero points in shared memory, and
+// their conversion to fragments.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +12,7 @@
 
 namespace cutlass_ops {
 
-// Whether weights have zero points or offsets; kAny: looked for at run time.
+// Whether weights have zero points or offsets; kAny: tested at run time.
 enum class AffineTerm { kNone, kZeros, kOffsets, kAny };
 
 // kNarrow: scales and offsets are of x's type and applied in it by one operation, which rounds
@@ -38,7 +39,7 @@ struct GroupAddress {
   uint32_t scales, offsets, zeros;
 };
 
-// A row's scale and offset: values of codes, in pairs, to weights.
+// A row's scale and offset, applied to pairs of values of codes.
 template <class F, bool kOffsets>
 struct RowScale {
   uint32_t scale, offset;  // of F::Element, twice; or the bits of floats
@@ -63,13 +64,13 @@ struct RowScale {
   }
 };
 
-// Scales or offsets of a thread's rows g and g + 8 in a group, which are neighbours there.
+// Scales or offsets of a thread's rows g and g + 8 in a group, which are adjacent.
 template <class F>
 struct RowPair {
   uint32_t words[F::kNarrow ? 1 : 2] = {};
 
-  // `bytes`: of a value; 0 if there is none. Predicated, since branches would keep the compiler
-  // from scheduling what is around them. kPresent: there is one.
+  // `bytes`: the size of a value; 0 if there is none. The loads are predicated, since branches
+  // would prevent the compiler from scheduling across them. kPresent: there is a value.
   template <bool kPresent>
   __device__ __forceinline__ void load(uint32_t from, int bytes) {
     if constexpr (F::kNarrow && kPresent) {
@@ -113,7 +114,7 @@ struct RowPair {
   }
 };
 
-// A thread's codes of a step, as they lie in shared memory.
+// A thread's codes of a step, as stored in shared memory.
 template <class F>
 struct StoredCodes {
   uint32_t words[4 * F::kLoads];
@@ -127,7 +128,7 @@ struct StoredCodes {
   }
 };
 
-// The scales, offsets and zero points of a group, as they lie in shared memory.
+// The scales, offsets and zero points of a group, as stored in shared memory.
 template <class F>
 struct StoredGroup {
   RowPair<F> scales, offsets;

@@ -1,7 +1,7 @@
-// Products whose rows of x and weights are experts': rows sorted by expert, each expert's from a
-// multiple of 16 on ("slots"), and tiles of these, which a kernel before has written
-// (kernels/route.cu). How many there are is known on the GPU alone. Where they are few, no kernel
-// sorts them: slots are positions, and each CTA finds its tile's from the ids.
+// Products whose rows of x and weights belong to experts. Rows are sorted by expert, and each
+// expert's rows begin at a multiple of 16 ("slots"); an earlier kernel has written the tiles of
+// these (kernels/route.cu). Only the GPU knows their number. If there are few rows, no kernel sorts
+// them: slots are positions, and each CTA finds the rows of its tile from the ids.
 #pragma once
 
 #include "cutlass_ops/layout.h"
@@ -47,7 +47,7 @@ struct SlotTile {
   int expert, rows;
   int slots[kSlotRows];
 
-  // One that `route` stored, by a warp.
+  // Reads a tile that `route` stored, by a warp.
   __device__ __forceinline__ void load(Groups const& groups, int index) {
     // No __ldg(): the compiler may move one before pdl_wait(), and the kernel before writes these.
     int4 const stored = reinterpret_cast<int4 const*>(groups.tiles)[index];
@@ -85,7 +85,7 @@ class FoundTiles {
       if (i * 32 >= positions_) break;
       bool const exists = experts_[i] < none_;
       unsigned const same = __match_any_sync(~0u, experts_[i]);
-      // those of all rounds need not fit in a byte: nobody reads them
+      // totals of all rounds need not fit in a byte: they are not read
       int const earlier = exists ? counts[experts_[i]] : 0;
       ranks_[i] = earlier + __popc(same & lanes_before);
       __syncwarp();
@@ -130,7 +130,7 @@ __device__ __forceinline__ int row_of_slot(Groups const& groups, int slot) {
   return groups.top ? position / groups.top : position;
 }
 
-// x whose rows are found by their numbers, in pieces of 16 bytes.
+// x whose rows are read through an index, in pieces of 16 bytes.
 struct RowPieces {
   uint8_t const* x;
   int stride;  // pieces from a row to the next
@@ -185,7 +185,7 @@ __device__ __forceinline__ void finish_gated(float (&v)[4], float const* row_sca
     }
   }
   activate_or_gate(v, groups.activation, groups.bounds, true);
-  // From two rows of x of a feature to two features of a row of x.
+  // Exchanges two rows of x of a feature for two features of a row of x.
   uint32_t pair = to_half_bits(v[0], v[1], p.out_type == DataType::kBFloat16);
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(pair) : "r"(pair));
   int const x_row = first + lane / 4, n = row / 2 + lane % 4 * 2;

@@ -1,5 +1,5 @@
 // The sm_90a instructions of the wgmma kernels: CUTLASS's and CuTe's barriers, copies and MMA atoms
-// under the names of what they do here.
+// under names for their use here.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // 104, 144, 160 and 176 columns
@@ -23,8 +23,8 @@ namespace cutlass_ops {
 using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 using ClusterBarrier = cutlass::arch::ClusterBarrier;
 
-// Into the shared memory of a block of the cluster; `barrier`, at its place there, counts the
-// bytes. No fence, which would wait for every access to memory that is in flight.
+// Stores to the shared memory of a block of the cluster; `barrier`, at its address there, counts
+// the bytes. Without a fence, which would wait for every memory access in flight.
 __device__ __forceinline__ void store_remote(void* here, float4 const& v, uint64_t* barrier,
                                              int rank) {
   asm volatile(
@@ -88,8 +88,8 @@ __device__ __forceinline__ void wgmma_float(uint32_t const (&a)[4], uint64_t b,
                                              std::make_index_sequence<kBlockM / 2>{});
 }
 
-// Loads of shared memory that stay where they are written: the compiler would move them to their
-// first use, where their latency shows.
+// Loads of shared memory that the compiler must not move: it would move them to their first use,
+// where their latency is exposed.
 __device__ __forceinline__ void load_shared(uint32_t address, uint32_t (&v)[4]) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])

@@ -8,8 +8,8 @@
 namespace cutlass_ops::hopper {
 
 // The residual of kLineRows rows of x from `first` on and a warpgroup's 64 features from n on, to
-// lines of shared memory in the 128-byte swizzle. It takes no registers, which are few. What is
-// beyond the result stays as it is, and is not stored.
+// lines of shared memory in the 128-byte swizzle. It needs no registers, which are scarce. Lines
+// beyond the result are unchanged and not stored.
 template <class C, int kLineRows>
 __device__ __forceinline__ void load_residual(uint8_t* lines, EpilogueParams const& e,
                                               ThreadCoord<C> const& coord, int first, int n) {
@@ -35,8 +35,8 @@ __device__ __forceinline__ void add_residual(float* sums, uint8_t const* matrix)
   for (int i = 0; i < 8; ++i) sums[i] += unpack_half<T>(pairs[i / 2], i % 2);
 }
 
-// A thread's sums, of rows `row` and row + 8 of the weight two by two, plus a bias, if there is one,
-// which ends with row `rows`.
+// Adds the bias, if there is one, to a thread's sums, which are pairs of rows `row` and row + 8 of
+// the weight. The bias has `rows` elements.
 template <int kSums>
 __device__ __forceinline__ void add_bias(float (&sums)[kSums], void const* bias, DataType type,
                                          int64_t row, int64_t rows) {
@@ -76,14 +76,14 @@ __device__ __forceinline__ void store_lines(uint8_t const* lines, int line_bytes
   cute::tma_store_arrive();
 }
 
-// A tile's lines of outputs in shared memory, as a ring of parts of which each is stored at a time.
+// A tile's lines of outputs in shared memory: a ring of parts, each of which is stored at once.
 template <int kBlockM, int kLineRows>
 struct LineRing {
   static constexpr int kAtOnce = store_lines_at_once(kBlockM, kLineRows),
                        kParts = kLineRows / kAtOnce;
 
-  // Return when the warpgroup may write a tile's lines from `first` on, and from them on a whole
-  // ring if `all`.
+  // Return when the warpgroup may write the part of a tile's lines that begins with `first`, and if
+  // `all` the other parts of the ring, too.
   static __device__ __forceinline__ void wait(int first, bool all, bool copies, int barrier) {
     if (!all && first > 0 && first < kParts * kAtOnce) return;  // nothing was there before
     if (copies) {
@@ -99,11 +99,11 @@ struct LineRing {
   static __device__ __forceinline__ int line(int first) { return first % (kParts * kAtOnce); }
 };
 
-// The usual outputs: a thread finishes and rounds its own sums, whose rows it holds two of;
-// transposing stores put each token's 64 outputs side by side, in the 128-byte swizzle, and one
-// thread's copy stores them while the next tile is begun. A residual takes the same way back. The
-// general path below takes many times as long, and meanwhile the ring of stages stands still for
-// both blocks. `end`: of an expert's rows of x.
+// The usual outputs: a thread finishes and rounds its own sums, of two rows of the weight;
+// transposing stores make the 64 outputs of each row of x adjacent, in the 128-byte swizzle, and
+// one thread's copy stores them while the next tile begins. A residual is loaded in the same way.
+// The general path below takes many times as long, during which the ring of stages is idle for both
+// blocks. `end`: of an expert's rows of x.
 template <class C>
 __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* staging,
                                              CUtensorMap const& map, Params const& p,
@@ -117,7 +117,7 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
   uint8_t* const ring =
       reinterpret_cast<uint8_t*>(staging) + coord.warpgroup * C::kLineRows * C::kLineBytes;
   // Four 8 x 8 matrices an instruction: rows g and g + 8 of eight rows of x, then of the next
-  // eight. The lane gives the address of one line of one.
+  // eight. Each lane passes the address of one line of one matrix.
   int const matrix = (coord.lane / 16 * 8 + coord.lane % 8) * C::kLineBytes +
                      ((coord.warp * 2 + coord.lane / 8 % 2) ^ coord.lane % 8) * 16;
 #pragma unroll
@@ -164,8 +164,8 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
   }
 }
 
-// Outputs of a gated weight, which take the place of gate's sums: one thread's copies store lines of
-// 32 from the n-th on, of rows of x from m0 on. `end`: of an expert's.
+// Outputs of a gated weight, which overwrite gate's sums: one thread's copies store lines of 32
+// outputs from the n-th on, of rows of x from m0 on. `end`: of an expert's rows.
 template <class C>
 __device__ __forceinline__ void store_gated(float const (&sums)[C::kSums], float* staging,
                                             CUtensorMap const& map, EpilogueParams const& e,
@@ -310,8 +310,8 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging,
   }
 }
 
-// Of int8 activations with a scale a row, whose codes' values were multiplied as floats. `end`: of
-// an expert's rows of x.
+// Applies the scales of int8 activations with one scale a row, whose codes were multiplied as
+// floats. `end`: of an expert's rows of x.
 template <class C>
 __device__ __forceinline__ void scale_x_rows(float (&sums)[C::kSums], typename C::Params const& p,
                                              ThreadCoord<C> const& coord, int m0, int end = 0) {

@@ -1,5 +1,5 @@
-// What the wgmma kernels share: a persistent GEMM of clusters of two blocks whose ring of stages
-// keeps turning from tile to tile.
+// The common part of the wgmma kernels: a persistent GEMM of clusters of two blocks whose ring of
+// stages continues from tile to tile.
 //
 // A block computes 128 output features x kBlockM (256 with four warpgroups that multiply). The two
 // blocks of a cluster take neighbouring rows of W and the same rows of x, and each loads half of
@@ -7,17 +7,21 @@
 //
 //                       kBlockM ->
 //             +---------------------------+
-//   rows    0 | warpgroup 1: 64 x kBlockM |   block 0 of the cluster        A: weights, from shared memory through registers (one 16-byte load
-//          64 | warpgroup 2               |                                    a lane is a fragment, layout.h), decoded on the way
-//             +---------------------------+                                 B: rows of x, K-major in shared memory, 128-byte swizzle, by TMA multicast
+//   rows    0 | warpgroup 1: 64 x kBlockM |   block 0 of the cluster
+//          64 | warpgroup 2               |
+//             +---------------------------+
 //         128 | warpgroup 1               |   block 1
 //         192 | warpgroup 2               |
 //             +---------------------------+
 //
+//   A   weights, from shared memory through registers (one 16-byte load of a lane is a fragment,
+//       layout.h), where they are decoded
+//   B   rows of x, K-major in shared memory, 128-byte swizzle, by TMA multicast
+//
 // Warpgroup 0 loads: one warp the weights, one the rows of x, each waiting for a free stage;
-// where stages bring token scales, a third brings them into the order of the accumulators.
-// Warpgroups 1 and 2 run C::consume, each on its own, so that one keeps the tensor cores busy
-// while the other promotes.
+// where stages bring scales of rows of x, a third brings them into the order of the accumulators.
+// Warpgroups 1 and 2 run C::consume, each on its own, so that one keeps the tensor cores busy while
+// the other promotes.
 //
 // Clusters take tiles in turn. The stream-K tail, which is left after full waves, may be split
 // along K, so that all clusters end at about the same time (add_parts()); where the tiles fill no
@@ -47,8 +51,8 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map,
   bool const index = by_index<C>(p);
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
-      // The two loading threads; or that of the weights, and the lanes that bring rows
-      // by their numbers.
+      // The two loading threads; or the one for the weights, and the lanes that copy rows through
+      // an index.
       TransactionBarrier::init(&barriers.full[i], index ? 1 + 32 * kIndexWarps : 2);
       ClusterBarrier::init(&barriers.empty[i], C::kCluster * C::kWarpgroups * 4);
       ClusterBarrier::init(&barriers.prepared[i], 32 * preparing_warps);  // the lanes
@@ -57,12 +61,12 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map,
   }
   cute::cluster_arrive_relaxed();
   cute::cluster_wait();
-  if (index) pdl_wait();  // tiles are those of the kernel before
+  if (index) pdl_wait();  // the previous kernel writes the tiles
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<C::kLoadingRegisters>();
-    // The same in all lanes, as the compiler can see: then a role's addresses stay in the uniform
-    // registers that copies take them from. Otherwise every copy becomes a loop over the lanes that
-    // might differ, and its instructions slow down concurrent MMAs.
+    // Provably the same in all lanes: then a role's addresses stay in the uniform registers that
+    // copies need. Otherwise every copy becomes a loop over the lanes that might differ, and its
+    // instructions slow down concurrent MMAs.
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == 0) produce_weights<C>(stages, barriers, p, rank);
     if (warp == 1 && !index) produce_x_rows<C>(stages, barriers, p, map, rank);
@@ -87,13 +91,13 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map,
     C::consume(stages, staging, barriers, out_map, p, ThreadCoord<C>(p, rank, warpgroup - 1));
     cute::tma_store_wait<0>();
   }
-  // A block's barriers must outlive its neighbour's arrivals and copies.
+  // A block must not exit before its neighbour's last arrivals and copies.
   cute::cluster_arrive_relaxed();
   cute::cluster_wait();
 }
 
-// A number that no other launch of this process has, and that arbitrary memory holds with a chance
-// of 2^-64: a counter's bits, well mixed.
+// A number that no other launch of this process has, and that arbitrary memory equals with a
+// probability of 2^-64: a counter's bits, hashed.
 inline uint64_t new_flag() {
   static std::atomic<uint64_t> launches{
       uint64_t(std::chrono::steady_clock::now().time_since_epoch().count())};
@@ -103,8 +107,8 @@ inline uint64_t new_flag() {
   return x ^ (x >> 31);
 }
 
-// Of experts: as many clusters as the GPU has places for, each with every so many tiles. Outputs
-// are 16-bit floats, whose rows start on 16 bytes.
+// For experts: as many clusters as fit on the GPU at once; each takes every n-th tile, n being the
+// number of clusters. Outputs are 16-bit floats, whose rows start on 16 bytes.
 template <class C>
 Status launch_grouped(void (*kernel)(CUtensorMap, CUtensorMap, GroupedParams),
                       GroupedGemm const& problem, Plan const& plan, Stream stream) {

@@ -1,5 +1,5 @@
-// What the loading warps of the persistent wgmma GEMM (hopper_gemm.cuh) do: copies of weights and
-// of rows of x into the ring of stages.
+// The loading warps of the persistent wgmma GEMM (hopper_gemm.cuh): copies of weights and of rows
+// of x into the ring of stages.
 #pragma once
 
 #include "device/hopper_tiles.cuh"
@@ -7,8 +7,8 @@
 
 namespace cutlass_ops::hopper {
 
-// A warp brings a tile's residual to the cache, before the sums are finished: all
-// tiles of a wave come to it together.
+// A warp prefetches a tile's residual into the cache before the sums are finished, because all
+// tiles of a wave need it at the same time.
 template <class C>
 __device__ __forceinline__ void prefetch_residual(Params const& p, int row0, int m0) {
   EpilogueParams const& e = p.epilogue;
@@ -41,8 +41,8 @@ __device__ __forceinline__ void share_row_panel(uint8_t* stage, uint64_t* full, 
     copy(p.weight.zeros + vector, C::kZeroPoints + row_panel * kRowsPerPanel, kRowsPerPanel);
 }
 
-// One warp starts the copies of weights, scales and zero points. They do not depend on the kernel
-// before and start at once.
+// One warp issues the copies of weights, scales and zero points. They do not depend on the previous
+// kernel and start at once.
 template <class C>
 __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& barriers,
                                                 typename C::Params const& p, int rank) {
@@ -127,9 +127,9 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
   }
 }
 
-// Of a tile's rows of x, those that a block loads for both: half, or, of C::kShortTiles, half of
-// all rows of x, in eights, if they are fewer. (Rows beyond the last come as zeros, at 8 bytes a
-// clock: M = 40, 14336 x 4096 in W8A16 took 21.2 us, and 64 rows of x 19.4.)
+// The rows of x of a tile that a block loads for both: half, or with C::kShortTiles half of all
+// rows of x, in eights, if there are fewer. (TMA fills rows beyond the last with zeros at only 8
+// bytes a clock, which made 40 rows slower than 64.)
 template <class C>
 constexpr int half_x_rows(int m) {
   constexpr int kHalf = C::kBlockM / C::kCluster, kAtom = 8;  // rows that the swizzle repeats after
@@ -137,8 +137,8 @@ constexpr int half_x_rows(int m) {
   return C::kShortTiles ? std::min(kHalf, (m + 2 * kAtom - 1) / (2 * kAtom) * kAtom) : kHalf;
 }
 
-// The rows of x of a tile that a CTA copies in a turn, and for which CTAs: its half for both or,
-// where they have different ones, all rows of its tile.
+// The rows of x of a tile that a CTA copies, and the CTAs that receive them: its half for both or,
+// if the CTAs have different rows, all rows of its tile.
 template <class C>
 struct XRowsShare {
   int first, loaded;  // in the tile; loaded: of it in all
@@ -154,7 +154,7 @@ struct XRowsShare {
   }
 };
 
-// Another starts those of the rows of x, and of their scales.
+// Another warp issues the copies of the rows of x, and of their scales.
 template <class C>
 __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& barriers,
                                                typename C::Params const& p, CUtensorMap const& map,
@@ -168,8 +168,8 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
     typename C::Work work(index, p);
     int m0 = first_x_row<C>(work, rank, p), end = work.end_k(p);
     if constexpr (!C::kGrouped) prefetch_residual<C>(p, first_feature<C>(work.pair, rank, p), m0);
-    // prepare_pixels() brings those of an image. Of a cluster along M a CTA's rows may all lie
-    // beyond the last.
+    // prepare_pixels() loads the scales of an image. In a cluster along M, all rows of a CTA's tile
+    // may be beyond the last row of x.
     int scaled = !C::kLoadTokenScales || (C::kImages && p.image.columns)
                      ? 0
                      : min(C::kBlockM, max(0, p.x.stride - m0));
@@ -219,8 +219,8 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
   }
 }
 
-// Those of experts' rows that are brought by their numbers, by one of kIndexWarps warps. run() has
-// waited for the kernels before.
+// Copies experts' rows through an index, by one of kIndexWarps warps. run() has waited for the
+// previous kernels.
 template <class C>
 __device__ __forceinline__ void produce_rows_by_index(uint8_t* stages, Barriers<C>& barriers,
                                                       typename C::Params const& p, int warp) {
@@ -260,9 +260,9 @@ __device__ __forceinline__ void prepare_weight_scales(uint8_t* stage, Params con
   cutlass::arch::fence_view_async_shared();  // before the copies that come next to this place
 }
 
-// A warp brings every stage's token scales, and behind them zero points as floats, into the
-// accumulators' order, so that a thread has those of its four rows of x of 16 by one load. Register
-// 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t + 2 (j % 2) + e. Where
+// A warp reorders the scales of x in every stage, and behind them zero points as floats, into the
+// accumulators' order, so that a thread loads those of its four rows of x of 16 at once. Register
+// 4j + e % 2 of a thread is of row 8j + 2t + e of x: place 4t + 2 (j % 2) + e. Where
 // C::kPrepareScales, it also prepares the weights' scales.
 template <class C>
 __device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& barriers,
@@ -277,7 +277,7 @@ __device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& bar
       TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
 #pragma unroll
       for (int first = 0; first < C::kBlockM / 4; first += 32) {
-        // and token + 1, + 8 and + 9
+        // and x_row + 1, + 8 and + 9
         int four = first + lane, x_row = four / 4 * 16 + four % 4 * 2;
         if (first + 32 <= C::kBlockM / 4 || four < C::kBlockM / 4) {
           float2 low, high;
@@ -299,7 +299,7 @@ __device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& bar
   }
 }
 
-// The scale of a tile's row of x to its place in that order.
+// Moves the scale of a tile's row of x to its place in that order.
 template <class C>
 __device__ __forceinline__ void store_factor(float* factors, int row, float scale) {
   int const place = row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2;
@@ -307,7 +307,7 @@ __device__ __forceinline__ void store_factor(float* factors, int row, float scal
 }
 
 // The same for an image, by kPixelWarps warps: the scales of the pixels under a tile's tap, from
-// where they lie in memory; those of the next tile are in flight while one's are stored.
+// global memory; those of the next tile are in flight while one tile's are stored.
 constexpr int kPixelWarps = 2;
 template <class C>
 __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& barriers,
@@ -357,7 +357,7 @@ __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& bar
   }
 }
 
-// The same for experts' rows that are brought by their numbers, by one warp.
+// The same for experts' rows that are read through an index, by one warp.
 template <class C>
 __device__ __forceinline__ void prepare_scales_by_index(uint8_t* stages, Barriers<C>& barriers,
                                                         typename C::Params const& p) {
@@ -391,9 +391,8 @@ __device__ __forceinline__ void prepare_scales_by_index(uint8_t* stages, Barrier
   }
 }
 
-// The warpgroups that multiply leave zeros in the place of rows of x that no copy brings, while the
-// first copies are in flight: with zeros products took less time than with stale data (M = 40,
-// 8192 x 28672 in W8A16 63 us, and 67).
+// The warpgroups that multiply set rows of x that no copy writes to zero while the first copies are
+// in flight: products with zeros took less time than with stale data.
 template <class C>
 __device__ __forceinline__ void clear_missing_x_rows(uint8_t* stages, Params const& p) {
   int const loaded = C::kCluster * p.half_x_rows * C::kSwizzleBytes;

@@ -1,5 +1,5 @@
 // Tiles of the persistent wgmma GEMM (hopper_gemm.cuh): the layout of a stage, arguments, the order
-// of the tiles that a cluster computes, and where the threads of a warpgroup are in them.
+// of the tiles that a cluster computes, and the coordinates of a warpgroup's threads in them.
 #pragma once
 
 #include "cutlass_ops/layout.h"
@@ -17,9 +17,11 @@ struct Work;
 struct Params;
 
 // Sizes and the layout of a stage. A kernel's Config derives from it.
-//   kElementBytes: of an activation; kScales: whether every stage brings the weights' scales;
-//   kZeros: and their zero points kTokenScales: whether every stage brings scales of the rows of x
-//   kTokenZeros: whether activations have zero points, which come with their scales
+//   kElementBytes  of an activation
+//   kScales        whether every stage brings the weights' scales
+//   kZeros         whether every stage brings the weights' zero points
+//   kTokenScales   whether every stage brings scales of the rows of x
+//   kTokenZeros    whether activations have zero points, which come with their scales
 template <int kBits_, int kBlockM_, int kElementBytes, bool kScales_, bool kTokenScales_,
           bool kTokenZeros_, bool kZeros_, int kStages_, int kWarpgroups_ = 2>
 struct TileConfig {
@@ -45,8 +47,7 @@ struct TileConfig {
                                                     // (zero_compensation.h) and the next; 0: none
   static constexpr int kWarpgroups = kWarpgroups_;  // that multiply
   static constexpr int kThreads = wgmma_threads(kWarpgroups);
-  // Of a thread of the warpgroup that loads, and of the others, which have what is left of
-  // those of a launch.
+  // Registers of a thread in the loading warpgroup, and in the others, which share the rest.
   static constexpr int kLoadingRegisters = kWarpgroups > 2 ? 32 : 40;
   static constexpr int kRegisters =
       ((65536 / kThreads / 8 * 8) * (kWarpgroups + 1) - kLoadingRegisters) / kWarpgroups / 8 * 8;
@@ -54,8 +55,8 @@ struct TileConfig {
   static constexpr int kCluster = 2;
   static constexpr int kSums = kBlockM / 2;  // registers of a thread
 
-  static constexpr int kSwizzleBytes = 128;  // of a token, side by side in shared memory
-  // a stage's rows of x: [panel][token][128 B]
+  static constexpr int kSwizzleBytes = 128;  // of a row of x, side by side in shared memory
+  // a stage's rows of x: [panel][x_row][128 B]
   static constexpr int kColumnPanels = kKPerTile * kElementBytes / kSwizzleBytes;
   static constexpr int kPanelColumns = kKPerTile / kColumnPanels;
   static constexpr int kPanelBytes = kBlockM * kSwizzleBytes;
@@ -86,7 +87,7 @@ struct Params {
                             // that add the slices
   uint64_t* flags;  // with the latter, [split tile][slice but the first][warp of the cluster]; null
                     // for splitk_reduce
-  uint64_t flag;    // of this launch: it is found nowhere else
+  uint64_t flag;    // of this launch: a value that no other launch has
   int row_pairs, m_tiles, k_tiles, n_pad;
   int whole_tiles, split_tiles;  // the first tiles have all of K; the others are split
   int splits;                    // slices of a split tile
@@ -105,20 +106,20 @@ struct Params {
   ImageTiles image;   // whose pixels are the rows of x, if they are
 };
 
-// Of kernels whose stages of K are its tiles and, after each window of these, a compensation
+// For kernels whose stages along K are tiles and, after each window of tiles, a compensation
 // (zero_compensation.h). Params::k_tiles counts both.
 struct CompensatedParams : Params {
   CUtensorMap zero_values;
   int weight_tiles;  // of K
 };
 
-// Of experts' rows and weights; row_pairs are of one expert.
+// For experts' rows and weights; row_pairs counts those of one expert.
 struct GroupedParams : Params {
   Groups groups;
   RowPieces rows;  // of x, where groups.positions names them
 };
 
-// Where stage k of K lies among windows of kWindowTiles tiles, of which the last may be short.
+// The position of stage k among windows of kWindowTiles tiles, of which the last may be short.
 template <int kWindowTiles>
 struct WindowPosition {
   int window, compensation;  // the stage that ends the window
@@ -129,9 +130,8 @@ struct WindowPosition {
         tile(k - window) {}
 };
 
-// The first feature and the first row of x of a CTA's tile: of what the cluster's CTAs share,
-// one of both is the same. m_tiles and row_pairs count what clusters compute. Features are
-// those of one expert.
+// The first feature and the first row of x of a CTA's tile: the cluster's CTAs share one of the
+// two. m_tiles and row_pairs count tiles of clusters. Features are those of one expert.
 template <class C>
 __device__ __forceinline__ int first_feature(int row_pair, int rank, Params const& p) {
   if (C::kSplitsRows && p.splits_rows) return row_pair * C::kRows;
@@ -169,9 +169,9 @@ struct Part {
   }
 };
 
-// Work: (pair of row tiles, token tile, split of K), token tiles in bands (of 16) fastest, so that
-// what runs together shares weights and rows of x in L2. First come the whole tiles, then the last
-// slices of the split ones, then the slices before those.
+// Work: (pair of tiles along N, tile along M, split of K), tiles along M in bands (of 16) fastest,
+// so that concurrent clusters share weights and rows of x in L2. First come the whole tiles, then
+// the last slices of the split ones, then the slices before those.
 struct Work {
   using Part = hopper::Part;
   int pair, m_tile, split = 0, splits = 1;
@@ -197,9 +197,9 @@ struct Work {
 };
 
 // The same where a cluster takes the last slices of p.tail_split.tiles_per_cluster tiles, which are
-// shorter, one after another: those of neighbouring tiles are multiplied at a time, so that the
-// columns of K in flight stay few, as the cache wants it. (Slices of equal length, which begin
-// anywhere in K, took M = 1024, 8192 x 28672 in W8A16 from 675 to 720 us.)
+// shorter, one after another: slices of neighbouring tiles are multiplied at the same time, so that
+// few columns of K are in flight and stay in the cache. (Slices of equal length, which begin
+// anywhere in K, were 7 % slower.)
 struct StreamKSlice {
   int split_tile, split;
   __device__ __forceinline__ StreamKSlice(int index, Params const& p) {
@@ -218,8 +218,7 @@ struct StreamKSlice {
   __device__ __forceinline__ bool empty() const { return split < 0; }
 };
 
-// Only with 16-bit x: wgmma_gemm_a8's main loops are scheduled worse with it, M = 1024, 28672 x
-// 4096 in W8A8 take 265 us instead of 256.
+// Only with 16-bit x: with it the compiler schedules wgmma_gemm_a8's main loops worse.
 struct StreamKWork {
   using Part = StreamKSlice;
   int pair, m_tile;
@@ -241,7 +240,7 @@ struct StreamKWork {
     m_tile = band * p.band_tiles + inside - pair * height;
   }
   static __device__ __forceinline__ int count(Params const& p) { return p.work_end; }
-  // A cluster that finds nothing is at its end.
+  // A cluster that finds no tile ends.
   __device__ __forceinline__ bool empty() const { return first_k_ == end_k_; }
   __device__ __forceinline__ int first_k(Params const&) const { return first_k_; }
   __device__ __forceinline__ int end_k(Params const&) const { return end_k_; }
@@ -250,7 +249,8 @@ struct StreamKWork {
   int first_k_, end_k_;
 };
 
-// Of experts: all pairs of row tiles for some tiles of an expert's rows of x, then for its others.
+// For experts: all pairs of row tiles for some tiles of an expert's rows of x, then for its other
+// tiles.
 template <int kBlockM>
 struct GroupedWork {
   using Part = hopper::Part;
@@ -275,8 +275,8 @@ struct GroupedWork {
     pair = inside / height;
     first_x_row += (band * band_tiles + inside - pair * height) * kBlockM;
   }
-  // The producer of weights leaves it in shared memory for those who multiply (StoredTiles): to
-  // find a tile takes a read of global memory and divisions, as many instructions as a tile of K.
+  // The producer of weights passes the tile to the consumers in shared memory (StoredTiles):
+  // finding a tile takes a read of global memory and divisions, as many instructions as a K tile.
   __device__ __forceinline__ explicit GroupedWork(int4 const& stored)
       : expert(uniform(stored.x)),
         pair(uniform(stored.y)),
@@ -293,12 +293,12 @@ struct GroupedWork {
   __device__ __forceinline__ int end_k(Params const& p) const { return p.k_tiles; }
 
  private:
-  // What was loaded is the same in all lanes; now the compiler sees it too, and loops, ring
-  // positions and barriers stay in uniform registers.
+  // The loaded values are the same in all lanes; this makes it visible to the compiler, so that
+  // loops, ring positions and barriers stay in uniform registers.
   static __device__ __forceinline__ int uniform(int loaded) { return __shfl_sync(~0u, loaded, 0); }
 };
 
-// The weight's rows that a tile's may not go beyond: an expert's, or all.
+// The end of the weight's rows for a tile: of an expert's rows, or of all.
 template <class C>
 __device__ __forceinline__ int rows_of_weight(typename C::Params const& p) {
   if constexpr (C::kGrouped) {
@@ -308,7 +308,7 @@ __device__ __forceinline__ int rows_of_weight(typename C::Params const& p) {
   }
 }
 
-// Whether the rows of x of a tile are brought by their numbers, by so many warps.
+// Whether the rows of x of a tile are read through an index, and by how many warps.
 constexpr int kIndexWarps = 2;
 template <class C>
 __device__ __forceinline__ bool by_index(typename C::Params const& p) {
@@ -319,8 +319,8 @@ __device__ __forceinline__ bool by_index(typename C::Params const& p) {
   }
 }
 
-// The tiles of a cluster, for a warp that loads. Those of experts are read a tile ahead: for short
-// sums the latency would be most of a tile's time.
+// The tiles of a cluster, for a warp that loads. Tiles of experts are read one tile ahead: for
+// short sums the latency would be most of a tile's time.
 template <class C>
 class ClusterTiles {
   int index_, total_;
@@ -362,11 +362,11 @@ struct StoredTiles<0> {};
 template <class C>
 struct Barriers : StoredTiles<C::kGrouped ? C::kStages : 0> {
   uint64_t full[C::kStages], empty[C::kStages];
-  uint64_t prepared[C::kStages];  // where stages bring token scales: they are in the
+  uint64_t prepared[C::kStages];  // where stages bring scales of x: they are in the
                                   // accumulators' order
 };
 
-// The tile that a thread which multiplies is to begin.
+// The next tile of a thread that multiplies.
 template <class C>
 __device__ __forceinline__ typename C::Work next_tile(int index, typename C::Params const& p,
                                                       Barriers<C>& barriers,
@@ -398,10 +398,10 @@ struct ThreadCoord {
   }
 };
 
-// The scales of a thread's rows as they are stored: a load from shared memory takes long while an
-// MMA reads shared memory, and nothing should wait for one between products and their promotion.
-// The second of fp32 is loaded first: otherwise the compiler let that load wait until the next
-// weights were loaded too.
+// The scales of a thread's rows as stored: a load from shared memory is slow while an MMA reads
+// shared memory, and nothing should wait for one between products and their promotion. The second
+// fp32 scale is loaded first: otherwise the compiler made that load wait for the loads of the next
+// weights.
 struct StoredScales {
   uint32_t words[2];
 

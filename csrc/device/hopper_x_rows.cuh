@@ -1,12 +1,12 @@
-// Where the rows of x of a tile come from: a source brings the next columns of a CTA's share of
-// BLOCK_M rows into a stage, for the CTAs of the cluster that multiply them.
+// Sources of the rows of x of a tile: a source copies the next columns of a CTA's share of BLOCK_M
+// rows into a stage, for the CTAs of the cluster that multiply them.
 //
 //   matrix   rows [m][k]: a box of the tensor map
 //   image    the pixels under one tap of a kernel, since a tile of K has one tap: TMA's im2col mode
 //            collects them in the order of the result's pixels, with zeros where there are none
 //   by index experts' rows, each wherever it lies: TMA has no such copy on Hopper, so lanes copy 16
-//   bytes each by its address into
-//            the swizzle. These copies are of the CTA alone: it brings all rows of its tile itself
+//            bytes each, by address, into the swizzle. A CTA copies all rows of its tile
+//            itself: these copies reach no other CTA of the cluster
 #pragma once
 
 #include "device/grouped.cuh"
@@ -38,8 +38,8 @@ class XRows {
     }
   }
 
-  // The columns from `column` of K on, which are the next, to `ctas` of the cluster, a bit each.
-  // `copies`: whether this lane is the one that does it; all call.
+  // Copies the next columns, from `column` of K on, to `ctas` of the cluster, a bit each. All lanes
+  // call this; `copies`: whether this lane issues the copy.
   __device__ __forceinline__ void copy_next(bool copies, CUtensorMap const& map, uint64_t* full,
                                             uint16_t ctas, uint8_t* to, int column) {
     if (!kImages || image_.columns == 0) {
@@ -70,8 +70,8 @@ __device__ __forceinline__ int slot_of_row(Work const& work, int row) {
   return slot < work.end_x_row ? slot : -1;
 }
 
-// Of a tile of kBlockM rows, for kWarps warps together; kPanels: of 128 bytes of a row, kPanelBytes
-// apart in shared memory.
+// Rows of a tile of kBlockM rows, read through an index by kWarps warps together; kPanels: panels
+// of 128 bytes of a row, kPanelBytes apart in shared memory.
 template <int kBlockM, int kPanels, int kPanelBytes, int kWarps>
 class RowsByIndex {
   static constexpr int kHeld = (kBlockM + 31) / 32, kStep = 4 * kWarps;
@@ -93,8 +93,8 @@ class RowsByIndex {
     }
   }
 
-  // The panels from byte `byte` of the rows on, to `panels` in shared memory. They have come when
-  // `full` has had an arrival from every lane. Where there is no row, zeros come.
+  // Copies the panels from byte `byte` of the rows on to `panels` in shared memory. They have
+  // arrived when every lane has arrived at `full`. Missing rows are filled with zeros.
   __device__ __forceinline__ void copy(RowPieces const& rows, int byte, uint32_t panels,
                                        uint64_t* full) const {
     int const piece = threadIdx.x % 8;

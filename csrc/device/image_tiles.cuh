@@ -1,5 +1,5 @@
-// An image whose pixels are rows of x: what kernels need of ImageRows, and a pixel's number by
-// its row and tap.
+// An image whose pixels are rows of x: the part of ImageRows that kernels need, and a pixel's
+// number by its row and tap.
 #pragma once
 
 #include <climits>

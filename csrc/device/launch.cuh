@@ -43,7 +43,7 @@ inline Status allow_shared_memory(void const* kernel, int bytes) {
 template <class... Params, class... Args>
 Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 threads,
                        int shared_bytes, Stream stream, Args&&... args) {
-  // 48 KB need no asking, of which a kernel's own variables take some.
+  // 48 KB need no attribute, and a kernel's own variables take some of it.
   constexpr int kMostOfVariables = 8 * 1024;
   if (shared_bytes > 48 * 1024 - kMostOfVariables) {
     Status status = allow_shared_memory(reinterpret_cast<void const*>(kernel), shared_bytes);
@@ -59,9 +59,9 @@ Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 t
   cudaLaunchAttribute attributes[3];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  // The same for all kernels, however little they need: an SM divides its memory between cache and
-  // shared memory again only once it is empty, so that a kernel with another division would not
-  // overlap with its predecessor, nor its successor with it.
+  // The same for all kernels, however little they need: an SM changes its split between cache and
+  // shared memory only when it is idle, so a kernel with another split would overlap neither with
+  // its predecessor nor with its successor.
   attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
   attributes[1].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
   attributes[2].id = cudaLaunchAttributeClusterDimension;
@@ -73,7 +73,7 @@ Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 t
   config.numAttrs = device.architecture < 90 ? 0 : 3;
   cudaError_t error = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
   if (error != cudaSuccess) {
-    cudaGetLastError();  // the launch's own error is not left for the next call to find
+    cudaGetLastError();  // clears the launch's error, so that the next call does not report it
     return cuda_error("cudaLaunchKernelEx", error);
   }
   return {};

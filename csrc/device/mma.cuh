@@ -1,5 +1,5 @@
-// The warp-level instructions of the portable kernels: CuTe's copy and MMA atoms under the names of
-// what they do here.
+// The warp-level instructions of the portable kernels: CuTe's copy and MMA atoms under names for
+// their use here.
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>

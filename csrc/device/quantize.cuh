@@ -1,6 +1,6 @@
 // From floats to int8 codes: a lane loads kLaneColumns columns of a row, lanes find the range of a
-// block or a row, a Quantizer makes the codes. Shared by the quantising kernel and those that
-// quantise on the way, so that all find the same codes.
+// block or a row, a Quantizer makes the codes. Shared by the quantising kernel and by kernels that
+// quantise x themselves, so that all make the same codes.
 #pragma once
 
 #include <type_traits>
@@ -26,8 +26,8 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return r;
 }
 
-// What a run of values spans: [low, high] around zero, or, symmetric, [0, high] of the
-// absolute values.
+// The range of a run of values: [low, high] around zero, or, symmetric, [0, high] of the absolute
+// values.
 template <bool kSymmetric>
 struct Range {
   float low, high;
@@ -40,7 +40,7 @@ struct Range {
     high = max_or_nan(high, other.high);
     if (!kSymmetric) low = min_or_nan(low, other.low);
   }
-  // Of the `lanes` lanes (a power of two) around this one.
+  // Combines the ranges of the `lanes` lanes (a power of two) around this one.
   __device__ __forceinline__ void share(int lanes) {
     for (int distance = lanes / 2; distance > 0; distance /= 2) {
       Range other{kSymmetric ? 0.0f : __shfl_xor_sync(~0u, low, distance),
@@ -56,7 +56,7 @@ __device__ __forceinline__ Range<kSymmetric> given_range(uint32_t const* range) 
   return {kSymmetric ? 0.0f : -__uint_as_float(__ldcg(range)), __uint_as_float(__ldcg(range + 1))};
 }
 
-// What a lane's values span.
+// The range of a lane's values.
 template <bool kSymmetric, int kCount>
 __device__ __forceinline__ Range<kSymmetric> range_of(float const (&v)[kCount]) {
   Range<kSymmetric> parts[kCount / 2];
@@ -210,8 +210,8 @@ struct Columns<float> {
   }
 };
 
-// What a run of columns spans, while lanes compare what they have: two values in a word.
-// NaN goes through.
+// The range of a run of columns while lanes exchange theirs: two values in a word. NaN goes
+// through.
 template <class T, bool kSymmetric>
 struct Span {
   using Pair = typename Columns<T>::Pair;

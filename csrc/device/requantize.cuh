@@ -1,6 +1,5 @@
-// What becomes of the int32 sums of a static int8 convolution: bias, zero points of x, scale,
-// rounding, bounds. Each operation is rounded by itself, so that every kernel finds the reference's
-// bits.
+// Requantises the int32 sums of a static int8 convolution: bias, zero points of x, scale, rounding,
+// bounds. Each operation is rounded separately, so that every kernel has the reference's bits.
 #pragma once
 
 #include "cutlass_ops/layout.h"
@@ -18,8 +17,9 @@ __device__ __forceinline__ float row_scale(ConvWeight const& w, int n) {
   return load_float(w.scales, w.scale_type, scale_position(n));
 }
 
-// The factor of channel n's sums: finite, so that no product is NaN. One that would be NaN counts
-// as 0, and an infinite one takes all sums but 0 to a limit, as this does.
+// The factor of channel n's sums: finite, so that no product is NaN. A factor that would be NaN
+// counts as 0; an infinite one would take all sums but 0 to a limit, as the largest finite number
+// does.
 __device__ __forceinline__ float requantize_factor(ConvProblem const& p, float w_scale) {
   constexpr float kMost = 3.402823466e+38f;
   float const factor = __fdiv_rn(__fmul_rn(p.x_scale, w_scale), p.y_scale);
@@ -35,7 +35,7 @@ __device__ __forceinline__ int int32_bias(ConvProblem const& p, int n, float w_s
       __fdiv_rn(load_float(p.bias, p.bias_type, n), __fmul_rn(p.x_scale, w_scale)));
 }
 
-// Start loading what the functions above and below load for channel n.
+// Prefetch the operands of channel n for the functions above and below.
 __device__ __forceinline__ void prefetch_channel(ConvProblem const& p, int n) {
   auto const prefetch = [](void const* base, int offset) {
     asm volatile("prefetch.global.L1 [%0];" ::"l"(static_cast<char const*>(base) + offset));
@@ -45,7 +45,7 @@ __device__ __forceinline__ void prefetch_channel(ConvProblem const& p, int n) {
   if (p.x_zero_point != 0) prefetch(p.weight.sums, n * 4);
 }
 
-// Sums wrap: unsigned, which may.
+// Sums wrap, so they are unsigned.
 __device__ __forceinline__ int wrapping_multiply(int a, int b) {
   return int(unsigned(a) * unsigned(b));
 }
@@ -78,7 +78,7 @@ __device__ __forceinline__ int border_class(ConvParams const& p, int pixel) {
   return number;
 }
 
-// Where the cut sums of a class are, from the first channel of a group on.
+// The cut sums of a class, from the first channel of a group on.
 __device__ __forceinline__ int cut_sums_at(ConvParams const& p, int number, int group) {
   int const groups = p.problem.groups;
   return (number * groups + group) * stored_channels(p.problem.weight.n / groups);
@@ -87,7 +87,7 @@ __device__ __forceinline__ int cut_sums_at(ConvParams const& p, int number, int 
 // A value whose low byte is y.
 __device__ __forceinline__ int requantize(ConvParams const& p, int acc, float factor) {
   // The sum with 1.5 * 2^23 is rounded to an integer, half to even, in the low bits. A conversion
-  // would take four times the time of the rest, as one to float does.
+  // instruction would take four times as long as the rest, as the one to float does.
   constexpr float kRound = 12582912.0f;
   float const value = fminf(fmaxf(__fmul_rn(__int2float_rn(acc), factor), p.low), p.high);
   return __float_as_int(__fadd_rn(value, kRound)) + p.problem.y_zero_point;
@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_output(ConvParams const& p, int64_t index,
 
 // ---- of accumulators of MMAs, of which four lanes have two neighbouring channels each of every 8
 
-// What the sums of an output channel have in common.
+// Factor and bias of an output channel.
 struct ChannelVectors {
   float factor;
   int bias;

@@ -13,7 +13,7 @@
 
 namespace cutlass_ops::hopper {
 
-// A function of the driver's that makes tensor maps, or why there is none.
+// The driver's function that makes tensor maps, or the reason why it is missing.
 template <class Function>
 struct Encoder {
   Function encode = nullptr;
@@ -36,8 +36,8 @@ struct Encoder {
     }
   }
 
-  // The driver needs the thread's context, which a thread that has not used the runtime, as those
-  // of autograd, lacks.
+  // The driver needs the thread's context; a thread that has not used the runtime, such as
+  // autograd's, has none.
   template <class... Arguments>
   CUresult operator()(Arguments... arguments) const {
     static thread_local bool const bound = [] {
@@ -67,8 +67,8 @@ Status encode(CUtensorMapDataType type, void const* data, cuuint64_t const (&dim
   return {};
 }
 
-// Of rows of x [m][columns], rows `stride_bytes` apart, in boxes of 128 bytes x box_x_rows and the
-// 128-byte swizzle.
+// Tensor map of rows of x [m][columns], rows `stride_bytes` apart, in boxes of 128 bytes x
+// box_x_rows and the 128-byte swizzle.
 inline Status encode_x_rows(void const* x, int element_bytes, int m, int columns,
                             int64_t stride_bytes, int box_x_rows, CUtensorMap* map) {
   return encode<2>(
@@ -78,16 +78,16 @@ inline Status encode_x_rows(void const* x, int element_bytes, int m, int columns
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
 }
 
-// Of 16-bit outputs [m][columns] of gate and up, of which a row panel makes 32: boxes of those x
-// so many rows, in the 64-byte swizzle.
+// Tensor map of 16-bit outputs [m][columns] of a gated weight, 32 for each row panel: boxes of 32
+// outputs x box_rows rows, in the 64-byte swizzle.
 inline Status encode_gated_rows(void* out, int m, int columns, int box_rows, CUtensorMap* map) {
   return encode<2>(CU_TENSOR_MAP_DATA_TYPE_UINT16, out, {cuuint64_t(columns), cuuint64_t(m)},
                    {cuuint64_t(columns) * 2}, {kRowsPerPanel / 2, cuuint32_t(box_rows)},
                    CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
 }
 
-// Of the pixels of an image under one tap of a kernel, for each place of the kernel, in boxes of
-// 128 bytes of a pixel's `channels` x `box_pixels` and the 128-byte swizzle. Pixels are
+// Tensor map of the pixels of an image under one tap of a kernel, for each place of the kernel, in
+// boxes of 128 bytes of a pixel's `channels` x `box_pixels` and the 128-byte swizzle. Pixels are
 // `pixel_bytes` apart. The image is one that im2col_rank() takes.
 inline Status encode_pixels(void const* x, int element_bytes, int channels, int64_t pixel_bytes,
                             ImageRows const& image, int box_pixels, CUtensorMap* map) {
@@ -117,7 +117,7 @@ inline Status encode_pixels(void const* x, int element_bytes, int channels, int6
   return {};
 }
 
-// Of a product's 16-bit x, and of its codes.
+// Tensor maps of a product's 16-bit x, and of its codes.
 inline Status encode_x(GemmProblem const& p, int box_x_rows, CUtensorMap* map) {
   if (is_image(p))
     return encode_pixels(p.x, 2, p.image.channels, p.x_stride * 2, p.image, box_x_rows, map);

@@ -1,6 +1,6 @@
-// What the two portable GEMM kernels share: the block tile of 128 output features x kBlockM, its
-// warps, the order of tiles over the grid, the copies of weights and group vectors, a block's main
-// loop around its multiplications, and the epilogue store through shared memory.
+// The common part of the two portable GEMM kernels: the block tile of 128 output features x
+// kBlockM, its warps, the order of tiles over the grid, the copies of weights and group vectors, a
+// block's main loop around its multiplications, and the epilogue store through shared memory.
 #pragma once
 
 #include "cutlass_ops/layout.h"
@@ -21,15 +21,15 @@ struct BlockTile {
   static constexpr int kRowPanels = kRows / kRowsPerPanel;
   static constexpr int kThreads = kMmaThreads;  // four warps
   static constexpr int kRowBlocks = 2;          // 16-row fragments a warp owns
-  static constexpr int kMBlocks = kBlockM / 8;  // 8-token fragments a warp owns
+  static constexpr int kMBlocks = kBlockM / 8;  // fragments of 8 rows of x a warp owns
   static constexpr int kSumStride = kMmaSumStride;
   static_assert(kMBlocks % 2 == 0, "operand B is loaded for two token blocks at a time");
 
   using Sums = float[kRowBlocks][kMBlocks][4];
 };
 
-// A thread's coordinates. Fragment registers: (e / 2) picks row g or g + 8, (e % 2)
-// token 2t or 2t + 1.
+// A thread's coordinates. Fragment registers: (e / 2) picks row g or g + 8, (e % 2) row 2t or 2t +
+// 1 of x.
 template <class Tile>
 struct ThreadCoord {
   int g, t;
@@ -52,16 +52,16 @@ struct ThreadCoord {
   }
 };
 
-// threadIdx.x, read again: what is derived from it need not stay in registers through the main
-// loop.
+// threadIdx.x, read again, so that values derived from it need not stay in registers through the
+// main loop.
 __device__ __forceinline__ int thread_again() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
 
-// Blocks that run together share weights and rows of x in L2: the grid walks 16 token tiles for one
-// row tile, then the next rows.
+// Blocks that run together share weights and rows of x in L2: the grid walks 16 tiles along M for
+// one tile along N, then the next rows.
 struct TileIndex {
   int n, m;
   __device__ __forceinline__ TileIndex(int block, int row_tiles, int m_tiles) {
@@ -73,7 +73,7 @@ struct TileIndex {
   }
 };
 
-// Sums of all warps to shared memory, [token][row].
+// Sums of all warps to shared memory, [x_row][row].
 template <class Tile>
 __device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums,
                                             ThreadCoord<Tile> const& at, float* tiles_per_cluster) {
@@ -184,10 +184,10 @@ __device__ __forceinline__ void copy_16_if(uint32_t shared, void const* source, 
       : "memory");
 }
 
-// Groups of 16 columns, of which a stage would have eight, are read from global memory.
+// Groups of 16 columns, of which a stage would need eight, are read from global memory.
 constexpr int kStagedGroups = 4;
 
-// Where that is: the tile of K, and the block's first rows of the weight and of x.
+// The position: the K tile, and the block's first rows of the weight and of x.
 struct GlobalTile {
   int k_tile, n0, m0;
 
@@ -204,7 +204,7 @@ struct GlobalTile {
   }
 };
 
-// Where four rows of a weight's group begin in its vectors: scales, zero points and offsets.
+// The position of four rows of a weight's group in its vectors: scales, zero points and offsets.
 template <class Index>
 struct GroupRows {
   void const* scales;
@@ -212,12 +212,12 @@ struct GroupRows {
   void const* offsets;
   Index index;
 };
-// Of a group that a stage holds; `index`: of the rows there.
+// For a group that a stage holds; `index`: of the rows in the stage.
 template <class C>
 __device__ __forceinline__ GroupRows<int> staged_rows(uint8_t const* stage, int group, int index) {
   return {stage + C::kScales, stage + C::kZeros, stage + C::kOffsets, group * C::kRows + index};
 }
-// Of a tile's group in global memory.
+// For a tile's group in global memory.
 template <class Params>
 __device__ __forceinline__ GroupRows<int64_t> global_rows(GlobalTile const& tile, Params const& p,
                                                           int group, int index) {
@@ -225,7 +225,7 @@ __device__ __forceinline__ GroupRows<int64_t> global_rows(GlobalTile const& tile
           tile.weight_element(p, group, index)};
 }
 
-// All copies that a tile's multiplication issues, before it.
+// Issues all copies of a tile's multiplication before it.
 template <class C, class Beside>
 __device__ __forceinline__ void issue_all(Beside const& beside) {
 #pragma unroll
@@ -256,7 +256,7 @@ struct VectorCopy {
              (int64_t(column) << log_bytes);
     if (vector && i >= 0 && row < rows.count && rows.count <= kStagedGroups)
       to = int(shared) + i * 16;
-    // Not to be recomputed for every tile.
+    // Keeps the compiler from recomputing it for every tile.
     asm volatile("" : "+l"(source), "+r"(to));
   }
 
@@ -265,7 +265,7 @@ struct VectorCopy {
     if (other.to >= 0) *this = other;
   }
 
-  // The row that a tile of K begins with: what VectorRows::first says.
+  // The row that a K tile begins with, as VectorRows::first computes it.
   __device__ __forceinline__ uint32_t row(int k_tile) const {
     return multiplier <= VectorRows::kMostRows ? k_tile * multiplier
                                                : __umulhi(uint32_t(k_tile), multiplier);
@@ -305,9 +305,9 @@ struct WeightCopy {
   __device__ __forceinline__ void next() { source += kChunk; }
 };
 
-// A tile's columns of a row-major matrix, a token a row, to [token][kRowBytes] whose 16-byte
-// vectors are swizzled by token % 8, so that ldmatrix meets every bank once. Rows of x beyond the
-// last are left as they are: no result that is stored depends on them.
+// A tile's columns of row-major x to [x_row][kRowBytes], whose 16-byte vectors are swizzled by
+// x_row % 8, so that ldmatrix meets every bank once. Rows of x beyond the last are left as they
+// are: no result that is stored depends on them.
 //
 // Four threads share a row (eight, where there are no more rows) and take its vectors in turn: all
 // addresses of a thread are constants away from a pointer or two, and one predicate serves a row.
@@ -388,8 +388,8 @@ struct XRowCopy {
   }
 };
 
-// Operand B of two neighbouring token blocks, 32 bytes of columns: k-slice `piece` of the warp's
-// columns of a row. Rows are swizzled (XRowCopy).
+// Operand B of two neighbouring blocks of 8 rows of x, 32 bytes of columns: k-slice `piece` of the
+// warp's columns of a row. Rows are swizzled (XRowCopy).
 template <class Tile>
 __device__ __forceinline__ void load_x_rows(uint8_t const* activations, ThreadCoord<Tile> const& at,
                                             int pair, int piece, uint32_t (&b)[4]) {
@@ -459,8 +459,8 @@ __device__ __forceinline__ void store_tile(Params const& p, typename C::Sums con
   store_sums<C>(tiles_per_cluster, m0, n0, p.epilogue, splitk_workspace, p.n_pad, p.plain);
 }
 
-// The copies of a block's first stages: the weights' may start before the kernels before have
-// ended. `prepare`: as multiply_tile has it.
+// The copies of a block's first stages: those of weights may start before the previous kernels have
+// ended. `prepare`: as in multiply_tile.
 template <class C, class Copies, class Prepare>
 __device__ __forceinline__ void fill_first_stages(Copies& copies, KRange const& range,
                                                   Prepare prepare) {

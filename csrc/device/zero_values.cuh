@@ -1,5 +1,5 @@
 // Zero values of activations (zero_compensation.h): zero points times scales as two fp16 numbers
-// each, by a power of two that those of a token's zero row share.
+// each, by a power of two that those of a zero row share.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -9,8 +9,8 @@
 
 namespace cutlass_ops {
 
-// Of the largest magnitude of a zero row: by it values come below 2^14, and then the second parts
-// of all that counts are normal numbers.
+// The power of two for the largest magnitude of a zero row: it brings values below 2^14, and then
+// the second parts of all relevant values are normal numbers.
 struct ZeroScale {
   float scale, inverse;
   __device__ __forceinline__ explicit ZeroScale(float largest) {
@@ -28,8 +28,8 @@ struct ZeroParts {
   }
 };
 
-// Where the first part of a tile's zero value of a token lies, the tile being one of
-// kTilesPerZeroRow; the second part lies 16 further.
+// The position of the first part of a tile's zero value of a row of x, the tile being one of
+// kTilesPerZeroRow; the second part is 16 further.
 __device__ __forceinline__ __half* zero_value_of(QuantizedActivations const& x, int x_row, int rows,
                                                  int row, int tile) {
   return static_cast<__half*>(x.zero_values) + (int64_t(x_row) * rows + row) * kZeroRow +

@@ -8,7 +8,7 @@
 namespace cutlass_ops {
 namespace {
 
-// Of columns of x that share a scale.
+// Checks the number of columns of x that share a scale.
 Status check_block(int block) {
   if (block == -1 || block == 16 || block == 32 || block == 64 || block == 128) return {};
   return unsupported("block is " + std::to_string(block) +
@@ -115,8 +115,8 @@ Status check_weight(PackedWeight const& w) {
                           {"sums", w.sums, kLoadBytes, false}});
 }
 
-// Of an image's sizes and those of the result, which the caller allocated. `tap_columns`: of the
-// weight, for each tap.
+// Checks the sizes of an image and of the result, which the caller allocated. `tap_columns`:
+// columns of the weight for each tap.
 static Status check_sizes(GemmProblem const& problem, int64_t tap_columns) {
   ImageRows const& image = problem.image;
   int64_t places = image.batch, taps = 1;
@@ -144,12 +144,12 @@ static Status check_sizes(GemmProblem const& problem, int64_t tap_columns) {
   return {};
 }
 
-// Of what a product takes of an image.
+// Checks an image as the x of a product.
 static Status check_image(GemmProblem const& problem) {
   ImageRows const& image = problem.image;
   if (Status status = check_plain_rows(problem.weight, "a product of an image"); !status.ok())
     return status;
-  // A weight of one tap is a matrix as it is.
+  // A weight of one tap is a plain matrix.
   bool const whole = padded_k(problem.weight.k) == padded_k(image.channels);
   if (Status status = check_sizes(problem, whole ? problem.weight.k : padded_k(image.channels));
       !status.ok())
@@ -265,7 +265,7 @@ Status check_launch(GemmProblem const& problem, Plan const& plan, Workspace work
                           {"out", problem.out, stores_gated ? 16 : bytes_of(problem.out_type)}});
 }
 
-// Of what comes after fp32 sums that are not a product's.
+// Checks the epilogue of fp32 sums that are not a product's.
 static Status check_epilogue_types(GemmProblem const& problem) {
   if (!is_float(problem.out_type))
     return unsupported("out_dtype is not float16, bfloat16 or float32");

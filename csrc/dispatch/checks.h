@@ -1,5 +1,5 @@
-// What the operators take, whichever kernel runs: limits, and a status that names the argument
-// that does not fit.
+// Checks of the operators' arguments, independent of the kernel: limits, and a status that names
+// the argument that does not fit.
 #pragma once
 
 #include <initializer_list>
@@ -13,8 +13,9 @@ namespace cutlass_ops {
 constexpr int kMaxM = 1 << 24;
 constexpr int kMaxNormK = 1 << 22;  // the sums of 512 columns each take 32 KB of shared memory
 constexpr double kLeastNormEps = 1e-15;
-// Quantised rows up to which they have memory for whole tiles: zeros for rows that are not there
-// come slowly, some 8 bytes a clock. Among many tiles that is nothing, and takes less power.
+// Up to this many quantised rows have memory for whole tiles: TMA fills rows that are out of bounds
+// with zeros slowly, some 8 bytes a clock. With many tiles that does not matter, and zeros take
+// less power.
 constexpr int kPaddedRows = 512;
 
 bool is_float(DataType type);
@@ -22,7 +23,7 @@ bool is_float(DataType type);
 Status unsupported(std::string text);
 Status invalid(std::string text);
 
-constexpr int kLoadBytes = 16;  // that kernels load at a time: where most of what they read starts
+constexpr int kLoadBytes = 16;        // that kernels load at a time: most alignments
 constexpr int kWorkspaceBytes = 256;  // that the parts of a workspace start on
 
 // A pointer of a problem: where it must start, and whether it may be null.
@@ -33,21 +34,22 @@ struct Address {
   bool required = true;
 };
 Status check_addresses(std::initializer_list<Address> addresses);
-// Of `rows` rows, which lie `stride` elements apart; one row lies anywhere.
+// For `rows` rows that are `stride` elements apart; a single row has no stride.
 Status check_stride(char const* name, int64_t stride, int64_t columns, int64_t rows);
-// Of all activations, or of those that are clamps.
+// The names of all activations, or of the clamps, for messages.
 std::string activation_names(bool clamps_only);
-// That the epilogues know the activation, and that a clamp has bounds in order.
+// Checks that the epilogues have the activation, and that the bounds of a clamp are in order.
 Status check_activation(Activation activation, float clamp_low, float clamp_high);
 Status check_act_quant(ActQuant act_quant, bool of_image = false);
 
 Status check_weight(PackedWeight const& weight);
-// That a weight is not gated, for an operation without gated outputs.
+// Checks that a weight is not gated, for an operation without gated outputs.
 Status check_plain_rows(PackedWeight const& weight, char const* operation);
-// A product, anywhere and on a GPU.
+// Checks of a product on any device, and on a GPU.
 Status check_product(GemmProblem const& problem);
 Status check_gemm(GemmProblem const& problem, Device const& device);
-// What a plan does not say: the result's memory and the workspace, of one row or more.
+// Checks of the result's memory and the workspace, which a plan does not cover, for one row or
+// more.
 Status check_launch(GemmProblem const& problem, Plan const& plan, Workspace workspace);
 Status check_depthwise(GemmProblem const& problem, float const* taps);
 Status check_finish(GemmProblem const& problem, void const* sums);

@@ -29,11 +29,11 @@ int64_t exchange_time(Tile const& tile, int64_t slices) {
 }
 
 // The stream-K tail: the tiles left after full waves of clusters are split along K, so that more
-// clusters share them. Where a last slice for each tile is one too many, a cluster takes the last
-// slices of several tiles, and the other slices are longer in proportion: not in wgmma_fold16, nor
-// for int8 activations, where that was measured to lose 2 % (of 512, 1024 and 8192 rows x 8192 x
-// 28672), nor of more than eight, which lost 1 %. Tiles that fill no wave have the slices of
-// slice_count: the clusters add them where that is thought to take less time than splitk_reduce.
+// clusters share them. If there are fewer clusters than last slices, a cluster takes the last
+// slices of several tiles, eight at most (more were 1 % slower), and the other slices are longer in
+// proportion. wgmma_fold16 has no such clusters, nor have int8 activations, which were 2 % slower
+// with them (512, 1024 and 8192 rows x 8192 x 28672). Tiles that fill no wave have the slices of
+// slice_count: the clusters add them where that is predicted to be faster than splitk_reduce.
 TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                         Candidate const& candidate) {
   constexpr int kMostSlices = 16;  // a lane of a warp waits for each
@@ -76,14 +76,14 @@ TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, Kernel
 
 }  // namespace
 
-// Of weights at least eight tiles of K by 128 features each (two tiles in clusters). The count
-// depends on shapes and the device alone, so a result's bits do too.
+// A slice has at least eight K tiles of 128 features (two in clusters). The count depends on shapes
+// and the device alone, so a result's bits do too.
 int slice_count(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                 Tile const& tile) {
   if (spec.decodes) return 1;
   int64_t const wanted = int64_t(device.multiprocessors) * tile.min_ctas_per_sm /
                          (tile_count(problem, tile) * tile.cluster_size);
-  // A cluster's CTAs fill an SM each: fewer tiles of K are enough for them.
+  // Each CTA of a cluster fills an SM, so fewer K tiles are enough.
   int const least = tile.cluster_size > 1 ? 2 : 1024 / tile.block_n;
   int64_t const tiles = k_tiles(problem.weight), most = std::max<int64_t>(1, tiles / least);
   int const slices = int(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 16)));

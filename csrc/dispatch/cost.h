@@ -1,4 +1,4 @@
-// How long a product takes by a tile, and the slices that K is cut into for it.
+// The predicted time of a product with a tile, and the slices of K that the tile needs.
 #pragma once
 
 #include "dispatch/spec.h"
@@ -13,7 +13,7 @@ struct PredictedTime {
   int64_t constant = 0;  // whatever the tile is
 };
 
-// The stream-K tail of a product, or its split-K slices, and the time so.
+// The stream-K tail of a product, or its split-K slices, and the resulting time.
 struct TailSplit {
   int64_t tail_tiles;
   int slices;
@@ -27,11 +27,11 @@ int slice_count(GemmProblem const& problem, Device const& device, KernelSpec con
 // The index in kCards of the card whose costs a device has.
 int card_of(Device const& device);
 
-// Which of a tile's costs for K = 4096 counts.
+// The cost of a tile for K = 4096 that applies.
 int TileCost::* cost_kind(GemmProblem const& problem, Device const& device,
                           Candidate const& candidate);
 
-// Whether most rows of a large tile would be empty. Such tiles are no choice, nor measured.
+// Whether most rows of a large tile would be empty. Such tiles are neither chosen nor measured.
 constexpr bool is_mostly_empty(Tile const& tile, int m) {
   return tile.block_m > 128 && tile.block_m > 2 * m;
 }
@@ -40,7 +40,7 @@ constexpr bool is_mostly_empty(Tile const& tile, int m) {
 int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                        Candidate const& candidate);
 
-// That of decode kernels: linear in their costs too.
+// The predicted time of decode kernels, also linear in their costs.
 DecodeKind decode_kind(GemmProblem const& problem);
 struct DecodeTerms {
   double chunks, share, x;

@@ -33,8 +33,8 @@ DecodeMemory decode_memory(GemmProblem const& p, DecodeShape const& shape) {
 
 namespace {
 
-// Clusters that run at a time, a CTA on each SM: GPCs of an odd number of these leave one in eleven
-// out of clusters of 4 and 8.
+// Clusters that run at a time, a CTA on each SM: GPCs with an odd number of SMs leave one SM in
+// eleven unused by clusters of 4 and 8.
 int cluster_places(Device const& device, int cluster) {
   return std::max(
       1, (cluster <= 2 ? device.multiprocessors : device.multiprocessors * 10 / 11) / cluster);
@@ -94,7 +94,7 @@ DecodeShape decode_shape(GemmProblem const& p, Device const& device) {
 
 namespace {
 
-// Where the parts of a stage lie, and how many there are; false if too few fit.
+// The layout of a stage, and the number of stages; false if too few fit.
 struct StageSizes {
   int x_bytes, weight_extra;  // of a stage; behind the group vectors
   int most_bytes;             // shared memory of a CTA, but for a code book's table
@@ -112,7 +112,7 @@ bool lay_out_stages(PackedWeight const& w, StageSizes const& sizes, int tiles,
   shape->weight_bytes = (shape->token_scales + sizes.weight_extra + 127) / 128 * 128;
   int const stage = sizes.x_bytes + shape->weight_bytes;
   shape->stages = std::min({tiles, WgmmaDecodeShape::kMostStages, sizes.most_bytes / stage});
-  // A stage is always the same set's: a set cannot know of a stage's turns in between.
+  // A stage always belongs to the same set: a set does not see a stage's phases in between.
   if (shape->stages < tiles) shape->stages -= shape->stages % shape->sets;
   shape->weights = shape->stages * sizes.x_bytes;
   shape->shared_bytes =
@@ -137,8 +137,8 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
             most = WgmmaDecodeShape::most_row_panels_of(one_cta, token_zeros),
             unit = WgmmaDecodeShape::unit(one_cta);
   int const all_units = int(padded_rows(w.n) / unit), all_tiles = int(padded_k(w.k) / kKPerTile);
-  // Two CTAs per SM, this launch's and the next one's: its weights are in flight before this one
-  // ends. Or one that has as many in flight as two would have.
+  // Two CTAs per SM, this launch's and the next one's: the next launch's weights are in flight
+  // before this launch ends. Or one CTA with as many bytes in flight as two would have.
   int const table = table_bytes(w);
   StageSizes const sizes{
       int8 && !quantizes ? kBlockM * kKPerTile + (token_zeros ? 8 * kKPerTile : 0)
@@ -154,7 +154,7 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
     int const places = cluster_places(device, c);
     int const units = (all_units + places - 1) / places, needed = (all_units + units - 1) / units;
     int const tiles = (all_tiles + c - 1) / c, of_row_panel = kRowsPerPanel / unit;
-    // Where clusters do not begin with row panels they have a part of one more.
+    // A cluster that does not begin at a row panel has a part of one more panel.
     int const row_panels = units % of_row_panel == 0 && all_units % needed == 0
                                ? units / of_row_panel
                                : (units + 2 * of_row_panel - 2) / of_row_panel;
@@ -202,8 +202,8 @@ WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device
       WgmmaDecodeShape shape;
       shape.cluster = c, shape.clusters = needed, shape.most_row_panels = most;
       shape.sets = shape.most_row_panels <= kMost && tiles >= kGroups ? kGroups : 1;
-      // As in wgmma_decode_shape. Two CTAs share an SM; one that has it alone takes some 0.6 of the
-      // time. Waves of them are whole, unless they are many.
+      // As in wgmma_decode_shape. Two CTAs share an SM; a CTA alone on an SM takes some 0.6 of the
+      // time. The number of waves is rounded up, unless there are many.
       double const cta =
           (2.0 * shape.most_row_panels + 1) * tiles + kStartCost + (c > 1 ? 2 + 4 * log : 0);
       double const waves = row_tiles * needed / (2 * cluster_places(device, c));
@@ -213,8 +213,8 @@ WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device
       least = time, best = shape;
     }
   }
-  // Or all CTAs that run at a time have equal parts of what there is, in turns of up to `most` row
-  // panels, each of which reads x.
+  // Or all CTAs that run at a time have equal shares of all row panels, in turns of up to `most`
+  // row panels, each of which reads x.
   int const ctas = 2 * device.multiprocessors;
   auto const share = [&](double tiles) { return std::ceil(tiles * all_row_panels / ctas); };
   bool const has_registers = has_narrow_scales(w, p.x_type) && !w.offsets && !p.groups.bias;
@@ -228,7 +228,7 @@ WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device
     if (row_panels < kGroups) break;  // a warpgroup would have nothing to do
     double const time = (2 * row_panels + turns) * all_tiles + kStartCost;
     if (best.cluster && time >= least) continue;
-    // the ring turns on from turn to turn
+    // the ring continues from turn to turn
     if (!lay_out_stages(w, sizes, WgmmaDecodeShape::kMostStages, &shape)) continue;
     least = time, best = shape;
   }

@@ -25,7 +25,7 @@ constexpr int kLeastExactHeight = 64;  // of wgmma_gemm_a16
 // are positions then.
 constexpr int kMostFoundPositions = 256;
 
-// Where the tables of slots lie on the GPU; none: slots are positions.
+// The addresses of the tables of slots on the GPU; null: slots are positions.
 struct RowSlots {
   StoredTile* tiles = nullptr;
   int* tile_count = nullptr;
@@ -34,7 +34,7 @@ struct RowSlots {
   int* of_position = nullptr;  // the slot of a position; -1: no expert
 };
 
-// Rows of 16-bit floats, or of two codes in the place of one, to their slots.
+// Copies rows of 16-bit floats, or of pairs of codes, to their slots.
 struct GatherProblem {
   void const* x = nullptr;
   int64_t x_stride = 0;
@@ -49,7 +49,7 @@ struct GatherProblem {
   int out_scale_stride = 0;
 };
 
-// Of a product.
+// The experts' rows and tiles of a product.
 struct Groups {
   StoredTile const* tiles = nullptr;  // null: slots are positions, and tiles are found from `route`
   int const* count = nullptr;         // of tiles
@@ -89,8 +89,8 @@ struct GroupedGemm {
 constexpr ByWidth<bool> kGroupedDecodeIsExact(true, false);
 bool decodes_exactly(GroupedGemm const& problem);
 
-// How clusters of either kernel share tiles of experts' rows; cluster is 0 if none fits. `tiles`:
-// that are expected, and the most.
+// The shape in which clusters of either kernel share tiles of experts' rows; cluster is 0 if none
+// fits. `tiles`: the expected number, and the largest possible one.
 WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& problem, Device const& device,
                                       double tiles, int most_tiles);
 

@@ -46,8 +46,8 @@ bool shape_mma_gemm_a16(GemmProblem const& problem, Device const& device,
     return MmaA16Cta{bits, tile.block_m, general, table, stages}.shared_bytes;
   };
   plan->stages = mma_gemm_a16_stages(bits, tile.block_m, general, table);
-  // Two CTAs per SM are worth more than a third stage; that comes where both fit (sm_90), or
-  // neither (sm_86, sm_89, sm_120).
+  // Two CTAs per SM are worth more than a third stage. The third stage is used where both fit
+  // (sm_90), or where two CTAs do not fit anyway (sm_86, sm_89, sm_120).
   if (mma_gemm_a16_may_have_two_stages(bits, tile.block_m, general) &&
       device.shared_memory >= 2 * bytes(2) && device.shared_memory < 2 * bytes(tile.stages)) {
     plan->stages = 2;
@@ -64,9 +64,8 @@ bool shape_mma_gemm_a8(GemmProblem const& problem, Device const& device, Candida
   Tile const& tile = candidate.tile;
   bool const general = has_short_groups(w) || w.offsets || !zeros_fit_int8(w);
   bool const zeros = general || w.zeros || activations_have_zeros(problem);
-  // No more CTAs on an SM than the grid is made for: those that are started while the kernel before
-  // still runs would crowd on the first that it leaves. (W8A8, 9 rows x 8192 x 28672: 58.3 us; 66.6
-  // where three fit.)
+  // No more CTAs on an SM than the grid is made for: CTAs that start while the previous kernel
+  // still runs would crowd on the first SMs that it leaves.
   int const crowded = device.shared_memory / ((zeros ? 2 : tile.min_ctas_per_sm) + 1);
   plan->stages = tile.stages;
   plan->shared_bytes = std::max(

@@ -54,10 +54,8 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
 
 // For a few rows of x the product starts together with the quantiser and loads its weights
 // meanwhile, unless it has fewer CTAs than the GPU has room for: then the quantiser's CTAs
-// would slow down only some of them. (W8A8, one row x 8192 x 28672: 57.2 us, 58.3 if it
-// waits; x 28672 x 4096 31.3 and 31.1.) Four rows or fewer are quantised so quickly that the
-// quantiser's CTAs need not spread over the SMs. (W4A8, x 8192 x 28672: 30.9 us, 31.5 if they
-// do; eight rows 32.7 and 31.6.)
+// would slow down only some of them. Four rows or fewer are quantised so quickly that the
+// quantiser's CTAs need not spread over the SMs. (Times are in docs/tuning-notes.md.)
 void start_quantizer(GemmProblem const& problem, Plan* plan) {
   bool const few = problem.m <= 16, decodes = plan->spec->decodes,
              fills = plan->slices > 1 && plan->layout.block != -1;

@@ -21,7 +21,7 @@ class PlanCache {
   size_t size() const { return entries_.size(); }
 
  private:
-  // All that plan() reads after its checks.
+  // Everything that plan() reads after its checks.
   using Key = std::array<int64_t, 19>;
   static Key key_of(GemmProblem const& problem, Device const& device);
 

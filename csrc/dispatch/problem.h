@@ -15,7 +15,7 @@ constexpr int bytes_of(DataType type) {
   return type == DataType::kFloat32 ? 4 : type == DataType::kInt8 ? 1 : 2;
 }
 constexpr int log2_bytes_of(DataType type) { return bytes_of(type) / 2; }
-// Where the next part of a workspace begins.
+// The offset of the next part of a workspace.
 constexpr size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // The activation block for weights in groups of group_size.
@@ -48,8 +48,8 @@ inline bool folds_narrow_scales(PackedWeight const& w, DataType x_type) {
   return w.group_size != 16 && has_narrow_scales(w, x_type);
 }
 
-// Whether a K tile of wgmma_fold16 has room for what belongs to groups. Of 16 columns, these are
-// scales, and beside a code book scales of 16 bits.
+// Whether a K tile of wgmma_fold16 has room for scales, offsets and zero points. Groups of 16
+// columns may only have scales, with a code book scales of 16 bits.
 inline bool fits_fold16(PackedWeight const& w) {
   bool const long_scales = has_codebook(w) && w.scale_type == DataType::kFloat32;
   return w.group_size != 16 || !(w.zeros || w.offsets || long_scales);
@@ -60,8 +60,8 @@ inline bool multiplies_exactly(PackedWeight const& w) {
   return !has_short_groups(w) && !w.offsets && has_integer_codes(w);
 }
 
-// Whether x is an image, whose pixels are rows as they lie in memory; and how many rows and
-// columns x has there.
+// Whether x is an image, whose pixels in memory are rows of a matrix; and the number of rows and
+// columns of that matrix.
 inline bool is_image(GemmProblem const& problem) { return problem.image.batch > 0; }
 inline int64_t stored_rows(GemmProblem const& problem) {
   ImageRows const& image = problem.image;
@@ -72,11 +72,11 @@ inline int stored_columns(GemmProblem const& problem) {
   return is_image(problem) ? problem.image.channels : problem.weight.k;
 }
 
-// Whether activations are int8 where they are multiplied: quantised before, or on the way.
+// Whether activations are multiplied as int8: quantised before, or in the call.
 inline bool multiplies_int8(GemmProblem const& problem) {
   return problem.act_quant != ActQuant::kNone || problem.quantized.codes;
 }
-// Whether these have zero points.
+// Whether the int8 activations have zero points.
 inline bool activations_have_zeros(GemmProblem const& problem) {
   return multiplies_int8(problem) &&
          (problem.quantized.codes ? problem.quantized.zeros != nullptr : !problem.act_symmetric);
@@ -87,13 +87,14 @@ inline bool sums_all_taps(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   return problem.act_quant == ActQuant::kTensor && w.group_size == -1 && !w.zeros && w.k <= 131071;
 }
-// Whether activations have a scale a block. A pixel's is one of each tap that it is under.
+// Whether activations have a scale for each block. A pixel's scale is used by each tap that covers
+// the pixel.
 inline bool activations_have_blocks(GemmProblem const& problem) {
   if (is_image(problem)) return multiplies_int8(problem) && !sums_all_taps(problem);
   return problem.quantized.codes ? problem.quantized.block != -1
                                  : problem.act_quant == ActQuant::kBlock;
 }
-// Whether they are quantised as whole rows on the way.
+// Whether the call quantises them with one scale a row.
 inline bool quantizes_rows(GemmProblem const& problem) {
   return problem.act_quant == ActQuant::kToken && !problem.quantized.codes;
 }
@@ -107,8 +108,8 @@ inline bool sums_whole_rows(GemmProblem const& problem) {
          !w.zeros && w.k <= (activations_have_zeros(problem) ? 65535 : 131071);
 }
 
-// Whether they run over a tap of an image, whose pixels have one scale: over several tiles of K, or
-// nothing is saved.
+// Whether int32 sums run over a tap of an image, whose pixels have one scale: only over several K
+// tiles, since nothing is saved with one.
 inline bool sums_whole_taps(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   bool const pixel_scales =
@@ -120,9 +121,9 @@ inline bool sums_whole_taps(GemmProblem const& problem) {
 
 // Whether zero points of the weight, in groups of 128 or more, are compensated for many blocks
 // at once (zero_compensation.h), where x is symmetric with a scale a block and the result is of
-// 16 bits: as many rows of x pay for the launch that makes the terms. For fewer rows, zero
-// points of int4 are subtracted from the codes; those of 8 bits, which do not fit in int8 then,
-// are left to wgmma_fold16.
+// 16 bits: this takes enough rows of x to pay for the launch that makes the terms. For fewer rows,
+// zero points of int4 are subtracted from the codes; 8-bit codes minus zero points would not fit in
+// int8, so wgmma_fold16 multiplies them.
 inline bool compensates_weight_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   return w.zeros && !is_image(problem) && !has_short_groups(w) &&
@@ -131,13 +132,13 @@ inline bool compensates_weight_zeros(GemmProblem const& problem) {
          !problem.batch_invariant && !problem.exact && problem.out_type != DataType::kFloat32;
 }
 
-// Whether wgmma_gemm_a8 takes the weight: a promotion for each 128 columns or more by the scales
-// alone, and codes less zero points that are int8.
+// Whether wgmma_gemm_a8 takes the weight: a promotion for each 128 columns or more by scales only,
+// and codes minus zero points that fit int8.
 inline bool has_int8_products(PackedWeight const& w) {
   return !has_short_groups(w) && !w.offsets && zeros_fit_int8(w);
 }
 
-// Whether a tensor map cannot describe x: it wants 16-byte boundaries and no gathering.
+// Whether a tensor map cannot describe x: it needs 16-byte boundaries and no gathering.
 inline bool is_irregular(GemmProblem const& problem) {
   return problem.weight.perm || reinterpret_cast<uintptr_t>(problem.x) % 16 != 0 ||
          problem.x_stride % 8 != 0 || problem.x_stride < stored_columns(problem);

@@ -9,8 +9,8 @@
 namespace cutlass_ops {
 namespace {
 
-// A kernel's best candidate, or none, and its time where it has one. `any_m`: even one that is
-// for more rows of x.
+// A kernel's best candidate, or none, and its time where it has one. `any_m`: candidates for more
+// rows of x count too.
 Candidate const* best_candidate(GemmProblem const& problem, Device const& device,
                                 KernelSpec const& spec, bool any_m, int64_t* least) {
   Candidate const* best = nullptr;
@@ -26,7 +26,7 @@ Candidate const* best_candidate(GemmProblem const& problem, Device const& device
   return best;
 }
 
-// Says each field that forbids kernels, with these.
+// Names each field that forbids kernels, with the kernels.
 Status no_kernel(GemmProblem const& problem, Device const& device) {
   std::vector<std::pair<std::string, std::string>> fields;  // with the kernels' names
   for (KernelSpec const& spec : kernel_specs()) {
@@ -81,9 +81,9 @@ KernelSpec const* best_kernel(GemmProblem const& problem, Device const& device,
   return chosen;
 }
 
-// Whether kernels that decode add what they multiply in the order of those for more rows: not where
-// these have int32 sums over all of K, sums that start from zero points, or multiply each slice's
-// sums by the scales of rows of x.
+// Whether decode kernels sum in the order of the kernels for more rows: not where these have int32
+// sums over all of K, sums that start from zero points, or multiply each slice's sums by the scales
+// of rows of x.
 bool few_rows_have_the_bits(GemmProblem const& problem, int slices) {
   if (!multiplies_int8(problem)) return true;
   if (activations_have_blocks(problem)) return !activations_have_zeros(problem);
@@ -112,7 +112,7 @@ bool plan_few_rows(GemmProblem const& problem, Device const& device, KernelSpec 
   return few.shape(problem, device, *best, plan);
 }
 
-// The kernel and its slices of K as for `asked`.
+// The kernel and the slices of K that are chosen for `asked`.
 Status select_as(GemmProblem const& asked, GemmProblem const& problem, Device const& device,
                  Plan* plan) {
   Candidate const* best = nullptr;

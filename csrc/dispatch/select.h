@@ -5,10 +5,10 @@
 
 namespace cutlass_ops {
 
-// The kernel for a problem that passed check_gemm(): the first that can implement it and has a
-// candidate that applies, and of its candidates the one of least predicted time, or the first.
-// Fills in how it is launched, but for the workspace. Otherwise a status that names what
-// forbids each kernel.
+// Chooses the kernel for a problem that passed check_gemm(): the first that can implement it and
+// has a candidate that applies, and its candidate with the least predicted time, or the first.
+// Fills in the launch without the workspace. Otherwise a status that names what forbids each
+// kernel.
 Status select(GemmProblem const& problem, Device const& device, Plan* plan);
 
 }  // namespace cutlass_ops

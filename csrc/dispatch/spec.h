@@ -13,7 +13,7 @@
 
 namespace cutlass_ops {
 
-// What a cluster of CTAs, or a CTA without one, computes at a time.
+// The tile of a cluster of CTAs, or of a CTA without a cluster.
 struct Tile {
   int block_n;           // output features
   int block_m;           // rows of x
@@ -57,9 +57,9 @@ struct TileCost {
                        // tile whose K is cut
 };
 
-// What the costs of decode kernels depend on: how x is multiplied, and whether the weight is
-// integers in groups of 128 or more (zero points of 4 bits among them), another that is rounded to
-// 16 bits, or a code book.
+// The costs of decode kernels depend on how x is multiplied, and on whether the weight is integers
+// in groups of 128 or more (4-bit zero points included), another weight that is rounded to 16 bits,
+// or a code book.
 enum class DecodeKind {
   kFloats,
   kFloatsRounded,
@@ -93,8 +93,8 @@ struct Candidate {
   bool compensates = false;   // it compensates zero points of int8 x, or of W, for many blocks,
                               // or a row, at once
   char const* why = nullptr;  // null: the kernel's reason
-  // Costs of a decode kernel, by kCards and the width of codes. All 0: it is never chosen, because it
-  // was slower wherever it was measured, or was not compiled.
+  // Costs of a decode kernel, by kCards and the width of codes. All 0: it is never chosen, because
+  // it was slower wherever it was measured, or was not compiled.
   DecodeCost decode_costs[kCardCount][kWidths][kDecodeKinds] = {};
 };
 
@@ -105,7 +105,7 @@ struct Candidates {
   Candidate const* end() const { return first + count; }
 };
 
-// What forbids a kernel: a property of the problem or of the GPU.
+// The reason why a kernel cannot implement a problem: a property of the problem or of the GPU.
 enum class Field {
   kNone,
   kArchitecture,
@@ -148,8 +148,8 @@ struct KernelSpec {
   // applies is the choice.
   int64_t (*cost)(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                   Candidate const& candidate);
-  // Fill in how the product is launched by a candidate, whose slices of K the plan has: a kernel
-  // that decodes makes them its clusters' of a batch-invariant product. False if it does not fit.
+  // Fill in the launch of a candidate, whose slices of K the plan has: in a batch-invariant product
+  // a decode kernel's clusters share K by these slices. False if it does not fit.
   bool (*shape)(GemmProblem const& problem, Device const& device, Candidate const& candidate,
                 Plan* plan);
   // Start it. problem.quantized is filled for int8 kernels, but for those that quantise floats
@@ -179,7 +179,7 @@ KernelSpec const* find_kernel(char const* name);  // null if there is none
 // if nothing does.
 std::string forbidden_by(KernelSpec const& spec, GemmProblem const& problem, Device const& device);
 
-// The plan of one candidate, whatever the choice would be. False if it does not fit.
+// The plan of a given candidate, chosen or not. False if it does not fit.
 bool plan_candidate(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                     Candidate const& candidate, Plan* plan);
 
@@ -192,9 +192,9 @@ constexpr int64_t flag_count(Plan const& plan) {
   return int64_t(plan.tail_tiles) * (plan.slices - 1) * (plan.block_n * plan.ctas_along_m / 16);
 }
 
-// Where the parts of the workspace lie; plan->workspace gets its size.
+// Lays out the workspace; plan->workspace gets its size.
 void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan);
-// When the quantiser, if there is one, lets the product start.
+// Chooses when the quantiser, if there is one, lets the product start.
 void start_quantizer(GemmProblem const& problem, Plan* plan);
 
 constexpr int kInvariantM = 128;  // rows of x for which a batch-invariant product's kernel and

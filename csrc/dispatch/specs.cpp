@@ -1,5 +1,5 @@
-// The kernels of the product: what each can implement, its tiles with their costs, and where it was
-// measured to win.
+// The kernels of the product: the problems that each can implement, its tiles with their costs, and
+// where it was measured to be fastest.
 #include <cstring>
 
 #include "dispatch/cost.h"
@@ -39,14 +39,14 @@ constexpr Candidates all(Candidate const (&candidates)[kCount]) {
 
 constexpr int kMostDecodeRows = 16, kMostDecodeGemmRows = 8;
 
-// Code for sm_90a runs on no later GPU.
+// Code for sm_90a runs on Hopper only.
 Field needs_hopper(GemmProblem const& problem, Device const& device,
                    int shared_memory = kHopperSharedBytes) {
   int const architecture = problem.architecture ? problem.architecture : device.architecture;
   if (architecture < 90 || device.architecture > 90) return Field::kArchitecture;
   return device.shared_memory < shared_memory ? Field::kSharedMemory : Field::kNone;
 }
-// PTX carries the portable kernels to later ones.
+// PTX runs the portable kernels on later GPUs.
 Field needs_ampere(GemmProblem const& problem, Device const& device) {
   if ((problem.architecture ? problem.architecture : device.architecture) < 80)
     return Field::kArchitecture;
@@ -62,7 +62,7 @@ Field needs_16_bit_x(GemmProblem const& problem) {
   if (multiplies_int8(problem)) return Field::kInt8X;
   return problem.x_type == DataType::kFloat32 ? Field::kFp32X : Field::kNone;
 }
-// Of an image, pixels that TMA's im2col mode collects.
+// The pixels of an image must be ones that TMA's im2col mode collects.
 Field needs_tma_rows(GemmProblem const& problem) {
   return is_image(problem) && im2col_rank(problem.image) == 0 ? Field::kImageGeometry
                                                               : Field::kNone;
@@ -71,7 +71,7 @@ Field needs_int8_x(GemmProblem const& problem) {
   return multiplies_int8(problem) ? Field::kNone : Field::k16BitX;
 }
 
-// The first that forbids.
+// The first reason that is not kNone.
 template <class... More>
 Field first_of(Field field, More... more) {
   if constexpr (sizeof...(more) == 0) {
@@ -102,7 +102,7 @@ Field book_gemm_a16_can(GemmProblem const& problem, Device const& device) {
   return has_codebook(problem.weight) ? needs_16_bit_x(problem) : Field::kNoCodebook;
 }
 
-// Groups that are promoted by their scales alone, for each 128 columns or more.
+// Groups of 128 columns or more that are promoted by scales only.
 Field needs_long_groups(PackedWeight const& w) {
   return has_short_groups(w) ? Field::kGroups : w.offsets ? Field::kOffsets : Field::kNone;
 }
@@ -114,7 +114,7 @@ Field wgmma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
       is_image(problem) && activations_have_zeros(problem) ? Field::kXZeros : Field::kNone,
       zeros_fit_int8(w) || compensates_weight_zeros(problem) ? Field::kNone : Field::kWeightZeros);
 }
-// What exact kernels take where they take code books as well.
+// The weights of exact kernels that also take code books.
 Field needs_integers_or_codebook(PackedWeight const& w) {
   return has_integer_codes(w) || has_codebook(w) ? Field::kNone : Field::kFormat;
 }
@@ -170,26 +170,25 @@ bool has_nibbles(GemmProblem const& problem) {
 
 // ---- the decode kernels, by their costs
 
-// Decode kernels can quantise x themselves: by blocks of a tile's columns, rows that a
-// tensor map describes.
+// Decode kernels can quantise x themselves, in blocks of a tile's columns, if a tensor map can
+// describe its rows.
 bool can_quantize_values(GemmProblem const& problem) {
   return problem.act_quant == ActQuant::kBlock && !problem.quantized.codes &&
          problem.x_type != DataType::kFloat32 && !is_irregular(problem);
 }
-// And, where products are exact, scales of x's type.
+// Exact products also need scales of x's type.
 bool can_quantize_blocks(GemmProblem const& problem) {
   return can_quantize_values(problem) && problem.weight.scale_type == problem.x_type;
 }
-// After rows of a long x were quantised as a whole, int4's large weights are mma_gemm_a8's, which
-// has K in more slices than a cluster: 8192 x 28672 takes 32.9 to 37 us, by the decode kernels 36
-// to 38 (an H200).
+// For large int4 weights and a long x with one scale a row, mma_gemm_a8 is chosen, which cuts K
+// into more slices than a cluster.
 bool is_long_and_quantized(GemmProblem const& problem) {
   return quantizes_rows(problem) && has_nibbles(problem) && problem.weight.k >= 16384 &&
          has_millions(problem, 128);
 }
 bool is_not_long(GemmProblem const& problem) { return !is_long_and_quantized(problem); }
-// Whether wgmma_decode_fold16 is a choice: where wgmma_decode, whose products are exact, cannot
-// implement the problem.
+// Whether wgmma_decode_fold16 may be chosen: only where wgmma_decode, whose products are exact,
+// cannot implement the problem.
 bool folds_few_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   bool const own_scales = w.scale_type == problem.x_type;
@@ -205,8 +204,8 @@ bool folds_few_rows(GemmProblem const& problem) {
 bool folds_and_quantizes(GemmProblem const& problem) {
   return folds_few_rows(problem) && can_quantize_values(problem);
 }
-// Of int4 and a K that is not long a product after the quantiser takes 16 to 20 us from run to run
-// (18944 x 3584 on an H200), one that quantises x itself 17.5.
+// With int4 and a short K the time of a product after the quantiser varies by a quarter between
+// runs, so that a product that quantises x itself is preferred.
 bool folds_alone(GemmProblem const& problem) {
   bool const erratic =
       has_nibbles(problem) && folds_and_quantizes(problem) && problem.weight.k < 8192;
@@ -216,7 +215,7 @@ bool folds_alone(GemmProblem const& problem) {
 constexpr bool same(char const* a, char const* b) {
   return *a == *b && (*a == 0 || same(a + 1, b + 1));
 }
-// Of kCards. Does not compile for a name that is not there.
+// The index in kCards. Does not compile for an unknown name.
 constexpr int card_index(char const* name) {
   for (int i = 0; i < kCardCount; ++i)
     if (same(kCards[i].name, name)) return i;
@@ -272,20 +271,20 @@ constexpr Candidate kDecodeGemm[] = {
 // ---- tiles of the Hopper kernels, by their costs
 
 // Whether tiles of 256 rows may be used (int32 sums over all of K) and the last tile is at least a
-// quarter full. TMA brings rows beyond the last slowly, as zeros: 4097 rows x 8192 x 8192 take 381
+// quarter full. TMA fills rows beyond the last with zeros, slowly: 4097 rows x 8192 x 8192 take 381
 // us, by tiles of 176 rows 353.
 bool fills_large_tiles(GemmProblem const& problem) {
   return sums_whole_rows(problem) && (problem.m % 256 == 0 || problem.m % 256 >= 64);
 }
-// Whether smaller tiles than 128 rows of int8 x int4 give a row the same bits, or may give it
-// others. Larger tiles multiply the integers by the scales in another order, where neither side has
+// Whether int8 x int4 tiles of fewer than 128 rows give a row the same bits, or may give it other
+// bits. Larger tiles multiply the integers by the scales in another order, where neither side has
 // zero points and x has a scale a block.
 bool small_tiles_have_the_bits(GemmProblem const& problem) {
   return !has_nibbles(problem) || !problem.batch_invariant || problem.weight.zeros ||
          activations_have_zeros(problem) || !activations_have_blocks(problem);
 }
-// Whether 17 to 32 rows of int8 have as many weights as wgmma_gemm_a8 wants: of fewer, whose K it
-// cuts into more slices, mma_gemm_a8 takes less time.
+// Whether the weight is large enough for wgmma_gemm_a8 with 17 to 32 rows of int8 x: with smaller
+// weights mma_gemm_a8, which cuts K into more slices, is faster.
 bool has_many_weights(GemmProblem const& problem) {
   bool const zeros = problem.weight.zeros || activations_have_zeros(problem);
   return has_millions(problem, !has_nibbles(problem) ? 32 : zeros ? 24 : 16);
@@ -316,8 +315,8 @@ bool four_warpgroups_of_many_weights(GemmProblem const& problem) {
 bool four_warpgroups_with_scales_of_x(GemmProblem const& problem) {
   return kFourWarpgroups[code_bits(problem.weight)] && problem.weight.scale_type == problem.x_type;
 }
-// wgmma_fold16 is the choice where wgmma_gemm_a8 or wgmma_gemm_a16, whose products are exact,
-// cannot implement the problem.
+// wgmma_fold16 is chosen where wgmma_gemm_a8 or wgmma_gemm_a16, whose products are exact, cannot
+// implement the problem.
 bool has_no_exact_kernel(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   return multiplies_int8(problem)
@@ -364,7 +363,7 @@ constexpr Candidate wgmma_gemm_a8_of(int block_m, int min_m, int max_m,
 bool leaves_a_cta_idle(GemmProblem const& problem, int block_n) {
   return (padded_rows(problem.weight.n) - 1) % block_n < block_n / 2;
 }
-// Of few features: the CTAs of a cluster along M.
+// For few features: the CTAs of a cluster along M.
 bool a8_along_m(GemmProblem const& problem) {
   if (is_image(problem)) return true;
   bool const has_instance =
@@ -381,7 +380,7 @@ constexpr Candidate clusters_along_m(Candidate candidate, bool (*applies)(GemmPr
   candidate.tile = along_m(candidate.tile), candidate.applies = applies;
   return candidate;
 }
-// Of 16-bit x, which each CTA then loads alone, L2 brings less than they multiply: a third longer.
+// Each CTA then loads its 16-bit x without multicast, and L2 is the limit: a third longer.
 constexpr Candidate loads_alone(Candidate candidate) {
   for (TileCost& cost : candidate.costs) cost.k4096 = cost.k4096 * 4 / 3;
   return candidate;
@@ -456,7 +455,7 @@ constexpr Candidate kWgmmaFold16[] = {wgmma_fold16_of<kBits>(32),  wgmma_fold16_
 
 constexpr Candidate kCodebookGemmA16[] = {{book_gemm_a16_tile(4), 0, 4},
                                           {book_gemm_a16_tile(8), 0, 8}};
-// What 64 rows leave no registers for.
+// Problems for which tiles of 64 rows have no registers left.
 bool has_groups_of_16(GemmProblem const& problem) { return problem.weight.group_size == 16; }
 bool is_image_or_has_groups_of_16(GemmProblem const& problem) {
   return is_image(problem) || has_groups_of_16(problem);

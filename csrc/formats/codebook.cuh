@@ -17,7 +17,7 @@ struct Codebook {
   static constexpr bool kIntegers = false, kZerosFitInt8 = false, kCodebook = true;
   static constexpr int kTableBytes = decode::Int4Codebook::kTableBytes;
 
-  // Of a code that is not centred, unscaled.
+  // The unscaled value of a code that is not centred.
   static float host_value(int code, float const* codebook) { return codebook[code]; }
 
 #ifdef __CUDACC__
@@ -45,7 +45,7 @@ struct Codebook {
     }
   };
 
-  // Of a centred code, unscaled; `codebook` by its four bits.
+  // The unscaled value of a centred code; `codebook` by its four bits.
   static __device__ __forceinline__ float value(int code, int, float const* codebook) {
     return codebook[code & 15];
   }

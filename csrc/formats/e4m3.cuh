@@ -29,7 +29,7 @@ struct E4m3 {
   static constexpr bool kIntegers = false, kZerosFitInt8 = false, kCodebook = false;
   static constexpr int kTableBytes = 0;  // of a look-up table in shared memory
 
-  // Of a code that is not centred, unscaled.
+  // The unscaled value of a code that is not centred.
   static float host_value(int code, float const*) {
     int const exponent = code >> 3 & 15, mantissa = code & 7;
     float const magnitude =
@@ -87,7 +87,7 @@ struct E4m3 {
     }
   };
 
-  // Of a centred code.
+  // The value of a centred code.
   __device__ __forceinline__ static float value(int code, int, float const*) {
     return __fmul_rn(__uint_as_float(uint32_t(code & 0x80) << 24 | uint32_t(code & 0x7f) << 20),
                      -0x1p120f);

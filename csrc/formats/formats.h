@@ -1,4 +1,5 @@
-// The list of formats, each of which has one header, and the call that takes a weight's. A header has
+// The list of formats, each with one header, and the functions that dispatch on a format. A header
+// has
 //
 //   kFormat, kName, kBits; kCodes: in messages
 //   kIntegers       there may be zero points or offsets, and x of int8; kZerosFitInt8: codes less
@@ -30,7 +31,7 @@ auto visit(Format format, Function const& function, List<First, More...>) {
   return function(First());
 }
 
-// Those of a list whose codes are integers.
+// The formats of a list whose codes are integers.
 template <class Chosen, class... Formats>
 struct IntegersOf {
   using Type = Chosen;

@@ -11,7 +11,7 @@
 namespace cutlass_ops {
 namespace formats {
 
-// What both have. Format: the one that derives from it.
+// The common part of both. Format: the class that derives from it.
 template <class Format, int kBits_>
 struct Integers {
   static constexpr int kBits = kBits_;
@@ -36,7 +36,7 @@ struct Integers {
     }
   };
 
-  // Of a centred code, unscaled.
+  // The unscaled value of a centred code.
   static __device__ __forceinline__ float value(int code, int zero, float const*) {
     return float(code - zero);
   }

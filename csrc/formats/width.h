@@ -22,8 +22,8 @@ auto with_width(int bits, Function const& function) {
   return bits == Nibbles::kBits ? function(Nibbles()) : function(WholeBytes());
 }
 
-// What was measured or chosen for each width, by its bits: a width that is left out does
-// not compile.
+// Values that were measured or chosen for each width, by its bits: a missing width does not
+// compile.
 template <class T>
 class ByWidth {
  public:

@@ -134,8 +134,8 @@ Status check_conv(ConvProblem const& p) {
     return unsupported("a row of the weight has more than 2^31 bytes");
   if (int64_t(p.out_height()) * p.out_width() > kMostConvPixels / p.batch)
     return unsupported("the result has more than " + std::to_string(kMostConvPixels) + " pixels");
-  // Pieces of x that are copied, and tiles or threads' CTAs of the smallest: all kernels have
-  // fewer.
+  // Pieces of x that are copied, and tiles, or CTAs of threads, of the smallest size: no kernel has
+  // more.
   int64_t const pixels = int64_t(p.height) * p.width,
                 pieces = stored_channels(p.channels) / kConvVector;
   int64_t const tiles = ceil_div(p.pixels(), kDepthwisePixels) * ceil_div(w.n, kDepthwiseChannels) /
@@ -169,8 +169,9 @@ Status check_conv(ConvProblem const& p) {
 
 // ---- the choice
 
-// The product that the kernels compute of a copy of x. If the weight is flat, a pixel of the copy
-// has the channels of all taps of a pixel of the result. If the copy `pads`, its border is padding.
+// The problem that the kernels compute from a copy of x. If the weight is flat, a pixel of the copy
+// has the channels of all taps of one pixel of the result. If `pads`, the copy includes the
+// padding.
 ConvProblem multiplied(ConvProblem const& p, bool pads) {
   if (pads) {
     ConvProblem padded = p;
@@ -194,14 +195,14 @@ constexpr char kWgmma[] = "conv_int8_wgmma", kCollective[] = "gemm_int8_collecti
                kImplicit[] = "conv_int8_implicit_gemm", kDepthwise[] = "conv_int8_depthwise",
                kStem[] = "conv_int8_stem";
 
-// Of which the pixels are rows of a matrix.
+// A convolution whose pixels are the rows of a matrix.
 bool is_product(ConvProblem const& p) {
   bool const steps = p.stride[0] > 1 || p.stride[1] > 1;
   return p.weight.height == 1 && p.weight.width == 1 && p.groups == 1 && !steps && !p.padded();
 }
 
-// TMA's im2col mode: strides of up to 8, corners in 8 bits, and boxes that begin with a whole
-// vector of channels: others are an illegal instruction.
+// TMA's im2col mode takes strides of up to 8, corners in 8 bits, and boxes that begin with a whole
+// vector of channels. Other boxes are an illegal instruction.
 bool fits_tma(ConvProblem const& p) {
   if (p.groups > 1 && p.weight.channels % kConvVector) return false;
   for (int axis : {0, 1}) {
@@ -220,8 +221,9 @@ struct WgmmaCost {
 WgmmaCost wgmma_cost(ConvProblem const& p, Device const& device, ConvWgmmaTile const& tile) {
   // Fitted to every plan of 23 layers on an H200 (results/h200-conv.json). An SM multiplies 4096
   // pairs of codes a clock, but takes 600 clocks for a stage: TMA collects the pixels of a box one
-  // by one. A tile begins and ends with so many clocks that only another CTA of the SM hides, a
-  // stored line of 32 channels takes so many, and a launch, or one with clusters, so many.
+  // by one. The other constants are clocks: for the begin and the end of a tile, which only another
+  // CTA of the SM hides, for a stored line of 32 channels, and for a launch without and with
+  // clusters.
   constexpr int kPairs = 4096, kStage = 600, kBegin = 2200, kStore = 700, kLaunch = 1500,
                 kClusters = 4900;
   ConvWeight const& w = p.weight;
@@ -238,7 +240,7 @@ WgmmaCost wgmma_cost(ConvProblem const& p, Device const& device, ConvWgmmaTile c
                      (tile.cluster_size > 1 ? kClusters : 0)};
 }
 
-// Where the workspace has x with more channels.
+// The offset in the workspace of the copy of x with more channels.
 int copied_channels(ConvProblem const& p, int vector) {
   return p.channels % vector || !aligned(p.x, vector) ? stored_channels(p.channels) : 0;
 }
@@ -249,7 +251,7 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
   plan.kernel = kWgmma;
   plan.block_m = ConvWgmmaTile::kBlockM, plan.block_n = tile.block_n;
   plan.cluster_size = tile.cluster_size;
-  // Few tiles leave all of an SM's memory to a CTA.
+  // With few tiles a CTA can use all of an SM's shared memory.
   plan.ctas_per_sm =
       int(std::min<int64_t>(tile.ctas_per_sm(), ceil_div(cost.tiles, device.multiprocessors)));
   plan.stages = tile.stages(plan.ctas_per_sm);
@@ -261,7 +263,7 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
   return plan;
 }
 
-// Which rows of the result leave by TMA.
+// The rows of the result that are stored by TMA.
 bool fits_collective(ConvProblem const& p) {
   return is_product(p) && p.out_type != ConvOutput::kInt32 && p.weight.n % kConvVector == 0 &&
          aligned(p.out, kConvVector);
@@ -306,9 +308,9 @@ bool fits_implicit(ConvProblem const& p, int channels) {
 }
 
 ConvPlan plan_implicit(ConvProblem const& p, Device const& device, ConvImplicitTile const& tile) {
-  // Of an SM, by the figures of an A100, not measured on one: pairs of codes that it
-  // multiplies a clock, bytes that it moves to and from shared memory, and clocks of the
-  // begin and end of a tile.
+  // Rates of an SM from the figures of an A100, not measured on one: pairs of codes that it
+  // multiplies a clock, bytes that it moves to and from shared memory, and clocks of the begin and
+  // end of a tile.
   constexpr int kPairs = 2048, kBytes = 128, kTile = 2000;
   constexpr int kBlockK = ConvImplicitTile::kBlockK;
   ConvPlan plan;
@@ -328,7 +330,7 @@ ConvPlan plan_implicit(ConvProblem const& p, Device const& device, ConvImplicitT
   return plan;
 }
 
-// Plans from one on, the soonest first.
+// Plans from this one on, sorted by predicted time.
 void sort_from(size_t first, std::vector<ConvPlan>* plans) {
   auto const sooner = [](ConvPlan const& a, ConvPlan const& b) {
     return a.predicted_clocks < b.predicted_clocks;
@@ -336,7 +338,7 @@ void sort_from(size_t first, std::vector<ConvPlan>* plans) {
   std::stable_sort(plans->begin() + std::ptrdiff_t(first), plans->end(), sooner);
 }
 
-// Plans of one kernel's tiles, the soonest first.
+// Plans for the tiles of one kernel, sorted by predicted time.
 template <class Tiles, class MakePlan>
 void append(std::vector<ConvPlan>* plans, Tiles const& tiles, MakePlan const& make_plan) {
   size_t const first = plans->size();
@@ -352,22 +354,22 @@ ConvPlan plan_stem(ConvProblem const& p, ConvStemTile const& tile) {
   return plan;
 }
 
-// CTAs, if strips have so many lines.
+// The number of CTAs for strips of this many lines.
 int64_t depthwise_ctas(ConvProblem const& p, int lines) {
   int64_t const strips =
       p.batch * ceil_div(p.out_height(), lines) * ceil_div(p.out_width(), kDepthwisePixels);
   return ceil_div(strips * (p.weight.n / kDepthwiseChannels), kDepthwiseThreads);
 }
 
-// Lines of a strip. Longer strips read fewer lines of x twice; with shorter ones more SMs have
-// work, and until later.
+// Lines of a strip. Longer strips read fewer lines of x twice; with shorter ones more SMs are busy,
+// and for longer.
 int depthwise_lines(ConvProblem const& p, Device const& device) {
   auto const* const strips =
       std::find_if(std::begin(kDepthwiseStrips), std::end(kDepthwiseStrips),
                    [&](DepthwiseStrips const& known) { return known.fits(p); });
   if (strips == std::end(kDepthwiseStrips)) return 1;
-  // Instructions of a thread, by their count: for a line of x, for an output, for each four taps of
-  // one, and to begin.
+  // Instructions of a thread, counted: for a line of x, for an output, for four taps of an output,
+  // and for the prologue.
   constexpr int kLine = 50, kOutput = 9, kBegin = 400, kMostStrips = 256;
   int const taps = strips->size * int(ceil_div(strips->size, 4));
   int const fewest = strips->rolls() ? 1 : int(ceil_div(p.out_height(), strips->sets()));
@@ -411,7 +413,7 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
   if (p.weight.order == ConvOrder::kByTaps) {
     plans->push_back(plan_depthwise(p, device));
   } else {
-    // What lies outside of x is loaded as zeros, where the sums are to have its zero point.
+    // Pixels outside of x are loaded as zeros, but the sums must have the zero point of x there.
     bool const pads = !flat && p.x_zero_point != 0 && p.padded() && !p.weight.cut_sums;
     ConvProblem const product = multiplied(p, pads);
     ConvStemTile const stem(p);
@@ -466,7 +468,7 @@ int out_limit(float bound, ConvProblem const& p) {
   return int(std::clamp(code, double(low), double(low + 255)));
 }
 
-// The bounds that y's type and the activation leave.
+// The bounds of y by its type and the activation.
 std::pair<int, int> limits(ConvProblem const& p) {
   ActivationBounds const bounds(p.activation, p.clamp_low, p.clamp_high);
   return {out_limit(bounds.low, p), out_limit(bounds.high, p)};

@@ -25,7 +25,7 @@ struct MoeLayout {
   int64_t hidden_stride = 0;  // of rows, in elements
 };
 
-// The rows of a quantised tensor, and what belongs to them.
+// The rows of a quantised tensor, with their scales and zero points.
 struct QuantizedBytes {
   size_t values, scales, zeros;
   size_t total() const { return values + scales + zeros; }
@@ -36,8 +36,8 @@ QuantizedBytes quantized_bytes(int rows, int k, int group_size) {
           align_256(size_t(blocks) * rows)};
 }
 
-// Scales of a row of x that are left to the product: of all blocks of int8 codes, or one; values of
-// codes have those of their blocks in them.
+// Scales of a row of x that the product applies: for int8 codes all block scales, or one; 16-bit
+// values of codes include their block scales.
 int scale_blocks(MoeProblem const& p, MoePlan const& plan, int k) {
   return plan.int8 && p.act_quant == ActQuant::kBlock ? int(padded_k(k) / kKPerTile) : 1;
 }
@@ -105,7 +105,7 @@ Status check_route(RouteProblem const& r) {
 Status check_memory(MoeProblem const& p) {
   for (PackedExperts const* experts : {&p.gate_up, &p.down}) {
     if (Status status = check_weight(experts->stack); !status.ok()) return status;
-    // Their rows of gate and up are part of the layer, and not a property of the stack.
+    // The layer says how rows of gate and up are ordered; the stack does not.
     if (Status status = check_plain_rows(experts->stack, "a layer of experts"); !status.ok())
       return status;
     if (!fits_fold16(experts->stack))
@@ -151,7 +151,7 @@ Status check_moe(MoeProblem const& p, Device const& device) {
 // products are exact too; or wgmma_fold16, which takes all formats and, alone, tiles of 32 rows.
 enum class Loop { kInt8, kExact, kRounded };
 
-// Whether both products are of int8 codes. (One alone would have other heights of tiles.)
+// Whether both products multiply int8 codes. (A single one would have other tile heights.)
 bool multiplies_codes(MoeProblem const& p) {
   auto const takes = [](PackedWeight const& w) {
     return has_int8_products(w) && has_integer_codes(w);
@@ -171,18 +171,19 @@ Tile tile_of(PackedWeight const& w, Loop loop, int height) {
 }
 
 // Measured times of a tile of kGroupedInt8Heights or kGroupedHeights and 256 features, in tenths of
-// a microsecond for K = 4096 on an H200: those of a weight in dispatch/tile_costs.inc, and between
-// them what was not measured, 96 and 144 rows of wgmma_fold16. By loop and width. Of 32 rows of a
-// weight that kExact takes, what makes the choice between wgmma_fold16's and 64 rows right for
-// layers of groups of 128 (int4: DeepSeek-V3's eighth, 346 us to 448; int8 not measured).
+// a microsecond for K = 4096 on an H200: the times of a weight in dispatch/tile_costs.inc,
+// interpolated for 96 and 144 rows of wgmma_fold16, which were not measured. By loop and width. The
+// number for 32 rows of a weight that kExact takes is set so that the choice between wgmma_fold16's
+// 32 rows and 64 rows is right for layers of int4 in groups of 128 (docs/tuning-notes.md, experts
+// of few rows); for int8 it was not measured.
 constexpr int kTileCosts[3][kWidths][5] = {{{127, 170, 210, 243}, {118, 143, 193, 235}},
                                            {{115, 149, 176, 230, 329}, {124, 160, 190, 246, 353}},
                                            {{146, 179, 212, 274, 348}, {158, 180, 220, 293, 383}}};
 static_assert(std::size(kGroupedHeights) == 5 && std::size(kGroupedInt8Heights) == 4);
 
-// How many tiles are expected where every expert is as likely as any other: of an expert, the sum
-// over i of the chance that it has more than `height` * i rows. Those are binomially distributed,
-// here as nearly normally.
+// The expected number of tiles if all experts are equally likely: for each expert the sum over i of
+// the probability that it has more than `height` * i rows. The number of rows is binomial and
+// approximated as normal.
 double expected_tiles(RouteProblem const& r, int height) {
   double const rows = double(r.positions()) / r.experts, chance = 1.0 / r.experts;
   double const deviation = std::sqrt(rows * (1 - chance)) + 1e-9;
@@ -229,11 +230,10 @@ int tile_height(MoeProblem const& p, Device const& device) {
   return best;
 }
 
-// Whether rows of x are copied to their slots first: an act order differs by expert, and copies by
-// number want whole pieces of 16 bytes and 32-bit numbers of these. With many features, by tiles of
-// many rows, a copy is a small part of the product, and clusters then share the rows that TMA
-// brings. (H100, W4A16, 4096 tokens: 28672 features 4.76 ms by number, 4.02 copied; 1536 655 and
-// 666 us; 512 1025 and 1269.)
+// Whether rows of x are copied to their slots first. An act order differs by expert, and reading
+// rows through an index needs whole 16-byte pieces that 32 bits can number. With many features and
+// tiles of many rows the copy is a small part of the product, and clusters then share the rows by
+// TMA multicast. Times of both ways are in docs/tuning-notes.md.
 bool gathers(MoeProblem const& p, int height) {
   constexpr int kManyFeatures = 4096;
   if (height > WgmmaDecodeShape::kBlockM && p.gate_up.n >= kManyFeatures) return true;
@@ -245,9 +245,9 @@ bool gathers(MoeProblem const& p, int height) {
          p.route.tokens * stride > int64_t(INT_MAX) * 8;
 }
 
-// So many tiles that most routings have no more: what is chosen for them should not miss a wave of
-// CTAs by one. Experts are touched or not, and since a token's differ the deviation is some 0.6 of
-// that of independent ones.
+// A number of tiles that most routings do not exceed, so that the choice does not miss a wave of
+// CTAs by one tile. An expert is touched or not; a token's experts differ, so the deviation is some
+// 0.6 of that of independent choices.
 double likely_tiles(RouteProblem const& r, int height) {
   double const tiles = expected_tiles(r, height), share = std::min(1.0, tiles / r.experts);
   return std::min(double(most_tiles(r, height)),
@@ -347,14 +347,14 @@ Status launch_product(GroupedGemm const& gemm, Plan const& plan, Stream stream) 
   });
 }
 
-// Experts' outputs are fp32 where they are few. Otherwise they are most of what a layer moves, and
-// are rounded to x's type.
+// Experts' outputs are fp32 where they are few. Otherwise they are most of a layer's memory
+// traffic, and are rounded to x's type.
 DataType outputs_type(MoeProblem const& p, MoePlan const& plan) {
   return plan.block_m == WgmmaDecodeShape::kBlockM ? DataType::kFloat32 : p.x_type;
 }
 
-// Rows of 16-bit floats to int8 codes, or to the values of these, in 16 bits; all scales of codes,
-// and a scale a row of values, are left to the product.
+// Quantises rows of 16-bit floats to int8 codes, or to their values in 16 bits. The product applies
+// all scales of codes, or one scale per row of values.
 struct Quantized {
   void* values = nullptr;
   float* scales = nullptr;  // or null
@@ -421,7 +421,8 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
 
   bool const quantizes = p.act_quant != ActQuant::kNone;
   GroupedGemm gate_up = product_of(p.gate_up, true), down = product_of(p.down, false);
-  // x is quantised once a token; but an act order differs by expert and comes first.
+  // x is quantised once per token, unless an act order, which differs by expert, must be applied
+  // first.
   bool const quantizes_first = quantizes && !p.gate_up.perm;
   gate_up.x = p.x, gate_up.x_stride = p.x_stride, gate_up.x_rows = r.tokens;
   Quantized quantized;

@@ -11,8 +11,8 @@
 namespace cutlass_ops {
 
 // Requests pages of 2 MB under [data, data + bytes), which is about to be written for the first
-// time: then the system makes one page where it would make 512, which takes longer than packing
-// does. A hint, at no risk: what cannot be had is not.
+// time: the system then maps one page instead of 512, which would take longer than packing. It is
+// only a hint: without large pages nothing changes.
 inline void prefer_large_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = uintptr_t(1) << 21;

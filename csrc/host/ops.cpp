@@ -198,8 +198,8 @@ Status quantized_values(QuantizedValues const& problem, Stream stream) {
   if (problem.range) {
     QuantizeProblem all;
     all.x = problem.x, all.x_type = problem.x_type;
-    // The order of columns is nothing to a range of all: as rows that are read 16 bytes at a
-    // time, if they can be.
+    // A range over all of x does not depend on the order of columns: x is read as rows of 16-byte
+    // vectors where possible.
     int64_t const count = problem.rows * problem.columns;
     all.k = count % kKPerTile ? problem.columns : kKPerTile, all.x_stride = all.k,
     all.m = int(count / all.k);

@@ -27,13 +27,14 @@ using Tile = std::array<uint8_t, kRowsPerPanel * kKPerTile>;
 template <int kBits>
 constexpr uint8_t kSignBit = uint8_t(1 << (kBits - 1));
 
-// layout.h's order, sixteen bytes at a time. A lane takes the k 2t, 2t+8, 2t+1, 2t+9 of each
-// sixteen, which is byte t of the first eight and of the last eight in turn (`zip_halves`), four
-// bytes for each of its four lanes; lane t's sixteen bytes are its four words side by side: a
-// transposition of 4 x 4 words. tests/cpp/test_pack.cpp compares every code with code_position().
+// layout.h's order, sixteen bytes at a time. Lane t takes columns 2t, 2t+8, 2t+1, 2t+9 of each
+// sixteen: `zip_halves` interleaves the first eight bytes with the last eight, so that each of the
+// four lanes gets four adjacent bytes. The sixteen bytes of lane t are its four words, adjacent
+// after a transposition of 4 x 4 words. tests/cpp/test_pack.cpp compares every code with
+// code_position().
 
-// A unit of rows g, from `low` on, and g + 8, from `high` on. At 4 bits the words are four columns of
-// sixteen k, rows g and g + 8 in one byte.
+// A unit of rows g (codes from `low` on) and g + 8 (from `high` on). At 4 bits a word has four
+// columns of sixteen, and a byte rows g and g + 8.
 void write_unit(Nibbles, uint8_t const* low, uint8_t const* high, Bytes flip, uint8_t* lanes) {
   Bytes words[4];
   for (int j = 0; j < 4; ++j) {
@@ -75,9 +76,9 @@ void write_chunk(uint8_t const* codes, int64_t stride, uint8_t* chunk) {
   for (int row = 0; row < kRowsPerPanel; row += row % 8 == 7 ? 9 : 1) {
     uint8_t const* low = codes + row * stride;
     uint8_t const* high = low + 8 * stride;
-    // The next tile's, of two cache lines each: 64 rows are more streams than processors foresee.
-    // Measured: a quarter less time. Behind the last tile the address is another row's or nobody's,
-    // which a prefetch takes in silence.
+    // Prefetch the next tile, two cache lines a row: 64 rows are more streams than processors
+    // predict. Measured: a quarter less time. Behind the last tile the address may be invalid,
+    // which a prefetch ignores.
     for (uint8_t const* next : {low, high}) {
       __builtin_prefetch(next + kKPerTile);
       __builtin_prefetch(next + kKPerTile + 64);
@@ -118,7 +119,7 @@ struct Window {
   bool full() const { return rows == kRowsPerPanel && columns == kKPerTile; }
 };
 
-// Whether all codes have kBits bits: others would run into their neighbours'.
+// Whether all codes have kBits bits: larger ones would overwrite their neighbours.
 template <int kBits>
 bool codes_fit(uint8_t const* codes, int64_t stride, Window const& window) {
   uint8_t bits = 0;

@@ -9,8 +9,8 @@
 namespace cutlass_ops {
 namespace {
 
-// A pool of threads. A helper that starts after the caller has finished all work is not waited for:
-// when other processes occupy the cores, work takes no longer than on the caller's thread.
+// A pool of threads. The caller does not wait for a helper that starts after all work is done: if
+// other processes occupy the cores, work takes no longer than on the caller's thread alone.
 class Helpers {
  public:
   void run(int wanted, void (*work)(void*), void* data) {
@@ -35,15 +35,15 @@ class Helpers {
   }
 
  private:
-  static constexpr int kYields = 100;  // some tens of microseconds, as from one product of a
-                                       // model to the next
+  static constexpr int kYields = 100;  // some tens of microseconds, the time between two products
+                                       // of a model
 
   void start(int wanted) {
     try {
       for (; threads_ < wanted; ++threads_)
         std::thread([this, seen = job_.load()] { help(seen); }).detach();
     } catch (std::system_error const&) {
-      // The system gives no more threads: those that run, and the caller's, do all of the work.
+      // The system provides no more threads: the running ones and the caller do all of the work.
     }
   }
 
@@ -65,7 +65,8 @@ class Helpers {
     }
   }
 
-  std::mutex turn_, mutex_;  // of the caller that has the helpers; of what follows
+  // turn_ is held by the caller that uses the helpers, mutex_ guards the members below.
+  std::mutex turn_, mutex_;
   std::condition_variable come_, done_;
   std::atomic<uint64_t> job_{0};
   void (*work_)(void*) = nullptr;
@@ -73,8 +74,8 @@ class Helpers {
   int threads_ = 0, wanted_ = 0, active_ = 0;
 };
 
-// This process's; a process that was forked has none of its parent's threads. Never destroyed:
-// threads use it to the end.
+// The pool of this process; a forked process has none of its parent's threads. Never destroyed,
+// because threads use it until the process ends.
 Helpers& helpers() {
   struct Owned {
     pid_t process;

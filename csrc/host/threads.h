@@ -8,8 +8,8 @@
 
 namespace cutlass_ops {
 
-// Runs work(data) on up to `threads` threads at once, this one among them, and waits for those that
-// have begun. The others are kept for the next call.
+// Runs work(data) on up to `threads` threads, the caller included, and waits for those that have
+// begun. The helpers are kept for the next call.
 void run_on_threads(int threads, void (*work)(void*), void* data);
 
 inline int core_count() { return int(std::max(1u, std::thread::hardware_concurrency())); }

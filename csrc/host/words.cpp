@@ -49,7 +49,7 @@ void unpack_tile_row(uint32_t const* words, uint8_t* codes) {
   }
 }
 
-// `count` bytes to codes: in turn to low[0 .. 2 count - 1], or to low[0 .. count - 1] and
+// `count` bytes to codes: interleaved in low[0 .. 2 count - 1], or in low[0 .. count - 1] and
 // high[0 .. count - 1].
 template <bool kInTurn>
 void expand_bytes(uint8_t const* bytes, int64_t count, bool high_first, uint8_t* low,
@@ -180,8 +180,8 @@ void unpack_tile_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stri
       Bytes bytes[kTileK / 16][4];
       for (int j = 0; j < kTileK / 16; ++j) split_bytes(&turned[i][4 * j], bytes[j]);
       uint8_t* rows = codes + (first_word + word + i) * 8 * k + first_k;
-      // A line at a time: rows lie a power of two apart, so that few of their lines are in
-      // the cache at once.
+      // One cache line at a time: rows are a power of two apart, so few of their lines fit in the
+      // cache at once.
       for (int p = 0; p < 8; ++p) {
         uint8_t line[kTileK];
         bool const whole = columns == kTileK;

@@ -53,7 +53,8 @@ struct DequantizeParams {
   int row_tiles;   // of kRows rows
 };
 
-// kRows rows of K a thread: all in one group where a group has a multiple of them.
+// Each thread has kRows rows of K; they are in one group where a group has a multiple of kRows
+// rows.
 template <class T, int kRows>
 __global__ void __launch_bounds__(kThreads)
     dequantize_awq_rows(__grid_constant__ DequantizeParams const p) {
@@ -112,8 +113,8 @@ Status launch_type(AwqWeight const& w, void* out, Stream stream) {
 
 // ---- multiply
 
-// kMBlocks: of 8 rows of x, 1, 2 or 4. The more rows of x a warp has, the fewer columns: its sums
-// fill its registers.
+// kMBlocks: blocks of 8 rows of x, 1, 2 or 4. With more rows of x a warp has fewer columns, because
+// its sums fill its registers.
 template <class Element_, int kMBlocks_, int kOctets_ = 4 / kMBlocks_, int kWarps_ = 4,
           int kStages_ = 3, int kMinCtasPerSm_ = 2>
 struct GemmConfig {
@@ -143,7 +144,8 @@ struct GemmConfig {
 
 constexpr int kStepRows = 32, kStripWords = 32, kStripChunks = 8, kChunkColumns = 32,
               kChunkQuads = kChunkColumns / 4;
-// Floats of a row of x in 32 columns of a block's sums: four more avoid bank conflicts.
+// Floats between rows of x in 32 columns of a block's sums: the four added ones avoid bank
+// conflicts.
 constexpr int kChunkTokenFloats = kChunkColumns + 4;
 
 struct GemmParams {
@@ -178,7 +180,7 @@ __device__ __forceinline__ void copy_word(void* shared, void const* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(source) : "memory");
 }
 
-// What a lane needs of a group, as it is stored.
+// A lane's scales and zero points of a group, as stored.
 template <class C>
 struct Group {
   uint4 scales[C::kOctets];
@@ -194,13 +196,13 @@ struct Group {
     }
   }
 
-  // Of nibble i of octet o.
+  // The scale of nibble i of octet o.
   __device__ __forceinline__ float scale(int o, int i) const {
     int column = column_of(i);
     uint32_t const words[4] = {scales[o].x, scales[o].y, scales[o].z, scales[o].w};
     return unpack_half<typename C::Element>(words[column / 2], column % 2);
   }
-  // In units of the products: as subnormal numbers of fp16, codes and zero points are the same.
+  // In units of the products: zero points become subnormal fp16 numbers in the same way as codes.
   __device__ __forceinline__ float zero(int o, int i) const {
     // of nibbles i % 4 and i % 4 + 4
     uint32_t const pair = zeros[o] >> i % 4 / 2 * 8 & (i % 2 ? 0x00f000f0u : 0x000f000fu);
@@ -285,7 +287,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
   int group_index = step / p.group_steps, group_left = (group_index + 1) * p.group_steps - step;
   Group<C> group;
   if (step < end) group.load(p, group_index, first_octet);
-  // Of the 8 chunks of 32 columns every rank ends with an equal share, or nearly.
+  // Every rank finishes an equal share, or nearly, of the 8 chunks of 32 columns.
   auto first_chunk = [&](int r) { return kStripChunks * r / p.cluster; };
   int const chunks = first_chunk(rank + 1) - first_chunk(rank);
 #if __CUDA_ARCH__ >= 900
@@ -301,7 +303,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
 #endif
   pdl_wait();
 
-  // Rows of x that are not there repeat the last: their sums are not stored.
+  // Missing rows of x repeat the last row: their sums are not stored.
   uint16_t const* x[C::kMBlocks];
 #pragma unroll
   for (int tb = 0; tb < C::kMBlocks; ++tb)
@@ -399,8 +401,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
     }
     commit_copies();
     stage = stage + 1 == C::kStages ? 0 : stage + 1;
-    // Long groups in several sums: codes are not centred, so the sums of many rows would lose what
-    // differs between codes and zero points.
+    // Long groups are split into several sums: codes are not centred, so sums over many rows would
+    // lose the precision of the difference between codes and zero points.
     if (--group_left % 8 == 0 || step + 1 == end) {
       promote();
       if (group_left == 0 && step + 1 < end) {
@@ -411,7 +413,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
   }
 
   // The warps' sums are exchanged in the memory of their rings: [split-K
-  // slice][chunk][token][columns].
+  // slice][chunk][x_row][columns].
   __syncthreads();
   float* const own = reinterpret_cast<float*>(shared);
   int const all = kStripChunks * x_rows * kChunkTokenFloats;
@@ -449,9 +451,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
     return sum;
   };
 #if __CUDA_ARCH__ >= 900
-  // To the blocks that end with them. A warp's stores follow one another in memory: sums as MMAs
-  // leave them, in sixteens, took twice as long.
-  // [rank][chunk of the receiver][token][columns]
+  // Send the sums to the blocks that finish them. A warp's stores are adjacent in memory: storing
+  // sums in the order of the MMA registers, in sixteens, took twice as long. [rank][chunk of the
+  // receiver][x_row][columns]
   float* const received = reinterpret_cast<float*>(shared + C::kRingBytes);
   cute::cluster_wait();
   for (int chunk = warp; chunk < kStripChunks; chunk += C::kWarps) {
@@ -510,9 +512,9 @@ Status launch_gemm_config(GemmParams p, int cluster, Stream stream) {
                          stream, p);
 }
 
-// How many blocks, two at least, share K so that the clusters take the fewest turns for their
-// length. How many clusters a GPU runs at once only its driver knows: it is asked once for
-// each kind of grid.
+// The number of blocks, at least two, that share K so that the waves of clusters take the least
+// time. Only the driver knows how many clusters a GPU runs at once: it is queried once for each
+// kind of grid.
 template <class C>
 Status choose_cluster(GemmParams const& p, int* cluster) {
   static std::mutex mutex;

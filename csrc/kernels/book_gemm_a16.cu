@@ -10,7 +10,7 @@
 //            rounded to x's type
 //   multiply mma.sync m16n8k16, fp32 sums of exact products. A look-up gives rows g and g + 8 for
 //            one column, an operand wants two columns of one row: four PRMT a fragment. For up to 4
-//            rows of x there is no need: the pair goes in as it is, and a token takes two of the
+//            rows of x there is no need: the pair goes in as it is, and a row of x takes two of the
 //            eight columns of operand B, (x, 0) that picks row g, and (0, x) that picks row g + 8
 //   promote  sum = fma(step's sum, absmax, sum): the scale never rounds a weight
 //
@@ -27,8 +27,7 @@ namespace {
 constexpr int kRowBlocks = kRowsPerPanel / 16;
 constexpr int kHalfColumns = kKPerTile / 2;
 
-// Blocks that share an SM: before sm_90 the shared memory of one is more than half of what there
-// is.
+// Blocks per SM: before sm_90 one block takes more than half of the shared memory.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kMinCtasPerSm = 1;
 #else
@@ -69,9 +68,9 @@ struct Params {
   bool vector_loads;  // rows of x start on 16 bytes, K is a multiple of 8, and no permutation
 };
 
-// Columns of x from `first` on to shared memory: [pair of 16 columns][token][t][2t, 2t+1, 2t+8,
-// 2t+9 of either 16]; with kPairs [16 columns][(x, 0) of each token, (0, x) of each token][t][2t,
-// 2t+8, 2t+1, 2t+9].
+// Columns of x from `first` on to shared memory: [pair of 16 columns][x_row][t][2t, 2t+1, 2t+8,
+// 2t+9 of either 16]; with kPairs [16 columns][(x, 0) of each row, (0, x) of each row][t][2t, 2t+8,
+// 2t+1, 2t+9].
 template <class C>
 __device__ __forceinline__ void stage_x_rows(uint8_t* to, Params const& p, int first, int columns) {
   constexpr int kAtOnce = 4;  // whose loads are in flight together
@@ -149,8 +148,8 @@ __device__ __forceinline__ float2 scale_values(DataType type, uint2 raw) {
 
 using Sums = float[kRowBlocks][4];
 
-// Half a tile: `x` is where its columns begin for this lane, `scales` the index of its first row's
-// for this lane. next(rb) loads the codes of a row block again, as soon as they are decoded.
+// Half a tile. `x`: this lane's first column; `scales`: the index of the scale of this lane's first
+// row. next(rb) loads the next codes of a row block as soon as its codes are decoded.
 template <class C, class Next>
 __device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next next, uint32_t table,
                                               uint8_t const* x, Params const& p, int64_t scales,

@@ -16,8 +16,8 @@ struct Params {
   int m, tiles, rows;  // rows of x, tiles of K, zero rows
 };
 
-// A CTA takes 32 rows of x and one zero row, a warp four of its tiles of K, a lane a token, so that
-// all that a thread reads is in flight at once.
+// A CTA takes 32 rows of x and one zero row, a warp four of its tiles of K, a lane one row of x, so
+// that all that a thread reads is in flight at once.
 __global__ void __launch_bounds__(kBlockM* kWarps)
     compensate_zeros(__grid_constant__ Params const p) {
   __shared__ float largest[kWarps][kBlockM];
@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kBlockM* kWarps)
   *reinterpret_cast<uint2*>(to + 16) = reinterpret_cast<uint2 const&>(second_parts);
 }
 
-// A warp takes one token and one zero row, and then a lane one of its tiles of K; eight lanes load
-// the codes of a tile.
+// A warp takes one row of x and one zero row, and then a lane one of its tiles of K; eight lanes
+// load the codes of a tile.
 __global__ void __launch_bounds__(32 * kSumRows)
     compensate_zeros_of_weight(__grid_constant__ Params const p) {
   // lanes of a tile; tiles that a warp loads at once

@@ -47,7 +47,7 @@ enum class Source {
   kUnitSteps,  // the same, and stride and dilation along the width are 1
 };
 
-// What a CTA computes. Rows and columns without `in_` are of the result.
+// The tile of a CTA. Rows and columns without `in_` refer to the result.
 struct DepthwiseTile {
   int vectors, rows, strips;  // threads: of eight channels, of places, of four columns
   int channel_tiles, row_tiles, column_tiles;
@@ -114,7 +114,7 @@ __device__ __forceinline__ void load_channels(Params const& p, T const* pixel, i
     to[i] = make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
 }
 
-// Where a CTA's tile is, and this thread's share of it.
+// The position of a CTA's tile, and this thread's share of it.
 struct Thread {
   int image, depth, row, column;  // the first place
   int vector;                     // of the result's channels
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, 4) conv_depthwise(__grid_constant__ 
   for (int k = 0; k < image.taps[2]; ++k) {
     for (int i = 0; i < image.taps[1]; ++i) {
       uint4 const* const line = own + (k * tile.in_rows + i * image.dilation[1]) * tile.row_pitch;
-      // The channels of a pixel of the line of taps, of those from the thread's first one on.
+      // The channels of a pixel of the line of taps, counted from the thread's first pixel.
       auto const load = [&](int column, float (&to)[kChannels]) {
         uint4 words[kWords<T>] = {};
         if constexpr (kInShared) {
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, 4) conv_depthwise(__grid_constant__ 
     }
   }
 
-  // Once for all places, and without a branch between two loads.
+  // Loaded once for all places, without a branch between two loads.
   float bias[kChannels];
   auto const load_bias = [&](DataType type) {
 #pragma unroll
@@ -331,7 +331,7 @@ template <class T, int kStride>
 struct Strip {
   static constexpr int kSize = 3, kChannels = kStripChannels, kPlaces = kStripPlaces;
   static constexpr int kColumns = (kPlaces - 1) * kStride + kSize;
-  // Lines of the result whose sums are in registers at once; and of x, on their way.
+  // Lines of the result whose sums are in registers at once, and lines of x in flight.
   static constexpr int kSets = (kSize + kStride - 1) / kStride, kAhead = kStride == 1 ? 3 : 2;
   static_assert(kSets * kStride % kAhead == 0);
 
@@ -476,8 +476,7 @@ bool fits_strips(Params const& p) {
          p.channels % kStripChannels == 0 && reinterpret_cast<uintptr_t>(p.x) % sizeof(uint2) == 0;
 }
 
-// Lines of a strip. Longer strips read fewer lines of x twice; with shorter ones more SMs have
-// work.
+// Lines of a strip. Longer strips read fewer lines of x twice; shorter ones give work to more SMs.
 template <class T>
 Status launch_strips(Params const& all, int planes, Stream stream) {
   ImageTiles const& image = all.image;
@@ -490,7 +489,8 @@ Status launch_strips(Params const& all, int planes, Stream stream) {
     return ceil_div(planes * ceil_div(image.out[1], lines) * p.segments * p.vectors,
                     int64_t(kThreads));
   };
-  // Instructions of a line of x, of a line of the result, and of a strip's begin, not fitted.
+  // Instructions for a line of x, for a line of the result, and for the start of a strip, counted
+  // and not fitted.
   constexpr int kRead = 30, kLine = 200, kBegin = 300;
   int64_t least = std::numeric_limits<int64_t>::max();
   for (int strips = 1; strips <= image.out[1]; ++strips) {
@@ -512,9 +512,9 @@ Status launch_strips(Params const& all, int planes, Stream stream) {
 // `words`: of eight channels.
 DepthwiseTile choose_tile(ImageTiles const& image, int vectors, int words, int planes,
                           int multiprocessors) {
-  // In eighths of an SM's clocks, by the rates of instructions and not fitted: to multiply a
-  // vector, to copy one, and for each line of memory that is copied; and what a CTA takes to begin
-  // and end that other CTAs do not hide.
+  // In eighths of an SM's clocks, from instruction rates and not fitted: multiplying a vector,
+  // copying a vector, each line of memory that is copied, and the start and end of a CTA that other
+  // CTAs do not hide.
   constexpr int kMultiply = 1, kCopy = 4, kLine = 12, kCta = 3200;
   int64_t const taps = int64_t(image.taps[0]) * image.taps[1] * image.taps[2];
   int64_t const span_x = int64_t(image.taps[0] - 1) * image.dilation[0];
@@ -534,8 +534,7 @@ DepthwiseTile choose_tile(ImageTiles const& image, int vectors, int words, int p
       tile.strips = int(ceil_div(strips, tile.column_tiles));
       int64_t const in_rows = int64_t(rows - 1) * image.stride[1] + span_y + 1;
       int64_t const in_columns = int64_t(tile.columns() - 1) * image.stride[0] + span_x + 1;
-      // Rows of threads read rows of x at once: their vectors are to be neighbours in the banks,
-      // too.
+      // Rows of threads read rows of x at once: the pitch places their vectors in different banks.
       int64_t pitch = in_columns * words * tile.vectors;
       for (int more = 0; more < 8; ++more)
         if ((pitch + more) * image.stride[1] % 8 == tile.vectors % 8) {
@@ -545,7 +544,7 @@ DepthwiseTile choose_tile(ImageTiles const& image, int vectors, int words, int p
       int64_t const places = int64_t(rows) * tile.columns();
       int64_t const ctas =
           int64_t(tile.channel_tiles) * tile.row_tiles * tile.column_tiles * planes;
-      // so that the product is no overflow
+      // so that the product does not overflow
       bool const fits =
           std::max(in_rows, pitch) < kSharedBytes &&
           (image.taps[2] * in_rows * pitch + 2 * taps * tile.vectors) * kVectorBytes <=

@@ -1,4 +1,4 @@
-// The kernels of static int8 convolutions: what they are given, and how they are started.
+// The kernels of static int8 convolutions: arguments and launchers.
 #pragma once
 
 #include "cutlass_ops/conv.h"
@@ -26,13 +26,13 @@ struct ConvWgmmaTile {
   static constexpr int kStagedInts = 2 * 16 * 8;
 
   int block_n, cluster_size;
-  // Registers go from a warpgroup that loads to two that multiply; or one warp loads.
+  // A loading warpgroup gives registers to the two that multiply, or a single warp loads.
   constexpr bool moves_registers() const { return block_n > 128; }
   constexpr int threads() const { return 2 * 128 + (moves_registers() ? 128 : 32); }
   constexpr int ctas_per_sm() const { return block_n > 128 ? 1 : 2; }
   constexpr int stage_bytes() const { return (kBlockM + block_n) * kBlockK; }
-  // Factors and biases of the tile's channels, for each warpgroup; what leaves through shared
-  // memory, twice for each warp; and barriers.
+  // Factors and biases of the tile's channels, for each warpgroup; two buffers for stores of each
+  // warp; and barriers.
   constexpr int other_bytes() const {
     return 2 * block_n * 8 + 8 * kStagedInts * 4 + 2 * kMostStages * 8;
   }
@@ -76,8 +76,8 @@ constexpr int kLeastConvTile = 64;     // pixels or channels of any kernel's
 Status launch_conv_int8_implicit_gemm(ConvParams const& params, ConvPlan const& plan,
                                       Stream stream);
 
-// conv_int8_stem.cu: flat weights whose taps of a line are neighbours in x, sm_80 and later. What a
-// CTA computes, of one image.
+// conv_int8_stem.cu: flat weights whose taps of a line are neighbours in x, sm_80 and later. The
+// tile of a CTA, in one image.
 struct ConvStemTile {
   static constexpr int kThreads = 128, kBlockN = 64;
   static constexpr int kMostColumns = 128, kMostLines = 8;
@@ -121,14 +121,13 @@ struct ConvStemTile {
 };
 Status launch_conv_int8_stem(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
-// conv_int8_depthwise.cu: weights whose codes lie by taps, sm_80 and later. A thread has a strip of
-// lines of four pixels.
-// of a CTA, and of each
+// conv_int8_depthwise.cu: weights whose codes are ordered by taps, sm_80 and later. A thread has a
+// strip of lines of four pixels. of a CTA, and of each
 constexpr int kDepthwiseThreads = 128, kDepthwisePixels = 4, kDepthwiseChannels = 4;
 struct DepthwiseStrips {
   int size, stride;  // of the kernel, along both axes
-  // Strips have any number of lines, as those of a kernel that is small enough end one by one.
-  // Others have `sets()` at most.
+  // Kernels that are small enough finish their lines one by one, so their strips have any number of
+  // lines. Strips of others have at most `sets()`.
   constexpr bool rolls() const { return size == 3; }
   constexpr int sets() const { return rolls() ? (size + stride - 1) / stride : 4; }
   static constexpr int ctas_per_sm() { return 4; }

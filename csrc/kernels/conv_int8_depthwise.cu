@@ -44,7 +44,7 @@ __device__ __forceinline__ int dot(uint32_t x, uint32_t w, int sum) {
   }
 }
 
-// What a thread has.
+// The work of a thread.
 struct Strip {
   int n, image, first, count, column;  // lines and pixels of the result
   int64_t place, pitch;                // of the first output; from a line to the next
@@ -140,12 +140,12 @@ template <bool kUnsigned, int kSize, int kStride>
 struct Square {
   static constexpr int kWords = (kSize + 3) / 4;  // of four taps of a line
   static constexpr int kColumns = (kPixels - 1) * kStride + kSize, kPairs = (kColumns + 1) / 2;
-  // Each begins with a pair. Neighbouring places share one if kStride is 1: the later one's taps
-  // begin a byte later, for which the words have room.
+  // Each begins with a pair of pixels. With kStride 1 neighbouring places share a pair: the taps of
+  // the second place are shifted by a byte, for which the words have room.
   static constexpr int kFours = (kStride == 1 ? kPixels / 2 : kPixels) + 2 * (kWords - 1);
   static_assert(kSize % 4 != 0 && kStride <= 2);
   static constexpr DepthwiseStrips kStrips = {kSize, kStride};
-  // Lines of the result whose sums are in registers at once; and of x, on their way.
+  // Lines of the result whose sums are in registers at once, and lines of x in flight.
   static constexpr bool kRolls = kStrips.rolls();
   static constexpr int kSets = kStrips.sets(), kAhead = kRolls ? (kStride == 1 ? 3 : 2) : 1;
   static_assert(!kRolls || kSets * kStride % kAhead == 0);
@@ -188,8 +188,8 @@ struct Square {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
         fours[k][c] = __byte_perm(pairs[k][c / 2], pairs[next][c / 2], c % 2 ? 0x7632 : 0x5410);
-        // Not behind the branch of the next load, which then has the registers of these pixels: a
-        // copy would wait for it.
+        // Before the branch of the next load, which reuses the registers of these pixels; after it,
+        // copying them would wait for that load.
         asm volatile("" : "+r"(fours[k][c]));
       }
     }

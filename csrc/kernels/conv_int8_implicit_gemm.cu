@@ -20,8 +20,7 @@
 #include "device/launch.cuh"
 #include "device/requantize.cuh"
 
-// CUTLASS has the m16n8k32 instructions of int8 with saturation alone. The sums of
-// convolutions wrap.
+// CUTLASS has only the saturating m16n8k32 instructions of int8, but the sums of convolutions wrap.
 namespace cutlass::arch {
 template <class A>
 struct Mma<gemm::GemmShape<16, 8, 32>, 32, A, layout::RowMajor, int8_t, layout::ColumnMajor, int,
@@ -72,7 +71,7 @@ struct Config {
                        kBlockK = ConvImplicitTile::kBlockK;
   static constexpr int kThreads = kTile.warps() * 32;
   using Element = X;
-  // Of this operator, CUTLASS reads types and width: channels of a thread in the epilogue.
+  // CUTLASS reads only types and the width (a thread's channels in the epilogue) of this operator.
   using OutputOperator = cutlass::epilogue::thread::LinearCombination<int, 4, int, int>;
   using Convolution = cutlass::conv::kernel::DefaultConv2dFprop<
       X, TensorNHWC, int8_t, TensorNHWC, int, TensorNHWC, int, cutlass::arch::OpClassTensorOp,
@@ -138,7 +137,7 @@ class Requantize {
     int acc[kElementsPerAccess];
 #pragma unroll
     for (int i = 0; i < kElementsPerAccess; ++i) acc[i] = wrapping_add(sums[i], biases[column][i]);
-    // What the zero point of x counts for in taps outside of x, where the sums have zeros.
+    // The contribution of the zero point of x in taps outside of x, where the sums have zeros.
     if (int const number = p.cuts_taps ? border_class(p, row) : 0) {
       int const* const outside =
           p.problem.weight.cut_sums + cut_sums_at(p, number, group) + (n - first_n);
@@ -239,7 +238,7 @@ Status launch_config(ConvParams const& params, ConvPlan const& plan, Stream stre
   static_cast<ConvParams&>(p) = params;
   p.group_tiles = int(ceil_div(w.n / problem.groups, C::kBlockN)),
   p.n_tiles = problem.groups * p.group_tiles;
-  // Vectors of x have the zeros behind a tap's channels, as those of the weight do.
+  // Vectors of x have zeros behind a tap's channels, as vectors of the weight have.
   int const stored = stored_channels(w.channels),
             channels = C::kTile.bytewise ? w.channels : stored;
   p.size = Conv2dProblemSize(problem.batch, problem.height, problem.width, channels,

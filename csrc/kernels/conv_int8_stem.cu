@@ -35,7 +35,7 @@ struct Params : ConvParams {
   int n_tiles, column_tiles, line_tiles;
 };
 
-// Where a CTA's tile is.
+// The position of a CTA's tile.
 struct Position {
   int first_n, column, line, image, columns, lines;
 

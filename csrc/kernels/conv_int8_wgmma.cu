@@ -125,7 +125,7 @@ __device__ __forceinline__ void multiply_slice(uint64_t a, uint64_t b, uint32_t*
   Mma::fma(a, b, sums[I]..., add ? ScaleOut::One : ScaleOut::Zero);
 }
 
-// What a warpgroup multiplies. Sums are those of a tile.
+// The main loop of a warpgroup. Sums are those of one tile.
 template <class C>
 struct Multiplier {
   static constexpr int kSlices = ConvWgmmaTile::kBlockK / 32;
@@ -268,8 +268,8 @@ __device__ __forceinline__ void finish_four(Params const& p, int const (&sums)[4
   }
 }
 
-// 16 rows of a warp, whatever their outputs are, by way of shared memory, so that this takes few
-// registers. A lane has four channels of row lane / 2, whose border class is `number`.
+// 16 rows of a warp with any outputs, through shared memory, which needs few registers. A lane has
+// four channels of row lane / 2, whose border class is `number`.
 template <class C>
 __device__ __forceinline__ void store_any(uint32_t (&sums)[C::kSums], ChannelVectors const* vectors,
                                           int* staging, Params const& p, Tile<C> const& tile,
@@ -326,7 +326,7 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* stages, ChannelVec
   uint32_t sums[C::kSums];
   for (int index = blockIdx.x / C::kCluster; index < p.tiles; index += gridDim.x / C::kCluster) {
     Tile<C> const tile(p, index, rank);
-    // On their way to L1 during the main loop, where registers are few.
+    // Prefetched to L1 during the main loop, which has few registers.
 #pragma unroll
     for (int i = 0; i < kColumns; ++i)
       prefetch_channel(p.problem, min(tile.first_n + i * 128 + thread, tile.end_n - 1));
@@ -376,8 +376,7 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
     __syncthreads();
   }
   pdl_wait();
-  // The same in all lanes, as the compiler can see: addresses of copies and MMAs then stay in
-  // uniform registers.
+  // Provably the same in all lanes, so that addresses of copies and MMAs stay in uniform registers.
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp >= 8) {
     if constexpr (C::kTile.moves_registers()) cutlass::arch::warpgroup_reg_dealloc<24>();
@@ -386,7 +385,7 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
     if constexpr (C::kTile.moves_registers()) cutlass::arch::warpgroup_reg_alloc<240>();
     multiply_tiles<C>(stages, vectors, staging, barriers, p, rank, warp / 4);
   }
-  // A CTA's barriers must outlive its neighbour's arrivals and copies.
+  // A CTA must not exit before its neighbour's last arrivals and copies.
   if constexpr (C::kCluster > 1) {
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();

@@ -9,8 +9,8 @@ namespace cutlass_ops {
 
 // ---- mma_gemm_a16, mma_gemm_a8
 
-// Output features, threads, and from one row of x to the next among the sums, which leave through
-// shared memory: the padding keeps the transposing writes off each other's banks.
+// Output features, threads, and the distance between rows of x among the sums, which are stored
+// through shared memory: the padding avoids bank conflicts of the transposing writes.
 constexpr int kMmaRows = 128, kMmaThreads = 128, kMmaSumStride = kMmaRows + 4;
 constexpr int mma_sum_bytes(int block_m) { return block_m * kMmaSumStride * int(sizeof(float)); }
 
@@ -22,7 +22,7 @@ struct MmaA16Cta {
   int stages;
 
   int groups = general ? 4 : 1;  // in a tile of K, at most
-  // Of a stage: weights, then
+  // Offsets in a stage: weights, then
   int activations = kMmaRows / kRowsPerPanel * k_tile_bytes(bits);
   int scales = activations + block_m * kKPerTile * 2;
   int zeros = scales + groups * kMmaRows * 4;
@@ -48,14 +48,14 @@ struct MmaA8Cta {
   int stages;
 
   int steps = general ? 4 : 1;  // in a tile of K, at most
-  // Of a stage: weights, then
+  // Offsets in a stage: weights, then
   int activations = kMmaRows / kRowsPerPanel * k_tile_bytes(bits);
   int activation_scales = activations + block_m * kKPerTile;
   int scales = activation_scales + steps * block_m * 4;
   int zeros = scales + steps * kMmaRows * 4;
   int activation_zeros = zeros + (has_zeros ? steps * kMmaRows : 0);
   int offsets = activation_zeros + (has_zeros ? steps * block_m : 0);
-  // ldmatrix rows and their swizzle want every stage to start on 128 bytes.
+  // ldmatrix rows and their swizzle need every stage to start on 128 bytes.
   int stage_bytes = (offsets + (general ? steps * kMmaRows * 4 : 0) + 127) / 128 * 128;
 
   int shared_bytes = stages * stage_bytes > mma_sum_bytes(block_m) ? stages* stage_bytes
@@ -97,7 +97,7 @@ constexpr int lines_of_copy(int block_m, int line_rows) {
 
 // ---- wgmma_gemm_a8, wgmma_gemm_a16: hopper::TileConfig
 
-// Those that multiply, and one that loads.
+// Threads of the warpgroups that multiply, and of one that loads.
 constexpr int wgmma_threads(int warpgroups) { return 128 * (warpgroups + 1); }
 
 struct WgmmaCta {
@@ -110,7 +110,7 @@ struct WgmmaCta {
   int stages, warpgroups;
 
   bool load_x_zeros = x_has_zeros && load_x_scales;  // with each stage
-  // Of a stage: activations, then
+  // Offsets in a stage: activations, then
   int weights = block_m * kKPerTile * x_bytes;
   int x_scales = weights + warpgroups * k_tile_bytes(bits);
   int x_zeros = x_scales + (load_x_scales ? block_m * 4 : 0);
@@ -121,23 +121,23 @@ struct WgmmaCta {
   // the swizzle repeats every 1024
   int stage_bytes = (zeros + (has_zeros ? kRowsPerPanel * warpgroups : 0) + 1023) / 1024 * 1024;
 
-  // Rows of x that leave a warpgroup through shared memory at a time, as floats and as lines of
-  // 16-bit outputs. Stages of more than 176 rows of x leave little room: least where these have two
-  // bytes.
+  // Rows of x that a warpgroup stores through shared memory at a time, as floats and as lines of
+  // 16-bit outputs. Stages of more than 176 rows of x leave little room, least with two-byte
+  // elements.
   bool large = block_m > 176 && x_bytes == 2;
   int store_rows = large ? 16 : block_m % 32 ? block_m / 2 : 32;
   int line_rows = block_m <= 176 ? block_m
                   : x_bytes == 2 ? ByWidth<int>(112, 64)[bits]
                                  : ByWidth<int>(block_m, block_m / 2)[bits];
-  // From one row of x to the next, as floats; keeps the transposing writes off each other's banks.
+  // The distance between rows of x, in floats; it avoids bank conflicts of the transposing writes.
   int store_stride = kRowsPerPanel + 4;
   int line_bytes = kRowsPerPanel * 2;
   int staged_floats = store_stride * 4 * store_rows, staged_lines = line_bytes * line_rows;
   int store_bytes = warpgroups * (staged_floats > staged_lines ? staged_floats : staged_lines);
   // Behind the staged outputs: zero points of x, 16 times where they are an operand (with group
   // scales), for each warpgroup, then scales of x, which are applied at the end, for each.
-  // compute-sanitizer takes an operand whose rows repeat for twice its length, so that much memory
-  // follows the last.
+  // compute-sanitizer takes an operand with repeated rows for twice as long, so as much memory
+  // follows the last one.
   int end_scales = x_bytes == 1 && !load_x_scales ? block_m : 0;
   int end_zeros = x_has_zeros ? end_scales * (load_scales ? 16 : 1) : 0;  // bytes
   int end_scale_bytes = warpgroups * end_scales * 4;
@@ -185,7 +185,7 @@ struct Fold16Cta {
   // Behind 16 pairs of barriers, a tile of experts for each chunk that may begin one.
   int pairs = 16, tiles = grouped ? stages : 0;
   int barrier_bytes = pairs * 16 + tiles * 16;
-  // Panels of 64 columns of x: as many as there is room and barriers for.
+  // Panels of 64 columns of x: as many as shared memory and barriers allow.
   int most_bytes = kHopperSharedBytes, panel_bytes = block_m * 128;
   int panels_that_fit =
       (most_bytes - barrier_bytes - store_bytes - table_bytes - stages * chunk_bytes - 1023) /

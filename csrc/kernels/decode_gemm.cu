@@ -72,8 +72,8 @@ using Sums = float[C::kMBlocks][C::kSumBlocks][4];
 
 // Up to 4 rows of x times two row blocks' look-ups at a time, which are operands as they are:
 // the values of rows g and g + 8 for one column stand for two columns of operand B, which for
-// its first four columns are (x, 0), to pick row g of each token, and for the others (0, x),
-// to pick row g + 8.
+// its first four columns are (x, 0), to pick row g for each row of x, and for the others (0, x), to
+// pick row g + 8.
 template <class C, class LookUp>
 __device__ __forceinline__ void multiply_pairs(uint32_t (&pairs)[4][4], LookUp look_up,
                                                int first_turn, int turns, uint32_t const* x,
@@ -246,14 +246,14 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
     }
   }
   __syncwarp();  // all lanes have read the vectors
-  // What the next copies need is not computed before the products are: registers.
+  // Addresses of the next copies are computed after the products, to save registers.
   asm volatile(""
                : "+r"(loader.at.piece), "+r"(loader.at.row_panel), "+r"(loader.stage),
                  "+r"(loader.left));
   loader.copy_rest(p);
 }
 
-// A warp's sums of a row panel to shared memory, [token][row].
+// A warp's sums of a row panel to shared memory, [x_row][row].
 template <class C>
 __device__ __forceinline__ void store_sums(float* to, Params const& p, Sums<C>& sums) {
   using E = CodeBias<typename C::Decode>;
@@ -281,7 +281,7 @@ __device__ __forceinline__ void add(float (&sum)[4], float4 const& v) {
   sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
 }
 
-// Every `step`th row of [row panel][token], from row `first`.
+// Every `step`th row of [row panel][x_row], from row `first`.
 struct Rows {
   int row_panel, x_row, row_panel_step, token_step;
   __device__ __forceinline__ Rows(int first, EvenPartition const& step, int m)
@@ -295,7 +295,7 @@ struct Rows {
   }
 };
 
-// Four neighbouring features of a token.
+// Four neighbouring features of a row of x.
 template <class C>
 __device__ __forceinline__ void finish(float (&v)[4], int x_row, int n, Params const& p) {
   if (n >= p.epilogue.n) return;
@@ -333,8 +333,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
   if constexpr (C::kHasCodebook)
     decode::Int4Codebook::fill<typename C::Element>(shared + p.memory.table, p.weight.codebook,
                                                     threadIdx.x, C::kThreads);
-  // Everything else that does not depend on x. Of each row panel the warps that share it: the
-  // first, and how many; and whether the last goes on.
+  // Everything else that does not depend on x: for each row panel the first warp and the number of
+  // warps that share it, and whether the last warp continues with the next panel.
   uint32_t* parts = reinterpret_cast<uint32_t*>(shared + p.memory.parts);
 #pragma unroll 1
   for (int row_panel = threadIdx.x; row_panel < part.row_panels; row_panel += C::kThreads) {
@@ -413,8 +413,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
     sum_steps<C>(shared, p, columns);
   }
   __syncthreads();
-  // Not before this launch has issued all its loads: x, which all blocks wait for, would queue
-  // behind the next launch's weights.
+  // Only after this launch has issued all its loads: otherwise x, which all blocks wait for, would
+  // queue behind the next launch's weights.
   if (loader.left <= 0) pdl_launch_dependents();
 
   float *own_sums = reinterpret_cast<float*>(shared + warp * ring_bytes),
@@ -437,14 +437,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
   }
   store_sums<C>(own_sums, p, sums);  // where its ring was
   __syncthreads();
-  if (p.cluster > 1) {  // all blocks are done with their x: other blocks' sums take its place
+  if (p.cluster > 1) {  // all blocks have read their x: sums of other blocks overwrite it
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
   }
 
-  // A row panel's sums in the order of its warps, by four features of a token a thread.
+  // A row panel's sums in the order of its warps, a thread four features of a row of x.
   int const features = kRowsPerPanel >> p.log_cluster, log_quads = 4 - p.log_cluster;
-  // [rank][row panel][token][features]
+  // [rank][row panel][x_row][features]
   float* const received = reinterpret_cast<float*>(shared + p.memory.x);
 #pragma unroll 2
   for (Rows rows(thread_again() / 16, p.sum_step, m); rows.row_panel < part.row_panels;
@@ -478,8 +478,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
   }
   if (p.cluster == 1) return;
 
-  // Every block ends with an equal share of each row panel's features, which it adds up
-  // in the order of K.
+  // Every block finishes an equal share of each row panel's features, whose sums it adds in the
+  // order of K.
   TransactionBarrier::wait(&barriers.sums, 0);
   int const all = part.row_panels * m * features;
 #pragma unroll 2

@@ -29,8 +29,9 @@ enum class Weights {
   kPlain  // neither zero points nor offsets, and scales of type Element
 };
 
-// Numbers where nothing else takes the sums of x, and for codes that are looked up. With zero points
-// and offsets, which do, those of the biased decoder: the fewest instructions.
+// Exact integers where nothing else needs the sums of x, and for codes that are looked up. With
+// zero points or offsets, which need these sums, the biased decoder: it has the fewest
+// instructions.
 template <class Format, class Element, bool kBiased>
 struct DecoderOf {
   using Type = typename Format::template Decoder<Element>;
@@ -67,14 +68,15 @@ struct Config {
   static constexpr bool kPlain = kWeights == Weights::kPlain;
   // for zero points and offsets
   static constexpr bool kCompensates = Format::kIntegers && kWeights == Weights::kAny;
-  // Whether stage_many() takes x where there is much of it.
+  // Whether stage_many() loads a long x.
   static constexpr bool kStagesMany = !kShortGroups && ByWidth<bool>(true, false)[kBits];
   static constexpr DataType kElementType =
       std::is_same_v<Element, __half> ? DataType::kFloat16 : DataType::kBFloat16;
   static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
   static constexpr int kStages = decode_stages(kHasCodebook);
   static constexpr int kMoreStages = kInt8 ? decode_more_stages(kBits) : 0;
-  // Two blocks a SM, of this launch and the next, where 128 registers a thread are enough.
+  // Two blocks per SM, one of this launch and one of the next, where 128 registers a thread are
+  // enough.
   static constexpr int kMinCtasPerSm = kWarps == 8 && !(kShortGroups && kInt8) ? 2 : 1;
 
   using Decode = typename DecoderOf<Format, Element,
@@ -90,13 +92,13 @@ struct Config {
   static constexpr int kScales = 2 * kRowBlocks * kUnitBytes;  // of a stage: behind the codes
 };
 
-// What blocks tell each other and their copies: x is there; the other blocks' ranges of x
-// are; their sums are.
+// Barriers between blocks and for copies: x has arrived; the other blocks' ranges of x have; their
+// sums have.
 struct Barriers {
   uint64_t x, ranges, sums;
 };
 
-// What decoders leave to the caller.
+// The correction that biased decoders require of the caller.
 template <class Decode, class = void>
 struct CodeBias {
   static constexpr float kCodeBias = 0.0f, kUnit = 1.0f, kUpper = 1.0f;
@@ -131,7 +133,7 @@ struct Params {
   VectorRows weight_rows;
   int k_tiles, n_pad, stages, cluster, clusters, log_cluster;
   EvenPartition row_panels, tiles;   // of the clusters, and of a cluster's blocks
-  EvenPartition sum_step, end_step;  // from a thread's [row panel][token] to its next: row
+  EvenPartition sum_step, end_step;  // from a thread's [row panel][x_row] to its next: row
                                      // panels and rows of x
   int log_scale_bytes, log_offset_bytes;
   DecodeMemory memory;

@@ -17,10 +17,10 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, void const* from, int byt
       : "memory");
 }
 
-// The bulk copies of a warp: every so many rows of x, from a first one that differs between blocks,
-// which want the same lines at the same time. Copies by threads would be waited for together with
-// the weights before them. What they need is in registers before the kernel waits: each instruction
-// after that stands between x and the first product.
+// The bulk copies of a warp: rows of x at a fixed distance, from a first row that differs between
+// blocks, because the blocks read the same lines at the same time. Waiting for copies by threads
+// would also wait for the weights issued before them. All operands are in registers before the
+// kernel waits: each instruction after that delays the first product.
 template <class C>
 struct RowCopies {
   uint16_t const* from;
@@ -36,7 +36,8 @@ struct RowCopies {
     barrier = cute::cast_smem_ptr_to_uint(&barriers.x);
     if (threadIdx.x % 32) x_row = kMaxM;
   }
-  // The assembler computes such things after the wait if it can: not what comes out of a shuffle.
+  // The assembler moves address arithmetic behind the wait if it can, but not the result of a
+  // shuffle.
   __device__ __forceinline__ void prepare() {
     int const lane = threadIdx.x % 32;
     from = reinterpret_cast<uint16_t const*>(
@@ -68,7 +69,7 @@ __device__ __forceinline__ void stage_floats(uint8_t* shared, Params const& p, i
   }
 }
 
-// A warp's tiles of its block's slice of x, [token][tile]. Made before the kernel waits.
+// A warp's tiles of its block's slice of x, [x_row][tile]. Computed before the kernel waits.
 struct TileWalk {
   int tiles, x_row, tile, token_step, tile_step, count;
   __device__ __forceinline__ TileWalk(int tiles_, int m, int warps) : tiles(tiles_) {
@@ -86,7 +87,7 @@ struct TileWalk {
 
 constexpr int kFour = kKPerTile / 32;  // columns of a tile, a lane's
 
-// A lane's columns of a tile as floats: staged ones, or fp32, which is read where it is.
+// A lane's columns of a tile as floats: from the stage, or fp32 from global memory.
 template <bool kFloat32>
 __device__ __forceinline__ void load_floats(uint8_t const* staged, Params const& p, int x_row,
                                             int column, float (&v)[kFour]) {
@@ -119,13 +120,13 @@ __device__ __forceinline__ void store_integers(uint8_t* shared, uint8_t* staged,
 // Largest absolute values by integer comparison: NaN is larger than all.
 __device__ __forceinline__ uint32_t ordered(float v) { return __float_as_uint(fabsf(v)); }
 
-// The range of each token's row, as bits that order integers do: [below, above zero].
+// The range of each row of x, as bits that order integers do: [below, above zero].
 template <class C>
 struct RangePartition {
   uint32_t own[2][C::kBlockM], all[C::kInt8 ? 8 : 1][2][C::kBlockM];
 };
 
-// Of the values of a warp: bits as above.
+// The range of a warp's values: bits as above.
 template <bool kSymmetric>
 __device__ __forceinline__ uint2 warp_range(float const (&v)[kFour]) {
   Range<kSymmetric> range = range_of<kSymmetric>(v);
@@ -133,7 +134,7 @@ __device__ __forceinline__ uint2 warp_range(float const (&v)[kFour]) {
                     __reduce_max_sync(~0u, ordered(range.high)));
 }
 
-// The range of each token's row: that of all slices; every block gets every block's.
+// The range of each whole row of x: every block receives the ranges of all blocks.
 template <class C, bool kSymmetric, bool kFloat32>
 __device__ __forceinline__ void find_ranges(uint8_t* shared, Params const& p, int first,
                                             TileWalk at, RangePartition<C>& partition,
@@ -163,8 +164,8 @@ __device__ __forceinline__ void find_ranges(uint8_t* shared, Params const& p, in
   TransactionBarrier::wait(&barriers.ranges, 0);
 }
 
-// Integers and their scales, in the place of the floats they are made of. Two tiles at a time: an
-// instruction waits for the one before.
+// Integers and their scales overwrite the floats they are made of. Two tiles at a time, because
+// each instruction depends on the previous one.
 template <class C, bool kSymmetric, bool kBlocks, bool kFloat32>
 __device__ __forceinline__ void stage_integers(uint8_t* shared, Params const& p, int first,
                                                TileWalk at, RangePartition<C>& partition) {
@@ -230,7 +231,7 @@ __device__ __forceinline__ void stage_many(uint8_t* shared, Params const& p, int
     float* scale[kAtOnce];
     float v[kAtOnce][kLaneColumns];
     Range<true> range[kAtOnce];
-    bool there[kAtOnce];  // lanes that have no tile go along with those that do
+    bool there[kAtOnce];  // lanes without a tile execute the same shuffles
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       int const tile = begin + j * kStep + lane / kLanes;
@@ -284,7 +285,7 @@ __device__ __forceinline__ void stage_floats_as_integers(uint8_t* shared, Params
   }
 }
 
-// The same by codes that were made before.
+// The same for codes that are quantised already.
 template <class C>
 __device__ __forceinline__ void stage_codes(uint8_t* shared, Params const& p, int first,
                                             TileWalk at) {
@@ -292,8 +293,8 @@ __device__ __forceinline__ void stage_codes(uint8_t* shared, Params const& p, in
 #pragma unroll 1
   for (int i = 0; i < at.count; ++i, at.next()) {
     int const column = at.tile * kKPerTile + threadIdx.x % 32 * kFour;
-    // Of 16 columns, eight bytes hold 0, 8, 1, 9, 2, 10, 3, 11, and eight the others
-    // (activation_position).
+    // In each 16 columns, eight bytes hold columns 0, 8, 1, 9, 2, 10, 3, 11, and eight bytes the
+    // others (activation_position).
     uint2 codes =
         *reinterpret_cast<uint2 const*>(q.codes + int64_t(at.x_row) * p.k_tiles * kKPerTile +
                                         first + column / 16 * 16 + column % 8 * 2);
@@ -310,8 +311,7 @@ __device__ __forceinline__ void stage_codes(uint8_t* shared, Params const& p, in
   }
 }
 
-// The sums of x over each step, in units of what the decoder makes: a step of a token by four
-// lanes.
+// The sums of x over each step, in the decoder's units: four lanes sum a step of a row.
 template <class C>
 __device__ __forceinline__ void sum_steps(uint8_t* shared, Params const& p, int columns) {
   using E = CodeBias<typename C::Decode>;
@@ -343,8 +343,8 @@ __device__ __forceinline__ void sum_steps(uint8_t* shared, Params const& p, int 
   }
 }
 
-// Operand B of eight rows of x and 32 columns. Rows of x that are not there repeat the last: their
-// sums are not stored.
+// Operand B of eight rows of x and 32 columns. Missing rows of x repeat the last row: their sums
+// are not stored.
 template <class C>
 __device__ __forceinline__ uint32_t x_row_of_thread(uint8_t const* shared, Params const& p,
                                                     int m_block) {

@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_eight(void* out, DataType type, int64_t in
          make_uint4(words[0], words[1], words[2], words[3]));
 }
 
-// What makes values of a row's codes in a group.
+// The scale and offset of a row's codes in a group.
 struct Factors {
   float scale, offset;
   int zero;

@@ -192,7 +192,7 @@ __device__ __forceinline__ float number(uint32_t word, int half) {
   }
 }
 
-// Of bits of magnitudes; of 16-bit types in both halves.
+// The larger of the bits of magnitudes; 16-bit types in both halves.
 template <class T>
 __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
   return sizeof(T) == 4 ? max(a, b) : __vmaxu2(a, b);
@@ -240,8 +240,8 @@ __device__ __noinline__ uint32_t search(float const* cuts, uint8_t const* codes,
 template <class T>
 __device__ __forceinline__ float reciprocal_of(float absmax) {
   if constexpr (std::is_same_v<T, __half>) {
-    // One Newton step from the approximation rounds right where neither is near the ends of fp32's
-    // range: seen equal to __frcp_rn for all fp16 numbers but zero.
+    // One Newton step from the approximation rounds correctly away from the ends of fp32's range:
+    // equal to __frcp_rn for all fp16 numbers except zero (tested).
     float a, approximate;
     asm("max.NaN.f32 %0, %1, 0f33800000;" : "=f"(a) : "f"(absmax));  // 2^-24, fp16's least
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(approximate) : "f"(a));
@@ -313,8 +313,8 @@ struct Turn {
       for (uint32_t& most : largest) most = larger<T>(most, __shfl_xor_sync(~0u, most, distance));
     }
     auto absmax_of = [&](uint32_t word, int b) { return number<T>(word, kPairs ? b % 2 : 0); };
-    // Of the lanes that share blocks each stores another's largest value, so that
-    // there is one store.
+    // Each of the lanes that share blocks stores the largest value of a different block, so one
+    // store suffices.
     if (int const place = lane & (lanes - 1); place < kBlocks) {
       uint32_t mine = largest[0];
 #pragma unroll
@@ -373,8 +373,8 @@ struct Turn {
   }
 };
 
-// Independent blocks that a warp has at a time, and whether it loads its next turn's elements
-// before it works on this one's: as registers allow.
+// Independent blocks of a warp at a time, and whether it loads the next turn's elements before it
+// processes this turn's, as registers allow.
 template <class T>
 constexpr int blocks_at_once(int chunks) {
   return sizeof(T) == 2 && chunks == 1 ? 2 : 1;

@@ -1,6 +1,6 @@
-// The end of a product with a gated weight whose kernel stored fp32 sums: add the slices of K, if it
-// was split, in their order; bias; activation(gate) * up; residual; one rounding. Four neighbouring
-// outputs a thread; the sums were just written and come from L2, as far as they fit.
+// Finishes a product with a gated weight whose kernel stored fp32 sums: adds the slices of K in
+// order if it was split, then bias, activation(gate) * up, residual, one rounding. Four
+// neighbouring outputs a thread; the sums were just written and come from L2 as far as they fit.
 //
 //   sums of a row of x   | gate 0..7 | up 0..7 | gate 8..15 | up 8..15 | ...
 //   its outputs          |    0..7   |   8..15   | ...
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
 
 Status launch_gate_sums(GemmProblem const& problem, int slices, int stride, float const* sums,
                         Stream stream) {
-  // Rows along x, of which there may be more than y can count.
+  // Rows along x: their number may exceed the limit of y.
   dim3 const grid(unsigned(problem.m),
                   unsigned(ceil_div(outputs(problem.weight), kThreads * kOutputs)));
   return launch(gate_sums, grid, kThreads, 0, stream, EpilogueParams(problem), sums, slices,

@@ -1,7 +1,7 @@
 // Static int8 products on Hopper (sm_90a alone) by CUTLASS's collectives: GemmUniversal,
 // persistent, with a main loop of the CollectiveBuilder (TMA, wgmma with both operands in shared
-// memory) and an epilogue whose visitor tree is one node that requantises. The result leaves by
-// TMA, so its rows are multiples of 16 bytes.
+// memory) and an epilogue whose visitor tree is one node that requantises. TMA stores the result,
+// so its rows are multiples of 16 bytes.
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 #include <cutlass/gemm/collective/collective_builder.hpp>
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
@@ -18,7 +18,7 @@ namespace {
 
 namespace fusion = cutlass::epilogue::fusion;
 
-// What the sums of an output channel have in common.
+// Scale and bias of an output channel.
 struct Vectors {
   float factor;
   int bias;
@@ -60,8 +60,8 @@ struct Requantize {
     return fusion::EmptyProducerLoadCallbacks{};
   }
 
-  // Of a thread and a tile. `channels`: the coordinates of the thread's accumulators, from its
-  // first; that is of channel `first` of the tile.
+  // The callbacks of a thread for a tile. `channels`: the coordinates of the thread's accumulators,
+  // relative to the first one, which belongs to channel `first` of the tile.
   template <class Coordinates>
   struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
     ConvParams const& p;

@@ -1,5 +1,5 @@
-// What the kernel files offer to dispatch/ and ops.cpp: their tiles, and one launch function a
-// kernel, pure host signatures.
+// The interface of the kernel files to dispatch/ and ops.cpp: tiles, and one launch function for
+// each kernel, with host types only.
 #pragma once
 
 #include "cutlass_ops/awq.h"
@@ -30,7 +30,7 @@ constexpr int mma_gemm_a16_stages(int bits, int block_m, bool general, int table
   bool const few = table > 0 || (general && kShortOfMemory[bits]);
   return block_m == 64 && few ? 2 : mma_gemm_a16_tile(bits, block_m).stages;
 }
-// Whether there is an instance of two stages besides, which the plan may choose.
+// Whether there is also an instance with two stages, which the plan may choose.
 constexpr bool mma_gemm_a16_may_have_two_stages(int bits, int block_m, bool general) {
   return block_m == 64 && !general && ByWidth<bool>(false, true)[bits];
 }
@@ -62,7 +62,7 @@ Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* s
 // wgmma_gemm_a8.cu: int8 activations on Hopper (sm_90a alone), clusters of two CTAs.
 // `warpgroups`: of a CTA, that multiply. Four have half the registers of two, for no more than 64
 // rows of x, and kFourWarpgroups. 144 rows are for activations without zero points, 256 for int32
-// sums over all of K, which need no others besides.
+// sums over all of K, which need no second set of sums.
 constexpr ByWidth<bool> kFourWarpgroups(true, false);
 constexpr Tile wgmma_gemm_a8_tile(int bits, int block_m, int warpgroups = 2) {
   int const few_rows = ByWidth<int>(warpgroups == 4 ? 8 : 10, 9)[bits];
@@ -71,7 +71,7 @@ constexpr Tile wgmma_gemm_a8_tile(int bits, int block_m, int warpgroups = 2) {
 }
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                             Stream stream);
-// Of experts: tiles of one of kGroupedInt8Heights, of two warpgroups.
+// For experts: tile heights are kGroupedInt8Heights, with two warpgroups.
 Status launch_grouped_gemm_a8(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // wgmma_gemm_a16.cu: fp16 or bf16 activations, groups of 128 or more without offsets, in clusters
@@ -87,7 +87,8 @@ constexpr Tile wgmma_gemm_a16_tile(int bits, int block_m, int warpgroups = 2) {
 }
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                              Stream stream);
-// Of experts: tiles of one of kGroupedHeights from kLeastExactHeight on, of two warpgroups.
+// For experts: tile heights are those of kGroupedHeights from kLeastExactHeight on, with two
+// warpgroups.
 Status launch_grouped_gemm_a16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // wgmma_fold16.cuh: 16-bit activations x weights of every format, rounded once to their type;
@@ -101,7 +102,7 @@ template <class Format>
 Status launch_wgmma_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                            Stream stream);
 
-// Of experts: tiles of one of kGroupedHeights.
+// For experts: tile heights are kGroupedHeights.
 template <class Format>
 Status launch_grouped_fold16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 

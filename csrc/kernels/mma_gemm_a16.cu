@@ -7,7 +7,7 @@
 // offsets come from global memory, since a stage has no room for them):
 //
 //   load     weights: one 16-byte load a lane and unit (layout.h); activations: ldmatrix from rows
-//            swizzled by token % 8
+// swizzled by x_row % 8
 //   decode   int4 or int8 -> code minus zero point, an integer that fp16 and bf16 hold exactly; or
 //            a code book's value, looked up
 //   multiply fp32 sums of exact products
@@ -41,7 +41,7 @@ struct Config : BlockTile<kBlockM> {
   static constexpr int kBits = Format::kBits;
   static constexpr int kUnits = kBits / 2;  // of a row block and tile of K (layout.h)
   static constexpr bool kGeneral = kGeneral_;
-  // Whether it takes them: 64 rows take all registers.
+  // Whether images are implemented: 64 rows take all registers.
   static constexpr bool kGroupsOf16 = kGeneral && kBlockM <= 32;
   static constexpr int kPieces = kKPerTile / 16;
   // of 16 columns
@@ -50,15 +50,15 @@ struct Config : BlockTile<kBlockM> {
   static constexpr bool kAhead = kBlockM == 64 && !kGeneral;
   static constexpr int kStages =
       kStages_ ? kStages_ : mma_gemm_a16_stages(kBits, kBlockM, kGeneral, Format::kTableBytes);
-  // The next tile is wanted soon, or the multiplication takes all registers.
+  // The next tile is needed soon, or the multiplication takes all registers.
   static constexpr bool kCopiesFirst = kStages == 2 || (kGeneral && kBlockM == 32);
-  // For sm_90 ptxas puts three idle loads before each run of copies that follows an ldmatrix: the
-  // more at once, the fewer of them. Measured.
+  // For sm_90 ptxas puts three dummy loads before each run of copies that follows an ldmatrix, so
+  // longer runs have fewer of them. Measured.
   static constexpr int kCopiesAtOnce =
       kAhead || (kBlockM == 16 && !kGeneral && ByWidth<bool>(false, true)[kBits]) ? 3 : 1;
   static constexpr int kMinBlocks =
       kGeneral && kBlockM == 16 ? 2 : mma_gemm_a16_tile(kBits, kBlockM).min_ctas_per_sm;
-  static constexpr int kRowBytes = kKPerTile * 2;  // of a token
+  static constexpr int kRowBytes = kKPerTile * 2;  // of a row of x
 
   static constexpr MmaA16Cta kCta{kBits, kBlockM, kGeneral, Format::kTableBytes, kStages};
   static constexpr int kGroups = kCta.groups;
@@ -80,7 +80,7 @@ struct Params : TileParams {
   bool whole_copies;  // and K is one of a tile's columns
 };
 
-// What a thread copies for every tile.
+// The copies of a thread for every tile.
 template <class C>
 struct Copies {
   static constexpr int kVectors = C::kGeneral && !C::kHasCodebook ? 3 : 1;
@@ -128,8 +128,8 @@ struct Copies {
     }
   }
 
-  // Rows of x that cannot be copied 16 bytes at a time, and the tile in which K ends: columns
-  // beyond it are zeros. And an image's pixels.
+  // Copies rows of x that cannot be copied 16 bytes at a time, the tile in which K ends (columns
+  // beyond K are zeros), and the pixels of an image.
   __device__ __forceinline__ bool special(int stage, int k_tile) const {
     if (p.whole_copies) return false;
     if (p.image.columns) {
@@ -163,7 +163,7 @@ struct Copies {
   }
 };
 
-// What a step's rows have in common.
+// Scales and zero points of a step's rows.
 template <class C>
 struct StepRows {
   float scales[4], offsets[4];
@@ -184,7 +184,7 @@ struct StepRows {
   }
 };
 
-// The sums of a step over two token blocks.
+// The sums of a step over two blocks of 8 rows of x.
 template <class C>
 struct PairSums {
   float main[2][C::kRowBlocks][4];

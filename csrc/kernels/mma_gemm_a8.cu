@@ -8,7 +8,7 @@
 // for it):
 //
 //   load     weights: one 16-byte load a lane and unit (layout.h); activations: ldmatrix from rows
-//            swizzled by token % 8
+// swizzled by x_row % 8
 //   decode   int4 -> int8 in registers, minus the zero point
 //   multiply exact int32 sums, which never leave registers
 //   promote  sum = fma(float(I), activation scale * weight scale, sum)
@@ -21,9 +21,9 @@
 //
 // Asymmetric terms. With centred codes c, their zero point zc, activation codes q and their zero
 // point za, the sum over a step is
-//   I = sum (q - za)(c - zc) = sum q (c - zc) - za * sum (c - zc) 4 bit: c - zc is what
-//   the decoder makes
-//     = sum q c - za * sum c - zc * Q,   Q = sum q - width * za           8 bit: c - zc would not fit
+//   I = sum (q - za)(c - zc)
+//     = sum q (c - zc) - za * sum (c - zc)     4 bit: the decoder makes c - zc
+//     = sum q c - za * sum c - zc * Q          8 bit: c - zc would not fit; Q = sum q - width * za
 // and a real offset o adds o * scale_a * Q. sum c comes from the tensor cores too, by an operand
 // B of ones, in the registers that hold the outputs of those rows; sum q by an operand B of ones
 // to the rows of x as operand A: the registers of two operands B, in another order, are one.
@@ -60,8 +60,8 @@ struct Config : BlockTile<kBlockM> {
   static constexpr int kStepPieces = kForm == Form::kGeneral32   ? 1
                                      : kForm == Form::kGeneral64 ? 2
                                                                  : kPieces;
-  // Zero points are taken from codes, or their share from sums: those may lead beyond the magic
-  // number's range.
+  // Zero points are subtracted from codes, or their contribution from sums: this may exceed the
+  // magic number's range.
   static constexpr bool kZerosFitInt8 = Format::kZerosFitInt8;
   static constexpr bool kMinusZero = kForm != Form::kSymmetric && kZerosFitInt8;
   static constexpr bool kMagic = !kGeneral || kZerosFitInt8;
@@ -94,7 +94,7 @@ struct Params : TileParams {
   VectorRows activation_rows;
 };
 
-// What a thread copies for every tile.
+// The copies of a thread for every tile.
 template <class C>
 struct Copies {
   static constexpr int kVectors = C::kGeneral ? 3 : 1;
@@ -172,7 +172,7 @@ struct Copies {
   }
 };
 
-// What a step's rows have in common.
+// Scales and zero points of a step's rows.
 template <class C>
 struct StepRows {
   float scales[4], offsets[4];
@@ -200,7 +200,7 @@ struct XVectors {
   __device__ __forceinline__ XVectors(uint8_t const* stage, int block)
       : scales(reinterpret_cast<float const*>(stage + C::kActivationScales) + block * C::kBlockM),
         zeros(reinterpret_cast<int8_t const*>(stage + C::kActivationZeros) + block * C::kBlockM) {}
-  // Of a tile's block of 16 columns.
+  // For a block of 16 columns of a tile, in global memory.
   __device__ __forceinline__ XVectors(GlobalTile const& tile, Params const& p, int block)
       : last(p.x.stride - 2 - tile.m0) {
     int64_t const from =
@@ -209,7 +209,7 @@ struct XVectors {
   }
 };
 
-// The integer sums of a step over two token blocks.
+// The integer sums of a step over two blocks of 8 rows of x.
 template <class C>
 struct PairSums {
   uint32_t main[2][C::kRowBlocks][4];
@@ -253,14 +253,14 @@ __device__ __forceinline__ void promote(Params const& p, ThreadCoord<C> const& a
   }
 }
 
-// Half of an operand A, of 16 columns; zeros in the place of the other.
+// Half of an operand A, of 16 columns; the other half is zeros.
 template <int kHalf>
 __device__ __forceinline__ void clear_other_half(uint32_t (&a)[4]) {
   a[2 - 2 * kHalf] = a[3 - 2 * kHalf] = 0;
 }
 
-// One step: its k-slices (32 columns) begin with the tile's k-slice `first`. kHalf: of the one
-// k-slice, which 16 columns; -1: all.
+// One step: its k-slices (32 columns) begin with the tile's k-slice `first`. kHalf: the 16 columns
+// of a single k-slice that are used; -1: all.
 template <class C, bool kXRowSums, int kHalf, class Beside>
 __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
                                          ThreadCoord<C> const& at, XVectors<C> const& x,

@@ -91,7 +91,7 @@ __device__ __forceinline__ void store_codes(PackProblem const& p, int row, int c
   }
 }
 
-// Where a warp and its lanes work.
+// The position of a warp and its lanes.
 template <int kBits>
 struct Coordinates {
   static constexpr int kUnits = kBits / 2;                 // of 16 rows x 128 columns

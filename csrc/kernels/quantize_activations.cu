@@ -10,8 +10,10 @@
 // bits on every device (but for the exponential, which is the device's own): each operation is
 // rounded to fp32, each parenthesis and y to x's type.
 //   symmetric    s = amax / 127          q = clamp(rint(y * (127 / amax)), -127, 127)
-//   asymmetric   s = (hi - lo) / 255     z = clamp(rint(-128 - lo * r), -128, 127)     q = clamp(rint(y * r) + z, -128, 127),   r = 255 / (hi - lo)
-//                lo = min(0, min y), hi = max(0, max y)
+//   asymmetric   lo = min(0, min y), hi = max(0, max y)
+//                s = (hi - lo) / 255     r = 255 / (hi - lo)
+//                z = clamp(rint(-128 - lo * r), -128, 127)
+//                q = clamp(rint(y * r) + z, -128, 127)
 // A block of zeros has scale 1. A block that holds a NaN or an infinity has scale NaN and codes
 // 0: every output of its row is NaN. Columns from K to the next multiple of 128 hold the zero
 // point of their block.
@@ -55,9 +57,9 @@ constexpr int kBlockRows = 2;                     // rows of a thread of quantiz
 constexpr int kMaxGridY = 65535;
 constexpr int kAnyThreads = 256;  // of quantize_any_rows
 constexpr int kDecodeBlockM = 16;
-// An x that is larger leaves the cache first, for the codes to stay until they are multiplied: 1 %
-// of a product of M = 4096, 4096 x 4096. A smaller one may be found there, where whatever made it
-// left it: 1 to 2 % of up to 1024 rows of x.
+// A larger x is evicted from the cache first, so that the codes stay there until they are
+// multiplied: 1 % of a product of M = 4096, 4096 x 4096. A smaller x may still be in the cache from
+// the kernel that made it: 1 to 2 % with up to 1024 rows of x.
 constexpr int64_t kStreamedBytes = 12 << 20;
 
 enum class Function { kNone, kRmsNorm, kSiluMul };
@@ -207,9 +209,9 @@ __device__ __forceinline__ void normalize(Columns<T>& c, Columns<T> const& weigh
 
 // ---- blocks of 16, 32, 64 or 128 columns
 
-// Those of kBlockRows rows and the columns of this block's threads, which are a zero row:
-// zero points times scales or, without zero points, sums of the codes times scales. All
-// threads come here.
+// Stores the zero values of kBlockRows rows and the columns of this block's threads, which are a
+// zero row: zero points times scales or, without zero points, sums of the codes times scales. All
+// threads call this.
 template <class T, bool kSymmetric>
 __device__ __forceinline__ void store_zero_values(Params const& p,
                                                   Columns<T> const (&c)[kBlockRows],
@@ -306,7 +308,7 @@ __global__ void __launch_bounds__(kFunction != Function::kNone ? kBlockThreads :
     store_codes<kFunction == Function::kNone>(p, row + i, piece, c[i], quantizer);
   }
   if (piece & ((1 << p.log2_lanes) - 1)) return;
-  // out.stride is a multiple of 16: there is room for the scale of a row beyond the last.
+  // out.stride is a multiple of 16, so the scale of a row beyond the last fits.
   int64_t to = int64_t(piece >> p.log2_lanes) * q.out.stride + row;
   *reinterpret_cast<float2*>(q.out.scales + to) = make_float2(scales[0], scales[1]);
   if (!kSymmetric)
@@ -336,7 +338,7 @@ __device__ __forceinline__ void quantize_piece(Params const& p, int row, int pie
   store_vectors(out, row, piece >> p.log2_lanes, quantizer);
 }
 
-// The range of a row from those of its warps, by way of `parts`.
+// The range of a row from the ranges of its warps, exchanged in `parts`.
 template <class T, bool kSymmetric>
 __device__ __forceinline__ void share_with_block(Span<T, kSymmetric>& span,
                                                  Span<T, kSymmetric>* parts) {
@@ -355,7 +357,8 @@ __global__ void __launch_bounds__(kRowThreads<kPieces>)
     quantize_rows(__grid_constant__ Params const p) {
   constexpr bool kNorm = kFunction == Function::kRmsNorm, kTwo = kFunction != Function::kNone;
   constexpr int kWarps = kRowThreads<kPieces> / 32;
-  // In turn for even and odd rows, so that a warp may begin a row while others end the one before.
+  // Alternating for even and odd rows, so that a warp may begin a row while others finish the
+  // previous one.
   __shared__ float run_sums[2][kWarps * kPieces];
   __shared__ Span<T, kSymmetric> spans[2][kWarps];
   if (p.start.early) pdl_launch_dependents();  // it loads its weights meanwhile
@@ -415,8 +418,8 @@ __global__ void __launch_bounds__(kRowThreads<kPieces>)
   }
 }
 
-// A few rows, of one scale each, by clusters: a row in as many blocks as keep it in registers,
-// whose ranges go to all of them.
+// A few rows of one scale each, by clusters: a row is divided among as many blocks as keep it in
+// registers, and all of them receive the ranges of all.
 constexpr int kPartThreads = 128, kPartPieces = 2, kMostParts = 8;  // rows of 32768 columns
 
 // Blocks that fit on an SM together with two of wgmma_decode.cu: 40 registers a thread.
@@ -428,7 +431,7 @@ __global__ void __launch_bounds__(kPartThreads, 12)
   __shared__ Span<T, kSymmetric> spans[kMostParts * kWarps];
   if (p.start.early) pdl_launch_dependents();  // it loads its weights meanwhile
   cute::cluster_arrive_relaxed();
-  cute::cluster_wait();  // all blocks are there to be written to
+  cute::cluster_wait();  // all blocks have started and can be written to
   pdl_wait_and_launch_dependents();
   QuantizeProblem const& q = p.problem;
   int const row = blockIdx.y, first = blockIdx.x * (kPartThreads * kPartPieces) + threadIdx.x,
@@ -533,13 +536,12 @@ __global__ void __launch_bounds__(kAnyThreads) find_range(__grid_constant__ Para
 // ---- launch
 
 // A grid of few blocks requests shared memory that it does not use, so that its blocks spread over
-// the GPU. They start while the kernel before still runs; without that memory they would all wait
-// on the first SMs that become free, and then share the bandwidth of these. Up to kDecodeBlockM
+// the GPU. They start while the previous kernel still runs; without that memory they would all be
+// placed on the first SMs that become free, and share the bandwidth of those. Up to kDecodeBlockM
 // rows of x, where two blocks of a decode kernel must fit on an SM together with a block of the
 // quantiser, this is done only if most SMs get a block. For more rows of x a quarter of the memory
 // is requested, which leaves room for two blocks of mma_gemm_a8; with half, some blocks for 24 rows
-// would wait for others to end. (W4A8 28672 x 4096: 23.8 us instead of 30; M = 32, 4096 x 4096
-// between other kernels: 10.2 instead of 12.2.)
+// would wait for others to end.
 Status launch_spread(void (*kernel)(Params), dim3 grid, dim3 threads, Stream stream,
                      Params const& p) {
   Device device;
@@ -562,8 +564,8 @@ template <class T, bool kSymmetric, Function kFunction>
 Status launch_blocks(Params const& p, Stream stream) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
-  // A thread block has whole blocks of columns, and several rows where rows are short. For a few
-  // rows of x, which the product waits for, it has no more columns than an SM's share of all.
+  // A thread block has whole blocks of columns, and several rows where rows are short. With few
+  // rows of x, which the product waits for, it has at most an SM's share of all columns.
   int const groups = (p.problem.m + kBlockRows - 1) / kBlockRows,
             share = p.pieces * groups / device.multiprocessors;
   int const threads = p.problem.m > kDecodeBlockM
@@ -598,7 +600,7 @@ Status launch_rows(Params const& p, Stream stream) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   int const threads = ((p.pieces + kPieces - 1) / kPieces + 31) / 32 * 32;
-  // Blocks that fit at a time: each goes on to further rows.
+  // As many blocks as fit at a time; each continues with further rows.
   int const blocks = std::min(p.problem.m, device.multiprocessors * std::max(1, 1024 / threads));
   return launch_spread(quantize_rows<T, kSymmetric, kFunction, kPieces>, dim3(blocks),
                        dim3(threads), stream, p);
@@ -617,7 +619,7 @@ Status launch_function(Params const& p, Stream stream) {
   if constexpr (kFunction != Function::kRmsNorm) {
     if (p.problem.out.block != -1 || p.problem.range)
       return launch_blocks<T, kSymmetric, kFunction>(p, stream);
-    // Many rows that a warp's lanes can hold are blocks of as many lanes, a power of two of them.
+    // Many rows that a warp can hold are treated as blocks of a power-of-two number of lanes.
     if (p.pieces <= 32 && p.problem.m > kDecodeBlockM) {
       Params lanes = p;
       lanes.log2_lanes = 3;

@@ -1,6 +1,6 @@
 // The values that int8 codes of floats stand for, scale * (code - zero point), in the order of the
-// floats: what another library is to multiply where quantize_activations.cu's codes would be
-// multiplied here. Codes, scales and zero points are the same bits.
+// floats. Another library multiplies these values where kernels here would multiply the codes of
+// quantize_activations.cu; codes, scales and zero points are the same bits.
 //
 // Some lanes share a run of columns with one scale: they find its range, then read it
 // again from the cache.

@@ -1,5 +1,5 @@
-// Before and after products of experts: where each expert's rows lie ("slots",
-// device/grouped.cuh), x in that order, and the weighted sums of what comes out.
+// Before and after products of experts: assigns rows to experts ("slots", device/grouped.cuh),
+// copies x in that order, and computes the weighted sums of the outputs.
 #include "cutlass_ops/layout.h"
 #include "device/grouped.cuh"
 #include "device/launch.cuh"
@@ -165,8 +165,8 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_experts(__grid_constant__ 
   bool const half_rows = p.row_type == DataType::kFloat16;
   float sums[kColumns] = {};
   int first = 0;
-  // What is loaded for so many experts is in flight together: there are too few predicates to leave
-  // out those that are missing, which load some row.
+  // Loads for this many experts are in flight together. There are too few predicates to skip
+  // missing ones, which load an arbitrary row instead.
   auto const add = [&](auto count) {
     constexpr int kCount = decltype(count)::value;
     int const position = token * top + first;
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_experts(__grid_constant__ 
 #pragma unroll
       for (int& slot : slots) slot = slot < p.route.experts ? slot : -1;
     }
-    // The branch by their type stands once before all of them.
+    // One branch by their type, before all of them.
     auto const load_weights = [&](DataType type) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) weights[j] = load_float(p.weights, type, position + j);

@@ -1,6 +1,6 @@
-// The end of a product whose K was split over blocks: add the parts, always in the order of
-// K, and apply the epilogue. Four neighbouring outputs a thread; the parts were just written
-// and come from L2.
+// Finishes a product whose K was split over blocks: adds the slices, always in the order of K, and
+// applies the epilogue. Four neighbouring outputs a thread; the slices were just written and come
+// from L2.
 #include "cutlass_ops/layout.h"
 #include "device/epilogue.cuh"
 #include "device/launch.cuh"
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads)
 
 Status launch_splitk_reduce(GemmProblem const& problem, int splits, float const* splitk_workspace,
                             Stream stream) {
-  // Rows along x, of which there may be more than y can count: a batch-invariant product is
+  // Rows along x: their number may exceed the limit of y, because a batch-invariant product is
   // split for any m.
   dim3 grid(problem.m, (problem.weight.n + kThreads * kOutputs - 1) / (kThreads * kOutputs));
   return launch(splitk_reduce, grid, kThreads, 0, stream, EpilogueParams(problem), splitk_workspace,

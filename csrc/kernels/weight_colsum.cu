@@ -1,8 +1,8 @@
 // A packed weight -> its zero-point terms: PackedWeight::sums, sum_scales and total_colsum
 // (zero_compensation.h). A CTA takes a row panel, a set of four warps of it every few sixteens of K
-// tiles, and a warp 16 rows. The terms wait as fp32 numbers where their fp16 parts will stand until
-// the scale of the row is known, so that the weight is read once. Where the zero points of the
-// weight are compensated, the terms are those times their scales, and no codes are read.
+// tiles, and a warp 16 rows. The terms are kept as fp32 numbers in the place of their fp16 parts
+// until the scale of the row is known, so that the weight is read once. Where the zero points of
+// the weight are compensated, the terms are those times their scales, and no codes are read.
 #include <cuda_fp16.h>
 
 #include <algorithm>
@@ -68,13 +68,13 @@ __device__ __forceinline__ void sum_tile(Params const& p, int row_panel, int til
   }
 }
 
-// Of -126 .. 127.
+// 2^exponent for exponents -126 .. 127.
 __device__ __forceinline__ float power_of_two(int exponent) {
   return __uint_as_float(uint32_t(exponent + 127) << 23);
 }
 
-// What a lane of wgmma's fragments has of 16 tiles of K: of tiles 2t, 2t + 1, 2t + 8 and 2t + 9 and
-// rows g and g + 8; and these rows' largest magnitudes and totals.
+// A lane's part of wgmma fragments of 16 tiles of K: tiles 2t, 2t + 1, 2t + 8 and 2t + 9 and rows g
+// and g + 8, with the largest magnitudes and totals of these rows.
 struct Terms {
   float values[2][4] = {}, most[2] = {};
   double total[2] = {};
@@ -97,8 +97,8 @@ __device__ __forceinline__ void add_sums(Params const& p, int row_panel, int six
   }
 }
 
-// Minus zero points times scales, in the same order; totals are of no use. All that a thread loads
-// is in flight at once.
+// Minus zero points times scales, in the same order; totals are unused. All loads of a thread are
+// in flight at once.
 template <class Format, class Scale>
 __device__ __forceinline__ void add_zeros(Params const& p, int row_panel, int sixteen,
                                           Terms& terms) {
@@ -177,8 +177,7 @@ __global__ void __launch_bounds__(kSetThreads* kMostSets)
       largest[set][first_row + h] = terms.most[h], totals[set][first_row + h] = terms.total[h];
   }
   __syncthreads();
-  // Powers of two that scale_type holds, by which sums come below 2^14 (2^16 with the
-  // largest fp16 scales).
+  // Powers of two in scale_type that bring sums below 2^14 (2^16 with the largest fp16 scales).
   float inverse[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

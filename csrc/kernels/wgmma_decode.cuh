@@ -36,7 +36,7 @@
 namespace cutlass_ops {
 namespace {
 
-// The scales of a thread's two rows as they lie in shared memory.
+// The scales of a thread's two rows, as stored in shared memory.
 template <class Scale>
 struct StoredScales {
   uint32_t words[sizeof(Scale) / 2];
@@ -58,19 +58,19 @@ struct StoredScales {
   }
 };
 
-// Where a thread's part of a stage lies: that of its warpgroup's first row panel.
+// The position of a thread's part of a stage, in its warpgroup's first row panel.
 struct StageAddress {
   uint32_t units, scales, offsets, zeros, x_rows, token_zeros;
 };
 
-// Whether int8 x has one scale a token, and not one a token and tile.
+// Whether int8 x has one scale a row, and not one a row and tile.
 template <class C>
 __device__ __forceinline__ bool ends_with_token_scales(Params const& p) {
   return C::kInt8 && !C::kQuantizes && p.x_row_stride == 0;
 }
 
-// A tile's products of codes and their promotion. `releases`: whether this lane says that
-// the stage is read.
+// A tile's products of codes and their promotion. `releases`: whether this lane arrives at the
+// barrier of stages that were read.
 template <class C, int kRowPanels>
 __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& at, uint32_t table,
                                                Params const& p, bool releases, uint64_t* empty,
@@ -173,8 +173,8 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
       float2 scale = stored.values();
       if constexpr (C::kInt8)
         scale.x *= 1.0f / C::Decode::kScale, scale.y *= 1.0f / C::Decode::kScale;
-      // One scale a token comes last. Block scales are applied in the order of wgmma_gemm_a8's large
-      // tiles: a batch-invariant product has its bits.
+      // With one scale a row of x, it is applied last. Block scales are applied in the order of
+      // wgmma_gemm_a8's large tiles: a batch-invariant product has its bits.
       auto const promote = [&](auto const& scaled) {
 #pragma unroll
         for (int e = 0; e < C::kSums; ++e)
@@ -205,8 +205,8 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
   }
 }
 
-// A tile's products of values, by 32 columns: more operands at a time want more registers than two
-// CTAs leave. kGroupsOf16: they have two groups' scales.
+// A tile's products of values, 32 columns at a time: more operands would need more registers than
+// two CTAs per SM leave. kGroupsOf16: 32 columns have the scales of two groups.
 template <class C, int kRowPanels, bool kGroupsOf16>
 __device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& at, uint32_t table,
                                                 Params const& p, bool releases, uint64_t* empty,
@@ -216,7 +216,7 @@ __device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& 
   // From what belongs to a group of 32, 64 or 128 columns to what belongs to the next.
   int rows = p.shape.most_row_panels * kRowsPerPanel;
   int const shift = p.weight_rows.count == 4 ? 0 : p.weight_rows.count == 2 ? 1 : 2;
-  // Multiples of it are not to be kept in registers from tile to tile.
+  // Keeps its multiples out of registers between tiles.
   if (kGroupsOf16) asm volatile("" : "+r"(rows));
   constexpr int kBuffers =
       C::kOneCta ? 2 : 1;  // of operands: one is decoded while the other is multiplied, where
@@ -281,7 +281,7 @@ __device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& 
 
 // The sums of a piece in the order of wgmma's accumulators, of rows g, g + 8 and rows of x 2t,
 // 2t + 1: the four lanes of neighbouring rows exchange theirs, until each has four neighbouring
-// features of a token.
+// features of a row of x.
 struct FeaturesOfRow {
   int x_row, feature;  // from the piece's first
   float sums[4];
@@ -311,7 +311,7 @@ struct FeaturesOfRow {
   }
 };
 
-// A piece's sums, of 16 features from n on and of eight rows of x of an expert's tile, to outputs.
+// Stores the outputs of a piece: 16 features from n on and eight rows of x of an expert's tile.
 __device__ __forceinline__ void finish_piece(float (&v)[4], int n, int m_block,
                                              SlotTile const& tile, Params const& p) {
   if (tile.rows <= m_block * 8) return;
@@ -325,9 +325,9 @@ __device__ __forceinline__ void finish_piece(float (&v)[4], int n, int m_block,
   }
 }
 
-// The same, neither gated nor with a bias, from the lanes that have the sums: while other
-// warps wait for weights, scattered stores cost less than the exchange between lanes that
-// makes them whole.
+// The same without gate and bias, straight from the lanes that have the sums: while other warps
+// wait for weights, scattered stores cost less than the exchange between lanes that would coalesce
+// them.
 __device__ __forceinline__ void store_piece(float const* v, int n, int m_block,
                                             SlotTile const& tile, Params const& p) {
   int const lane = threadIdx.x % 32;
@@ -345,7 +345,7 @@ __device__ __forceinline__ void store_piece(float const* v, int n, int m_block,
   }
 }
 
-// Where in a ring of stages a warp is.
+// A warp's position in the ring of stages.
 struct RingPlace {
   int stage;
   uint32_t phase;
@@ -386,8 +386,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
 #pragma unroll 1
   for (int i = set; i < part.tiles; i += p.shape.sets) {
     if constexpr (C::kQuantizes) {
-      // Every third tile is this warpgroup's, some time before it is multiplied: in a stage that is
-      // another than this one, if there are enough.
+      // This warpgroup quantises every third tile, some time before it is multiplied: in another
+      // stage than this one, if there are enough stages.
       int const ahead = p.shape.sets == 1                 ? 1
                         : p.shape.stages > C::kWarpgroups ? C::kWarpgroups
                                                           : 0;
@@ -396,8 +396,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
         if (to_quantize < part.tiles)
           quantize<C>(x_at, stage + ahead - (wraps ? p.shape.stages : 0), phase ^ uint32_t(wraps),
                       full, p);
-        // (Where a cluster has fewer row panels than warpgroups, which then are one set if a
-        // warpgroup takes few, by those that have one.)
+        // (Where a cluster has fewer row panels than warpgroups and these form one set, only
+        // warpgroups with a panel quantise.)
         to_quantize += C::kMostRowPanels < C::kWarpgroups && p.shape.sets == 1
                            ? min(C::kWarpgroups, part.row_panels)
                            : C::kWarpgroups;
@@ -414,8 +414,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
           here.scales + (p.shape.offsets - p.shape.scales) + row * (p.offset_bytes - p.scale_bytes);
       here.zeros = here.scales + (p.shape.zeros - p.shape.scales) - row * (p.scale_bytes - 1);
     }
-    // int8: if another tile is to come there. (Without a branch the compiler holds more registers
-    // than there are.)
+    // int8: if another tile follows in that stage. (Without the branch the compiler needs more
+    // registers than there are.)
     bool const releases = C::kInt8 ? i + p.shape.stages < part.tiles : lane == 0;
     uint64_t* const empty = full + Barriers::kStages + stage;
     uint32_t const table = x_at + p.shape.table + lane * 4;
@@ -440,7 +440,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     return;
   }
   if (C::kDeals && p.shape.dealt) {
-    // One after another: finish_piece is long.
+    // Not unrolled: finish_piece is long.
 #pragma unroll 1
     for (int i = 0; i < kRowPanels * C::kMBlocks; ++i) {
       float v[4] = {};
@@ -452,7 +452,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     }
     return;
   }
-  cute::cluster_arrive_relaxed();  // all blocks are done with their stages: sums take their place
+  cute::cluster_arrive_relaxed();  // all blocks have read their stages: sums overwrite them
   cute::cluster_wait();
   // [rank and set][row panel][piece][lane], a piece being 16 features of 8 rows of x.
   float4* received = reinterpret_cast<float4*>(shared);
@@ -493,7 +493,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   Part part = [&] {
     if constexpr (C::kGrouped) {
-      if (p.groups.top) pdl_wait();  // what `route` or another kernel before this one wrote
+      if (p.groups.top) pdl_wait();  // for what `route` or another earlier kernel wrote
       if (warp == C::kWarps) {
         auto const store = [&](int count, auto const& store_tile) {
           Dealt const mine(p, count);
@@ -519,7 +519,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   int next = 0;  // of the block's row panels of experts
   if constexpr (C::kGrouped) {
     next = dealt.begin;
-    // the grid is for as many tiles as there may be
+    // the grid covers the largest possible number of tiles
     if (!part.take(p, next, dealt, tiles)) return pdl_wait();
   }
   if constexpr (C::kCodebook)
@@ -576,7 +576,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
     SlotTile const& tile = tiles[part.tile];
     switch (count) {
       case 0:
-        if (C::kDeals && p.shape.dealt) {  // stages are read when all warpgroups say so
+        if (C::kDeals && p.shape.dealt) {  // a stage is free when all warpgroups have arrived
           for (int i = 0; i < part.tiles; ++i, place.advance(p.shape)) {
             TransactionBarrier::wait(&barriers.full[place.stage], place.phase);
             if (threadIdx.x % 32 == 0) ClusterBarrier::arrive(&barriers.empty[place.stage]);
@@ -670,7 +670,7 @@ Status encode_weights(PackedWeight const& w, WgmmaDecodeShape const& shape, Maps
       CU_TENSOR_MAP_DATA_TYPE_UINT64, w.codes, {kCodeRun / 8, runs, row_panels},
       {kCodeRun, runs * kCodeRun}, {kCodeRun / 8, C::kChunk / kCodeRun, row_panel_box},
       CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &maps->codes);
-  // Of `bytes` for each row and group.
+  // Maps of vectors with `bytes` for each row and group.
   auto const encode_vectors = [&](void const* vectors, int bytes, CUtensorMap* map) {
     if (!vectors || !status.ok()) return;
     CUtensorMapDataType const type = bytes == 4   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
@@ -732,7 +732,7 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
   }
 }
 
-// Of experts: a cluster has a tile of rows and a share of its expert's features.
+// For experts: a cluster has a tile of rows and a share of its expert's features.
 template <class C>
 Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   PackedWeight const& w = problem.weight;

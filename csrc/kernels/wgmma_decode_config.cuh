@@ -21,11 +21,11 @@
 namespace cutlass_ops {
 namespace {
 
-// What both kernels have. Element: of x in memory. kInt8: x is int8 where it is multiplied.
-// kQuantizes: x is floats in memory, and becomes int8 codes or their values. kTokenZeros: int8 x
-// has zero points; to compensate them the kernel needs sums of weights, for which operand B has
-// eight more columns, all ones.
-// kGrouped: rows of x and weights are experts' (device/grouped.cuh).
+// The common part of both kernels. Element: the type of x in memory. kInt8: x is multiplied as
+// int8. kQuantizes: x is floats in memory, and becomes int8 codes or their values. kTokenZeros:
+// int8 x has zero points; to compensate them the kernel needs sums of weights, for which operand B
+// has eight more columns, all ones. kGrouped: rows of x and weights are experts'
+// (device/grouped.cuh).
 template <class Element_, int kBits_, bool kInt8_, bool kQuantizes_, bool kTokenZeros_,
           bool kOneCta_, bool kGrouped_ = false>
 struct StageConfig {
@@ -45,17 +45,17 @@ struct StageConfig {
   static constexpr int kXBytes = kBlockM * kKPerTile * int(sizeof(Element));
   static constexpr int kPanelBytes = kBlockM * 128;  // of x in shared memory: rows of 128 bytes, in
                                                      // the 128-byte swizzle
-  // Codes that a block makes take the place of floats, and so do the ones behind them.
+  // Codes that a block makes, and the ones behind them, overwrite the floats.
   static constexpr int kOnesBytes = kTokenZeros ? 8 * 128 : 0,
                        kXStride = kXBytes + (kQuantizes ? 0 : kOnesBytes);
   static constexpr int kTokenScaleBytes = kInt8 ? kBlockM * 4 : 0,
                        kTokenZeroBytes = kTokenZeros ? kBlockM : 0;
-  // That come to a stage together with its weights.
+  // Bytes of x that are copied to a stage together with its weights.
   static constexpr int kXRowBytes = kQuantizes ? 0 : kXBytes + kTokenScaleBytes + kTokenZeroBytes;
-  // Of 16 columns, or 32 of int8, that are multiplied together, in a step; of those in a tile.
+  // K-slices of 16 columns, 32 with int8, that are multiplied together in a step; steps of a tile.
   static constexpr int kPieces = 4, kSteps = kInt8 ? 1 : 2;
-  // Lanes of a warpgroup that say when they have read a stage: all, where racecheck would not
-  // follow how one speaks for its warp.
+  // Lanes of a warpgroup that arrive when they have read a stage: all of them where racecheck does
+  // not understand that one lane arrives for its warp.
   static constexpr int kReaders = kInt8 ? 128 : 4;
   // of a row block
   static constexpr int kChunk = k_tile_bytes(kBits), kStepBytes = kChunk / 4 / kSteps;
@@ -79,8 +79,8 @@ struct DecoderOf<Format, Element, true, kZeros> {
   using Type = typename Format::template Int8Decoder<kZeros>;
 };
 
-// Of wgmma_decode. Element: of x in memory, fp16, bf16, or int8 with separate scales. Scale:
-// of weight scales.
+// Configuration of wgmma_decode. Element: the type of x in memory, fp16, bf16, or int8 with
+// separate scales. Scale: the type of weight scales.
 template <class Element_, class Format, bool kZeros_, class Scale_ = Element_,
           bool kQuantizes_ = false, bool kTokenZeros_ = false, bool kOneCta_ = false,
           bool kGrouped_ = false>
@@ -101,7 +101,7 @@ struct Config
   static constexpr int kWords = 4 * Decode::kWords;            // of the four k-slices of a step
 };
 
-// Of wgmma_decode_fold16: x of 16 bits.
+// Configuration of wgmma_decode_fold16: x has 16 bits.
 template <class Element_, class Format_, bool kNarrow, AffineTerm kAffineTerm, bool kQuantizes_,
           bool kOneCta_, bool kGrouped_ = false>
 struct FoldConfig
@@ -140,18 +140,19 @@ struct Params {
 constexpr int kCodeRun = 2048;  // bytes of codes that are a dimension of their map, whose boxes are
                                 // of 256 words at most
 
-// Of stages: all is there; all is read; x is there that is still to be quantised.
+// Barriers of stages: all copies have arrived; all has been read; x has arrived and must still be
+// quantised.
 struct Barriers {
   static constexpr int kStages = WgmmaDecodeShape::kMostStages;
   uint64_t full[kStages], empty[kStages], raw[kStages], sums;
 };
 
-// Row panels of experts, of all tiles one after another, that a block has: from `begin` to `end`,
-// of which the first is of tile `first_tile`.
+// A block's share of the row panels of experts, numbered over all tiles: from `begin` to `end`; the
+// first is in tile `first_tile`.
 struct Dealt {
   int begin, end, first_tile;
 
-  // Those of a cluster of a tile, or an equal part of those of all `tiles`.
+  // The row panels of a cluster in one tile, or an equal share of the panels of all `tiles`.
   __device__ __forceinline__ Dealt(Params const& p, int tiles) {
     int const index = blockIdx.x >> p.log_cluster, row_panels = p.groups.row_panels;
     if (p.shape.dealt) {
@@ -194,14 +195,14 @@ struct Part {
     first_tile = p.tiles.first(rank), tiles = p.tiles.count(rank);
   }
 
-  // Of experts.
+  // For experts.
   explicit __device__ __forceinline__ Part(Params const& p) {
     rank = blockIdx.x & (p.shape.cluster - 1), row_panels = 0;
     first_tile = p.tiles.first(rank), tiles = p.tiles.count(rank);
   }
 
-  // The row panels of `dealt` from `next` on that are of one tile, as many as a stage may have;
-  // false: there are none.
+  // Takes the row panels of `dealt` from `next` on that are in one tile, at most as many as a stage
+  // holds; false: there are none.
   __device__ __forceinline__ bool take(Params const& p, int& next, Dealt const& dealt,
                                        SlotTile const* slot_tiles) {
     if (next >= dealt.end) return false;

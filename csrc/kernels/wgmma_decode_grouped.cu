@@ -1,5 +1,5 @@
-// wgmma_decode's instances for experts (kGroupedDecodeIsExact): W4A16, groups of 128 or more without offsets,
-// scales of x's type.
+// wgmma_decode's instances for experts (kGroupedDecodeIsExact): W4A16, groups of 128 or more
+// without offsets, scales of x's type.
 #include "kernels/wgmma_decode.cuh"
 
 namespace cutlass_ops {

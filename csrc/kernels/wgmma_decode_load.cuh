@@ -48,9 +48,8 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
     if (offsets) Copy::copy(&maps.offsets, full, kKeep, to + p.shape.offsets, 0, row_panel, group);
     if (zeros) Copy::copy(&maps.zeros, full, kKeep, to + p.shape.zeros, 0, row_panel, group);
   } else {
-    // Few copies: each takes some twenty nanoseconds. So they are of as many row panels as any
-    // cluster has, and of all groups of the tile.
-    // on average: units are whole blocks of 16 rows
+    // Each copy takes some twenty nanoseconds, so there are few: each covers as many row panels as
+    // any cluster has, and all groups of the tile. on average: units are whole blocks of 16 rows
     constexpr int kRowBytes = C::kChunk / kRowsPerPanel;
     int const code_bytes =
         C::kOneCta ? (part.end - part.begin) * kRowBytes : p.shape.most_row_panels * C::kChunk;
@@ -114,7 +113,7 @@ struct Step {
   }
 };
 
-// Of experts, by a warp, whose lanes copy rows of x.
+// For experts, by a warp, whose lanes copy rows of x.
 template <class C>
 __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barriers,
                                                Maps const& maps, Params const& p,
@@ -144,7 +143,7 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barrie
               cute::cast_smem_ptr_to_uint(shared) + stage * C::kXStride, &barriers.full[stage]);
   };
   for (int i = 0; i < filled; ++i, step.advance(p, dealt, tiles)) x_rows(i);
-  // Where row panels are dealt, all that an SM has room for are at work until there are no more.
+  // With row panels in even shares, as many CTAs as an SM can hold run until all panels are done.
   int const early = p.shape.dealt ? 0 : C::kEarlyBytes / p.shape.weight_bytes;
   int stage = 0;
   uint32_t phase = 0;
@@ -246,9 +245,9 @@ __device__ __forceinline__ void store_codes(Columns<Element> const& c, uint32_t 
   }
 }
 
-// x of a stage to codes, or their values, in its place, by a warpgroup: a thread has 16 columns
-// of a token, eight threads share a tile. What that takes is computed again each time: products
-// need the registers.
+// x of a stage to codes, or their values, in its place, by a warpgroup: a thread has 16 columns of
+// a row, eight threads share a tile. Addresses are recomputed each time, because the products need
+// the registers.
 template <class C>
 __device__ __forceinline__ void quantize(uint32_t x, int stage, uint32_t phase, uint64_t* full,
                                          Params const& p) {

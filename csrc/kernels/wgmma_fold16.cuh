@@ -8,11 +8,13 @@
 //
 //              BLOCK_M rows of x ->
 //            +---------------------+
-//   W rows 0 | warpgroup 1: 64     |  CTA 0 of the cluster     A: codes, shared memory -> registers -> 16-bit values
-//         64 | warpgroup 2: 64     |                           B: x, K-major in shared memory, 128-byte swizzle; each CTA loads half, by TMA multicast
+//   W rows 0 | warpgroup 1: 64     |  CTA 0 of the cluster
+//         64 | warpgroup 2: 64     |
 //            +---------------------+
 //        128 | ...                 |  CTA 1
 //
+//   A        codes, shared memory -> registers -> 16-bit values
+//   B        x, K-major in shared memory, 128-byte swizzle; each CTA loads half, by TMA multicast
 //   panel    64 columns of x; a ring of them
 //   K tile   128 columns of codes with their scales, offsets and zero points; another ring
 //   step     64 columns: decoded while the step before is multiplied
@@ -30,8 +32,8 @@
 namespace cutlass_ops {
 namespace {
 
-// Zero points and offsets are looked for at run time, once a step. kGrouped: rows of x and weights
-// are experts'.
+// Zero points and offsets are tested for at run time, once a step. kGrouped: rows of x and weights
+// belong to experts.
 template <class Element_, class Format_, bool kNarrow_, int kBlockM_, bool kGrouped_ = false>
 struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow_, AffineTerm::kAny>;
@@ -42,20 +44,20 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr bool kGrouped = kGrouped_;
   static constexpr bool kCodebook = Format::kTableBytes > 0;
   static constexpr int kWindowTiles = 0;
-  // With few rows of x MMAs are short, and the latency of decoding shows: as many warps hide it as
-  // there are registers for.
+  // With few rows of x MMAs are short and do not hide the latency of decoding: as many warps hide
+  // it as the registers allow.
   static constexpr int kBits = Format::kBits, kBlockM = kBlockM_, kCluster = 2;
   static constexpr Fold16Cta kCta{kBits, kBlockM, Format::kTableBytes, kNarrow_, kGrouped};
   static constexpr int kWarpgroups = kCta.warpgroups;
   static constexpr int kRows = kCta.rows, kThreads = wgmma_threads(kWarpgroups);
-  // The warpgroups issue MMAs in turn, so that the others decode meanwhile. Four are apart by
-  // themselves, and short sums would wait for one another's ends.
+  // The warpgroups issue MMAs in turn, so that the others decode meanwhile. Four warpgroups drift
+  // apart without that, and with short sums they would wait for one another's epilogues.
   static constexpr bool kTakesTurns = kWarpgroups < 4;
-  // Instructions are what few rows of x wait for: a separate loop, without those that look for zero
-  // points and offsets, for weights that have none. (It takes twice as long to compile.)
+  // Few rows of x are bound by instruction issue: weights without zero points and offsets have a
+  // separate loop that does not test for them. (It doubles the compile time.)
   static constexpr bool kTwoLoops =
       kBlockM <= 64 && kNarrow_ && Fold::kAffineTerm != AffineTerm::kNone;
-  // Of a thread of the warpgroup that loads, and of the others.
+  // Registers of a thread in the loading warpgroup, and in the others.
   static constexpr int kLoadingRegisters = kWarpgroups == 4 ? 32 : 40;
   static constexpr int kRegisters = kWarpgroups == 4 ? 112 : kWarpgroups == 3 ? 152 : 232;
   static constexpr int kSums = kBlockM / 2;  // registers of a thread
@@ -68,12 +70,13 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr int kXBoxRows = kGrouped ? kSlotRows : lines_of_copy(kBlockM, kLineRows);
   static constexpr int kStoreBytes = kCta.store_bytes;
 
-  // Of a K tile.
+  // The layout of a K tile.
   static constexpr int kCodeBytes = kCta.code_bytes, kValueBytes = kCta.value_bytes;
   static constexpr int kWeights = 0, kScales = kCodeBytes, kOffsets = kScales + kRows * kValueBytes;
   static constexpr int kZeroPoints = kOffsets + kRows * kValueBytes;
   static constexpr int kGroupBytes = kCta.group_bytes, kChunkBytes = kCta.chunk_bytes;
-  // Where groups have 16 columns, a tile has twice as many, of scales alone (fits_fold16).
+  // With groups of 16 columns a tile has twice as many groups, which have only scales
+  // (fits_fold16).
   static constexpr int kGroupOf16Bytes = kGroupBytes / 2;
   static constexpr int kChunks = kCta.stages, kTiles = kCta.tiles;
   static constexpr int kPanelBytes = kCta.panel_bytes, kPanels = kCta.panels,
@@ -82,8 +85,8 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static_assert(kSteps * Fold::kGroups == kKPerTile / 32, "a chunk has vectors of every group");
   static_assert(kPanels >= 3 && kSharedBytes <= kHopperSharedBytes,
                 "more shared memory than a CTA may have");
-  // Of tiles along M that are computed together: with wide ones few, since a row of x has four
-  // times the bytes of a row of int4 weights.
+  // The number of tiles along M that are computed together: few wide ones, since a row of x has
+  // four times the bytes of a row of int4 weights.
   static constexpr int kBand = kBlockM >= 160 ? 4 : 16;
   static constexpr int kTokenFactors = 0;
   static constexpr bool kPrepareScales = false;
@@ -109,8 +112,8 @@ struct TilePanels {
   }
 };
 
-// One warp copies codes. These, and what belongs to groups, do not depend on the kernel before: the
-// copies start at once.
+// One warp copies codes. Codes, scales, offsets and zero points do not depend on the previous
+// kernel: their copies start at once.
 template <class C>
 __device__ __forceinline__ void produce_codes(uint8_t* shared, Barriers<C>& barriers,
                                               typename C::Params const& p, int rank) {
@@ -148,8 +151,8 @@ __device__ __forceinline__ void produce_codes(uint8_t* shared, Barriers<C>& barr
   }
 }
 
-// Another copies what belongs to groups: scales, offsets and zero points. For one warp the copies
-// of groups of 32 and of codes take as long as products with 32 rows of x.
+// Another warp copies scales, offsets and zero points. A single warp would take as long to copy
+// codes and groups of 32 as the products with 32 rows of x take.
 template <class C>
 __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers<C>& barriers,
                                                typename C::Params const& p, int rank) {
@@ -185,14 +188,15 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers<C>& bar
           if (zeros) Copy::copy(w.zeros + from, full, to + C::kZeroPoints, rows);
         }
       }
-      // Where a CTA has no weights in the tile, too: nobody may use the stage twice before this warp.
+      // This warp arrives even if the CTA has no weights in the tile: no other warp may use the
+      // stage twice before it.
       if (leader) ClusterBarrier::arrive(full);
       if (ends) until_next = p.group_tiles, vector += int64_t(p.tile_groups) * p.n_pad;
     }
   }
 }
 
-// A third copies x: this CTA's half of the tile's rows, for both CTAs.
+// A third warp copies x: this CTA's half of the tile's rows, for both CTAs.
 template <class C>
 __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& barriers,
                                                typename C::Params const& p, CUtensorMap const& map,
@@ -222,7 +226,7 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
   }
 }
 
-// The same rows by their numbers, by one of kIndexWarps warps.
+// The same rows read through an index, by one of kIndexWarps warps.
 template <class C>
 __device__ __forceinline__ void produce_panels_by_index(uint8_t* shared, Barriers<C>& barriers,
                                                         typename C::Params const& p, int warp) {
@@ -243,8 +247,8 @@ __device__ __forceinline__ void produce_panels_by_index(uint8_t* shared, Barrier
   }
 }
 
-// Rows of x that no copy brings become zeros once: products with zeros take less power, and so less
-// time, than with stale data.
+// Rows of x that no copy writes are set to zero once: products with zeros take less power, and so
+// less time, than with stale data.
 template <class C>
 __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, typename C::Params const& p) {
   int const loaded = C::kCluster * p.half_x_rows * 128;
@@ -327,8 +331,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
             {group + coord.scales, group + offsets, group + coord.zeros}, p);
       }
     };
-    // A branch around all of a step's decoding, not selects in it: the compiler then schedules either
-    // as one block.
+    // One branch around all of a step's decoding instead of selects inside: the compiler then
+    // schedules each variant as one block.
     bool const plain = kPlain || (!p.weight.zeros && !p.weight.offsets);
     auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
       auto const decode_as = [&](auto is_plain) {
@@ -440,7 +444,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
   cute::cluster_arrive_relaxed();
   cute::cluster_wait();
-  if (index) pdl_wait();  // tiles are those of the kernel before
+  if (index) pdl_wait();  // the previous kernel writes the tiles
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<C::kLoadingRegisters>();
     int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform, as in hopper::run
@@ -464,7 +468,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
     cute::tma_store_wait<0>();
   }
-  // A CTA's barriers must outlive its neighbour's arrivals and copies.
+  // A CTA must not exit before its neighbour's last arrivals and copies.
   cute::cluster_arrive_relaxed();
   cute::cluster_wait();
 #endif

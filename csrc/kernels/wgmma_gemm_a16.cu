@@ -11,9 +11,8 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
   Status status = hopper::encode_x(
       problem, plan.ctas_along_m > 1 ? C::kBlockM : hopper::half_x_rows<C>(problem.m), &map);
   if (!status.ok()) return status;
-  // Where 16 tiles of rows of x are too large for the cache, few features pass through it with
-  // them: fewer rows of x then, whose bytes are twice a feature's, or four times. (M = 8192, 8192 x
-  // 28672 on an H200: int4 by 4810 us instead of 4920 to 5090, int8 by 5270 instead of 5335.)
+  // Where 16 tiles of rows of x exceed the cache, only few features share it with them. Bands then
+  // have fewer rows of x, which have twice or four times the bytes of a feature.
   constexpr ByWidth<int> kBand(4, 8);
   bool const large = int64_t(16) * C::kBlockM * problem.weight.k * 2 > 64 << 20;
   return hopper::launch_persistent<C>(wgmma_gemm_a16<C>, problem, plan, splitk_workspace, map,

@@ -45,31 +45,29 @@ struct Config : hopper::TileConfig<Format::kBits, kBlockM, 2, true, false, false
   static constexpr int kXBoxRows = kGrouped ? kSlotRows : Config::TileConfig::kXBoxRows;
   using Element = Element_;
   using Decode = typename Format::template Decoder<Element>;
-  // Of rows of x, multiplied one after the other: two where two sets of sums of all would not
-  // fit in registers.
+  // Parts of the rows of x that are multiplied one after the other: two where two sets of sums of
+  // all rows would not fit in registers.
   static constexpr int kHalves = kBlockM > 160 ? 2 : 1;
   static constexpr int kColumns = kBlockM / kHalves, kProducts = kColumns / 2;
   // Whether all weights are decoded behind products: the second half of a stage's columns behind
-  // those of the first, and the next stage's first half behind the last. Together with one half of
-  // the rows of x, BLOCK_M = 144 takes 2 % less time so, and with int4 96 2 % and 128 0.6 %; with
-  // int8 128 take 1 % more, 160 3 %.
+  // those of the first, and the next stage's first half behind the last. With one part of the rows
+  // of x only the tiles named here take less time so (docs/tuning-notes.md).
   static constexpr bool kDecodesBehind =
       kHalves == 2 || kBlockM == 144 ||
       ByWidth<bool>(kBlockM == 96 || (kBlockM == 128 && kWarpgroups == 2), false)[Format::kBits];
   static_assert(kHalves == 1 || kWarpgroups == 2);
-  // A stage's columns are multiplied in so many steps: one's weights are decoded while the one
-  // before is multiplied. In one where that lost: with few rows of x the MMAs are too short for it,
-  // and with many those of the other warpgroup hide the decoding. In four where registers are few.
+  // The number of steps for a stage's columns: the weights of a step are decoded while the previous
+  // step is multiplied. One step where that was slower: with few rows of x the MMAs are too short
+  // for it, and with many the other warpgroup's MMAs hide the decoding. Four steps where registers
+  // are scarce.
   static constexpr int kSteps = kWarpgroups == 4 ? 4 : kDecodesBehind ? 2 : 1;
-  // Whether the warpgroups start a stage's MMAs in turn. Otherwise both come to promote and
-  // decode at the same time, and the tensor cores wait: 1500 clocks a stage of 128 rows of x and
-  // 8 bits instead of 1100. 160 rows of x of 8 bits take 2 % more clocks so, and up to 5 % less
-  // time: less power.
+  // Whether the warpgroups start a stage's MMAs in turn. Otherwise both promote and decode at the
+  // same time, and the tensor cores idle. 160 rows of x and 8 bits take more clocks in turn, but
+  // less time, because they take less power.
   static constexpr bool kInTurn = (kSteps == 1 || kDecodesBehind) && kBlockM >= 96;
   // Whether scales become floats before the loads of the next weights are issued. Loads in flight
-  // together share a scoreboard, so that the promotion waited for these weights: 208 rows of x
-  // with int8 weights took 4 % more clocks, 64 with int4 weights 5 % more time. Four warpgroups
-  // take 0.7 % more.
+  // together share a scoreboard, so that the promotion waited for these weights. Four warpgroups
+  // are slower so.
   static constexpr bool kScalesFirst = kWarpgroups == 2;
   static constexpr int kKSlices = kKPerTile / 16 / kSteps;  // of 16 columns, in a step
   static_assert(Config::TileConfig::kSharedBytes <=
@@ -81,7 +79,7 @@ struct Config : hopper::TileConfig<Format::kBits, kBlockM, 2, true, false, false
                                  Params const& p, hopper::ThreadCoord<Config> const& coord);
 };
 
-// A warpgroup's weights of a stage as they lie in shared memory, and the zero points of a thread's
+// A warpgroup's weights of a stage, as stored in shared memory, and the zero points of a thread's
 // rows g and g + 8.
 template <class C>
 struct StoredWeights {
@@ -183,8 +181,8 @@ Config<Element, Format, kBlockM, kZeros, Scale, kWarpgroups, kGrouped>::consume(
         float scale[2];
         // The second step's weights are decoded behind the first half's first products, the next
         // stage's first behind the second half's last: between a half's products and its next turn
-        // a warpgroup has nothing to do but to promote. (The other tiles' loop stands apart: where
-        // they share code, the compiler orders those of short groups and of 32 rows of x again.)
+        // a warpgroup only promotes. (Other tiles have a separate loop: if they shared this code,
+        // the compiler would schedule short groups and 32 rows of x differently.)
 #pragma unroll
         for (int half = 0; half < C::kHalves; ++half) {
           cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + coord.warpgroup);

@@ -65,8 +65,8 @@ Status launch_compensated(GemmProblem const& problem, Plan const& plan, float* s
     return launch_config<Config<Format, kBlockM, Promotion::kBlock, kZeros, false, 2, true>>(
         problem, plan, splitk_workspace, stream);
   };
-  // Codes less zero points, where those of x are compensated; where those of the weight
-  // are, codes alone.
+  // Codes minus zero points where the zero points of x are compensated; codes alone where those of
+  // the weight are.
   if constexpr (Format::kZerosFitInt8) {
     if (problem.weight.zeros && problem.quantized.zeros) return launch(std::true_type());
   }

@@ -4,15 +4,15 @@
 //
 //   decode   the stage's weights, which were loaded during the promotion of the previous sums
 //   multiply exact int32 sums of 128 columns, which never leave registers
-//   promote  sum = fma(float(I), token scale * weight scale, sum), once a scale block. A pixel of
+//   promote  sum = fma(float(I), scale of x * weight scale, sum), once a scale block. A pixel of
 //            an image with one scale is promoted once a tap, where weights have one scale a row
-//   azp      with zero points za of the activations: I -= za * colsum(codes). With block zero
-//            points the sums of a stage start from this value instead of zero; with token zero
-//            points it is a product of 32 more columns, which takes less time there. In every
-//            stage, since with outliers nearly all codes are the zero point, and fp32 sums that
-//            still hold it round away what is left Where results are rounded to 16 bits, 16 or 32 K
+//   azp      with zero points za of the activations: I -= za * colsum(codes). Where a block of x
+//            has a zero point, the sums of a stage start from this value instead of zero; where a
+//            whole row has one, a product of 32 more columns takes less time. In every stage,
+//            since with outliers nearly all codes are the zero point, and fp32 sums that still
+//            hold it round away what is left. Where results are rounded to 16 bits, 16 or 32 K
 //            tiles are compensated at once instead, in a stage that follows them
-//            (zero_compensation.h), and token zero points once at the end of K
+//            (zero_compensation.h), and zero points of whole rows once at the end of K
 //
 // wgmma_gemm_a8.cu has the instances for a weight, wgmma_gemm_a8_grouped.cu those for experts.
 #pragma once
@@ -50,7 +50,8 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
     uint32_t total_colsum[2] = {};  // of the weights of rows g and g + 8 over all of K; this lane's
                                     // part until the end
     RawWeights<C> raw;
-    // One scale a token, and one a row, come last; they are on their way until then.
+    // With one scale a row of x and one a row of the weight, both are applied last; their loads are
+    // in flight until then.
     float end_scale[(C::kEndScales + 127) / 128 + 1];
     uint32_t end_zero[(C::kEndScales + 127) / 128 + 1];
 #pragma unroll
@@ -95,8 +96,8 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
       return cute::cast_smem_ptr_to_uint(stage) + coord.token_factors + C::kBlockM * 4;
     };
     if constexpr (kLongSums) {
-      // Were the first product to start from zeros itself, sums of 256 rows of x would live from
-      // tile to tile, and not all in registers.
+      // If the first product started from zeros itself, the sums of 256 rows of x would stay live
+      // between tiles and not fit in registers.
 #pragma unroll
       for (uint32_t& sum : integers) sum = 0;
     }
@@ -115,8 +116,8 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
     }
     [[maybe_unused]] int const tap_tiles = p.image.columns / kKPerTile;
     [[maybe_unused]] int rest_of_tap = kTap ? tap_tiles - work.first_k(p) % tap_tiles : 0;
-    // Tiles up to the next compensation, and that, in turn. The same in all lanes, as the
-    // compiler can see.
+    // Alternates between tiles up to the next compensation and the compensation. Provably the same
+    // in all lanes.
     int i = 0;
     [[maybe_unused]] int compensation = 0, window = 0;
     if constexpr (C::kCompensatesByWindow) {
@@ -182,8 +183,8 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
         fence_registers(integers);
         if constexpr (C::kMultipliesZeroPoints) zero_point_product.subtract(end_zeros, integers);
         if constexpr (C::kStartsFromZeroPoints) {
-          // A sixteen's zero points come kLate sixteens after its integers have gone, and the next
-          // weights and their sums in between: what is loaded needs registers, and time.
+          // The zero points of 16 rows are loaded kLate steps after their integers were consumed,
+          // and the next weights and their sums in between: loads need registers, and time.
           constexpr int kSixteens = C::kBlockM / 16, kLate = 2;
           constexpr int kWeightsAt = kBlockM == 176  ? 4
                                      : kBlockM == 32 ? 0
@@ -220,8 +221,8 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
 #pragma unroll
           for (int j = 0; j < C::kBlockM / 8; ++j) {
             if (!kTap && j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
-            // The next weights, 16 bytes at a time: before the products end there is no register to
-            // spare, and none for 8-bit ones at all.
+            // The next weights, 16 bytes at a time: before the products end no register is free,
+            // and for 8-bit weights there is none at all.
             if (j % kEvery == kEvery - 1 && j / kEvery < RawWeights<C>::kLoads && i + 1 < count)
               raw.load_piece(next, coord, j / kEvery);
             if constexpr (!kLongSums)
@@ -262,7 +263,7 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
       }
     } else {
       if constexpr (kCompensates) {
-        // Of split-K slices one does it.
+        // Only the first split-K slice compensates.
         if (work.first_k(p) == 0) compensate_rows<C>(sums, end_scales, p, coord, row0, m0);
       }
 #pragma unroll
@@ -287,7 +288,7 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
       for (int i = 0; i < C::kSums; ++i) {
         int x_row = i / 4 * 8 + 2 * t + i % 2, h = i % 4 / 2;
         if constexpr (kChannel) {
-          // In int32: differences are exact where they fit, whatever the sums did.
+          // In int32: differences that fit are exact, even if the sums wrapped.
           uint32_t zero_point_product =
               kAsymmetric ? total_colsum[h] * uint32_t(int(int8_t(end_zeros[x_row]))) : 0;
           outputs[i] =

@@ -16,9 +16,9 @@ namespace cutlass_ops {
 namespace {
 
 enum class Promotion {
-  kBlock,  // a scale for each token and 128 columns, and one for each row and 128 columns
-  kToken,  // one for each row and 128 columns; the token's is applied at the end
-  kTap,  // one for each pixel of an image, after the sums of a tap; the row's is applied at the end
+  kBlock,    // a scale for each row of x, each row of the weight and 128 columns
+  kToken,    // one for each row of the weight and 128 columns; that of a row of x at the end
+  kTap,      // one for each pixel of an image, after the sums of a tap; the weight's at the end
   kChannel,  // none: int32 sums run over all of K
 };
 
@@ -33,7 +33,7 @@ struct Config
   static constexpr bool kImages =
       !kAsymmetric_ && !kCompensates && kPromotion_ != Promotion::kToken && !kGrouped;
   static constexpr bool kSplitsRows = kImages && kWarpgroups == 2;
-  // Zero points are compensated by the window of K or, where a token has one, at the end.
+  // Zero points are compensated by the window of K or, where a row of x has one, at the end.
   static constexpr bool kCompensatesByWindow = kCompensates && kPromotion_ == Promotion::kBlock;
   using Params =
       std::conditional_t<kCompensatesByWindow, hopper::CompensatedParams,
@@ -51,36 +51,34 @@ struct Config
   static constexpr bool kMultipliesZeroPoints = kAsymmetric && kPromotion == Promotion::kToken;
   using Decode = typename Format::template Int8Decoder<kZeros>;
   static constexpr float kUnit = 1.0f / float(Decode::kScale);
-  // A warp that multiplies nothing makes the weights' scales fp32 numbers, times kUnit:
-  // instructions concurrent with the MMAs slow these down, even those that nothing waits for. For
-  // the same reason stages are then addressed without the block's rank in its cluster. (Measured on
-  // an H200, where it is done.)
+  // A warp that does not multiply converts the weights' scales to fp32, times kUnit: instructions
+  // that run concurrently with MMAs slow these down, even if nothing depends on them. For the same
+  // reason stages are then addressed without the block's rank in its cluster. (Measured on an H200,
+  // where it is done.)
   static constexpr bool kPrepareScales =
       kPromotion_ == Promotion::kBlock && !kAsymmetric && !kZeros && kBlockM >= 128;
-  // Whether a warp's lanes wait for each other before they give a stage back. They need not, but
-  // the compiler then schedules the main loop of these another way: M = 4096, 28672 x 4096 in W4A8
-  // take 1003 us instead of 1014 with one scale a block. Other tiles, int8 weights and those with
-  // zero points take as long or up to 8 % longer. Where zero points are compensated it is int8
-  // weights that gain, 1038 us instead of 1064, and int4 that lose, 1096 and 1072. (Measured on an
-  // H200.)
+  // Whether a warp's lanes synchronise before they release a stage. It is not necessary, but
+  // changes the compiler's schedule of the main loop. With one scale a block tiles of 176 rows and
+  // int4 weights without zero points take less time; others take as long or longer. Where zero
+  // points are compensated int8 weights gain, and int4 weights lose. (Times are in
+  // docs/tuning-notes.md.)
   static constexpr bool kMeetAtEnd =
       kCompensatesByWindow
           ? ByWidth<bool>(false, true)[Format::kBits]
           : ByWidth<bool>(true, false)[Format::kBits] && kBlockM == 176 && !kZeros &&
                 !kAsymmetric && (kPromotion == Promotion::kBlock || kPromotion == Promotion::kTap);
-  // Whether promote() multiplies by the weight's scale first: of two orders each kernel runs faster
-  // in its own (by 2 to 5 %, measured on an H200).
+  // Whether promote() multiplies by the weight's scale first: each kernel is faster with one of the
+  // two orders (by 2 to 5 %, measured on an H200).
   static constexpr bool kWeightScaleFirst =
       kPrepareScales || ByWidth<bool>(false, true)[Format::kBits];
-  // Whether the arguments of store() are pinned: the main loop of these tiles is then scheduled as
-  // well as can be. 4 % for int8 with zero points of x (measured on an H200); with one scale a token
-  // 14 % for int4, 6 % for int4 with zero points, 4 % for int8 (on an H100).
+  // Whether the arguments of store() are pinned, which gives the best schedule of these tiles' main
+  // loop (docs/tuning-notes.md).
   static constexpr bool kPinsStore =
       kStartsFromZeroPoints ? ByWidth<bool>(false, true)[Format::kBits] && kBlockM == 176
                             : kPromotion == Promotion::kToken && !kAsymmetric;
-  // Whether a stage's scales are numbers before its sums are there, and the next stage's are loaded
-  // beside them: 11 to 16 % for int4 with zero points, 8 % for int8; int4 loses 3 to 7 % (measured
-  // on an H100).
+  // Whether a stage's scales are converted before its sums are complete, and the next stage's
+  // scales are loaded at the same time. int4 without zero points loses by it
+  // (docs/tuning-notes.md).
   static constexpr bool kConvertsScalesEarly =
       kPromotion == Promotion::kToken && !kAsymmetric &&
       (kZeros || ByWidth<bool>(false, true)[Format::kBits]);
@@ -95,8 +93,8 @@ struct Config
 
 // With zero points of the activations, a stage's sums start from the bits of kBias - za * (sum of
 // the row's codes): in its binade the unit is 1, so that int8 products add to them as to integers,
-// and what they come to, kBias + I with |I| <= 255 * 128 * 128 < 2^22, is a float again. That takes
-// as many instructions as the way without zero points, which converts integers. All of it is exact,
+// and what they come to, kBias + I with |I| <= 255 * 128 * 128 < 2^22, is a float again. This takes
+// as many instructions as without zero points, where integers are converted. All of it is exact,
 // but for a rounding of I * scale.
 constexpr float kBias = 12582912.0f;  // 1.5 * 2^23
 
@@ -107,8 +105,8 @@ __device__ __forceinline__ float short_scale(float scale) {
   return __fsub_rn(high, __fsub_rn(high, scale));
 }
 
-// A stage's weights as they lie in shared memory, the fragments of 128 columns, and their scales
-// and zero points for rows g and g + 8.
+// A stage's weights, as stored in shared memory: the fragments of 128 columns, and their scales and
+// zero points for rows g and g + 8.
 template <class C>
 struct RawWeights {
   static constexpr int kLoads = C::kBits / 2;  // of 16 bytes
@@ -139,8 +137,8 @@ struct RawWeights {
     scale[0] = v.x, scale[1] = v.y;
   }
 
-  // Zero points, and scales that nothing prepares. They are waited for where they are loaded: best
-  // while products run.
+  // Zero points, and scales that are not prepared. Loading them waits for them: best while products
+  // run.
   __device__ __forceinline__ void load_vectors(uint8_t const* stage, hopper::Params const& p,
                                                hopper::ThreadCoord<C> const& coord) {
     if (C::kLoadScales && !C::kPrepareScales) {
@@ -177,8 +175,8 @@ __device__ __forceinline__ void decode_weights(RawWeights<C> const& raw, uint32_
   }
 }
 
-// Scales of the tile's rows of x: those of a thread's four in 16 come by one load, kAhead sixteens
-// before their use.
+// Scales of the tile's rows of x: one load has those of a thread's four rows in 16, kAhead steps of
+// 16 rows before their use.
 template <class C>
 struct TokenFactors {
   static constexpr int kAhead = 2;
@@ -194,8 +192,8 @@ struct TokenFactors {
   }
 };
 
-// Fold the integers of eight rows of x into the fp32 sums. Register 4j + e: row g + 8 (e / 2),
-// token 8j + 2t + e % 2.
+// Fold the integers of eight rows of x into the fp32 sums. Register 4j + e: row g + 8 (e / 2), row
+// 8j + 2t + e % 2 of x.
 template <class C>
 __device__ __forceinline__ void promote(int j, float const* x_row,
                                         uint32_t const (&integers)[C::kSums],
@@ -258,7 +256,8 @@ __device__ __forceinline__ void load_zeros(int sixteen, uint32_t address,
   for (int i = 0; i < 4; ++i) integers[8 * sixteen + i] = zeros[i];
 }
 
-// What the next stage's sums start from, made of zero points where load_zeros() left them.
+// The start of the next stage's sums, computed from zero points in the registers where load_zeros()
+// left them.
 template <class C>
 __device__ __forceinline__ void start_sums(float const (&codes)[2],
                                            uint32_t (&integers)[C::kSums]) {
@@ -273,8 +272,8 @@ __device__ __forceinline__ void start_sums(float const (&codes)[2],
 }
 
 // promote() for sixteen rows of x, whose integers have kBias added; `bias` is -kBias * scale. The
-// products take the integers' place: the compiler would give them too few separate registers to
-// run in parallel.
+// products overwrite the integers: the compiler would give them too few separate registers to run
+// in parallel.
 template <class C>
 __device__ __forceinline__ void promote_biased(int sixteen, float const (&x_row)[4],
                                                float const (&scale)[2], float const (&bias)[2],
@@ -293,18 +292,18 @@ __device__ __forceinline__ void promote_biased(int sixteen, float const (&x_row)
   }
 }
 
-// Compensation of token zero points in a stage: one more product, whose second operand is the zero
-// point in each of 32 columns and whose first is -(sum of a row's weights), spread over as many
-// bytes. What is beyond their range is left to subtract(), which works where a row of the warp has
-// such a sum. All of it is exact. (Sums that start from -za * colsum, as with block zero points,
-// take up to 6 % more time here, measured on an H200.)
+// Compensation of zero points of whole rows of x in a stage: one more product, whose second operand
+// is the zero point in each of 32 columns and whose first is -(sum of a row's weights), spread over
+// as many bytes. Sums beyond the range of bytes are handled by subtract(), if a row of the warp has
+// one. All of it is exact. (Sums that start from -za * colsum, as with block zero points, take up
+// to 6 % more time here, measured on an H200.)
 template <class C>
 class ZeroPointProduct {
  public:
   uint32_t operand[4];
 
-  // This lane's part of the sums. The compiler would have it between the first products and the
-  // others, which then come late.
+  // This lane's part of the sums. The compiler would place it between the first products and the
+  // others, delaying those.
   __device__ __forceinline__ void add(uint32_t const (&weights)[4][4]) {
     int parts[4] = {};
 #pragma unroll
@@ -334,7 +333,7 @@ class ZeroPointProduct {
     any_beyond_ = __any_sync(0xffffffffu, beyond_[0] | beyond_[1]);
   }
 
-  // When the products have ended. `zeros` has a token's zero point every 16 bytes.
+  // Called after the products have ended. `zeros` has the zero point of a row of x every 16 bytes.
   __device__ __forceinline__ void subtract(uint8_t const* zeros,
                                            uint32_t (&integers)[C::kSums]) const {
     if (__builtin_expect(!any_beyond_, 1)) return;
@@ -353,8 +352,8 @@ class ZeroPointProduct {
   bool any_beyond_;
 };
 
-// A stage that compensates a window of tiles: products of 16-bit floats, whose weights are operands
-// as they are loaded, promoted like others.
+// A stage that compensates a window of tiles: products of 16-bit floats, whose weights are loaded
+// as operands, promoted like others.
 template <class C>
 __device__ __forceinline__ void compensate(int window, RawWeights<C>& raw, uint8_t* stages,
                                            hopper::Ring<C::kStages>& ring,
@@ -407,8 +406,8 @@ __device__ __forceinline__ void compensate(int window, RawWeights<C>& raw, uint8
   if (coord.lane < C::kCluster) ClusterBarrier::arrive(empty, coord.lane, true);
 }
 
-// Where a token has one zero point: less that times all of a row's weights. `zeros` is shared
-// memory for a warpgroup's rows of x, which nothing waits for.
+// For one zero point a row of x: subtracts it times the sum of all of a row's weights. `zeros` is
+// shared memory for a warpgroup's rows of x, which nothing waits for.
 template <class C>
 __device__ __forceinline__ void compensate_rows(float (&sums)[C::kSums], float* zeros,
                                                 hopper::Params const& p,

@@ -1,7 +1,7 @@
 """Readers of checkpoints: one file a dialect.
 
 A dialect is recognised in one of two places. A file format other than safetensors (GGUF) has
-``recognise(path)`` and ``read(path)``, and a line in ``_FILES``. What lives in safetensors has
+``recognise(path)`` and ``read(path)``, and a line in ``_FILES``. A dialect in safetensors has
 ``recognise(source)`` and ``read(source, **options)``, both given the :class:`directory.Source` with
 its headers checked, and a line in ``_DIALECTS``; ``read`` returns
 ``source.checkpoint(dialect, entries)``.
@@ -27,11 +27,11 @@ from .directory import Source
 
 __all__ = ["Checkpoint", "CheckpointError", "Entry", "Quantized", "load_checkpoint"]
 
-#: File formats other than safetensors, by what error messages call them: the modules that read
+#: File formats other than safetensors, by their names in error messages: the modules that read
 #: them, which are imported when a checkpoint is opened.
 _FILES = {"GGUF (*.gguf)": "gguf", "MNN (*.mnn.json beside *.mnn.weight)": "mnn"}
 _SAFETENSORS = "safetensors (*.safetensors, model.safetensors.index.json, or a directory with one)"
-#: What files of torch.save are called.
+#: Endings of the names of files of torch.save.
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 #: What safetensors hold, by the ``quant_method`` of Hugging Face's config: the module that
 #: recognises and reads it, and the options of :func:`load_checkpoint` that it takes. The first that
@@ -55,7 +55,7 @@ def _reader(module: str) -> ModuleType:
 def load_checkpoint(
     path: str | os.PathLike[str], *, zero_offset: Literal["auto", 0, 1] = "auto"
 ) -> Checkpoint:
-    """Open a checkpoint; of its data at most a few small tensors are read.
+    """Open a checkpoint; at most a few small tensors of its data are read.
 
     Args:
         path: a GGUF file, a safetensors file or index, or a directory that holds safetensors, or
@@ -69,7 +69,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: no such file, a file of another kind, or one whose header is wrong.
-        ValueError: an option that is out of range, or that the file's dialect does not know.
+        ValueError: an option that is out of range, or that the file's dialect does not have.
     """
     path = Path(path)
     if zero_offset not in ("auto", 0, 1) or isinstance(zero_offset, bool):

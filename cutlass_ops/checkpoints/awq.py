@@ -18,8 +18,8 @@ A stored zero point is the zero point; 0 is one as any other. Z is ceil(G / 8), 
 multiple of 2 for groups of 64 and of 4 for groups of 32.
 
 Settings: ``bits`` or ``w_bit``, ``group_size`` or ``q_group_size`` (-1 is all of K), ``version`` or
-``format``; in ``config.json``, or in the ``quant_config.json`` of older files. What they do not say
-is seen from the shapes of the tensors.
+``format``; in ``config.json``, or in the ``quant_config.json`` of older files. Missing settings
+follow from the shapes of the tensors.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def read(source: Source) -> Checkpoint:
 
 
 def _layout(source: Source, module: str) -> str | None:
-    """The version that a module's shapes are those of; None if they are of neither."""
+    """The version that a module's shapes belong to; None if they fit neither."""
     tensors = [source.tensors.get(f"{module}.{part}") for part in _PARTS]
     if (
         any(tensor is None or len(tensor.shape) != 2 for tensor in tensors)
@@ -109,7 +109,7 @@ def _entry(source: Source, module: str, version: str | None, stated: int | None)
         size = grouped.group_size(k, scales.shape[0], (stated,))
     else:
         n, k = codes.shape[0], 8 * codes.shape[1]
-        # The width of padded groups does not tell how many there are.
+        # The width of padded groups does not give their number.
         sizes = (128, 64, 32) if stated is None else (k if stated == -1 else stated,)
         size = next(
             (

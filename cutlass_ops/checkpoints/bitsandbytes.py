@@ -56,7 +56,7 @@ _MAX_STATE_BYTES = 1_000_000
 _NESTED = ("nested_absmax", "nested_quant_map")
 _PARTS = ("absmax", "quant_map", *_NESTED)
 _INTEGERS = (torch.int8, torch.uint8)
-#: Elements that are dequantised at a time: whole blocks of every size.
+#: Elements that are dequantised at a time: a multiple of every block size.
 _CODES_AT_A_TIME = 1 << 20
 
 

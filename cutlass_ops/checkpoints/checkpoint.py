@@ -17,7 +17,7 @@ FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Quantized:
-    """A tensor whose codes the file holds, known without reading them.
+    """A tensor whose codes the file holds, described without reading them.
 
     Attributes:
         bits, group_size: as in :class:`cutlass_ops.QuantizedWeight`.
@@ -59,7 +59,7 @@ class Entry:
             quantised, in fp32; raises CheckpointError.
         quantized: None if the file holds plain numbers.
         problem: why this quantised tensor cannot become a QuantizedWeight, or "".
-        has_values: whether ``values`` can give them; False only where there is a ``problem``.
+        has_values: whether ``values`` works; False only where there is a ``problem``.
         rounded: how ``values`` were rounded, where they are of codes and stored in another dtype,
             or "".
         experts: each expert's weight ``[N, K]``, where a tensor of codes stacks those of a layer.

@@ -64,7 +64,7 @@ from .words import unpack_along_k, unpack_bytes
 
 _INTEGERS = (torch.int64, torch.int32)
 _CODES = (torch.int8, torch.float8_e4m3fn)
-#: Of an expression, as :func:`_ways` counts them: about a second.
+#: The most ways of an expression, as :func:`_ways` counts them: about a second of matching.
 _MOST_WAYS = 26
 _NVFP4_GROUP = 16
 _STATIC = (
@@ -136,7 +136,7 @@ def read(source: Source) -> Checkpoint:
         ):
             raise CheckpointError(source.path, f"has a {name}: {kind} are not supported")
     groups = tuple(_groups(source))
-    # A file's regular expressions may be made to take for ever.
+    # A file's regular expressions may be made to take exponential time.
     deadline = time.monotonic() + 10
     entries = [
         _packed(source, module, groups, deadline)
@@ -301,7 +301,7 @@ def _ways(expression: str, length: int) -> float:
     most: it tries one after the other.
 
     Repetitions share the characters; each "?" has two ways, a group those of its alternatives. A
-    group that is repeated has no bound, nor has what the flag "x" may hide.
+    repeated group has no bound, nor have expressions with the flag "x", which can hide one.
     """
     bare = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", expression, flags=re.DOTALL)
     if re.search(r"\)[*+{]|\(\?[a-zA-Z-]*x", bare):
@@ -385,7 +385,7 @@ def _packed(source: Source, module: str, groups: tuple[_Group, ...], deadline: f
 
 
 def _fp4(source: Source, codes: Entry, module: str) -> Entry:
-    """MXFP4, or NVFP4 where there is a scale of all."""
+    """MXFP4, or NVFP4 where there is a global scale."""
     if f"{module}.weight_zero_point" in source.tensors:
         what = "holds floats of 4 bits with zero points, which is not supported"
         return _unsupported(source, codes, module, codes.shape, what)
@@ -610,7 +610,7 @@ def _unsupported(
 def _vector(
     source: Source, scales: Entry, n: int, k: int, block: tuple[int, int] | None
 ) -> tuple[int, int]:
-    """The shape that the scales have once they are spread over the rows."""
+    """The shape of the scales after they are repeated for all rows."""
     if block:
         return n, scales.shape[1]
     if scales.shape in ((), (1,), (1, 1)):
@@ -687,5 +687,5 @@ def _read_plain(
 
 
 def _unsigned(values: Tensor, bits: int) -> Tensor:
-    # Modulo 256, where 8 bits have their place.
+    # Modulo 256, so that codes of 8 bits wrap.
     return values.view(torch.uint8) + formats.midpoint(bits)

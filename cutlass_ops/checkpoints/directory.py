@@ -1,8 +1,7 @@
 """Safetensors of a checkpoint: one file, an index with its shards, or a directory that holds
 either, and the JSON beside them.
 
-What the tensors mean is not known here: a :class:`Source` is what the readers of the dialects are
-given.
+The tensors have no meaning here yet: the readers of the dialects get a :class:`Source`.
 """
 
 from __future__ import annotations
@@ -77,13 +76,12 @@ class Source:
         facts: Mapping[str, str] | None = None,
         parts: Collection[str] = (),
     ) -> Checkpoint:
-        """The checkpoint in which ``weights`` stand in the place of their parts; the other tensors
-        are plain.
+        """The checkpoint with ``weights`` in place of their parts; the other tensors are plain.
 
         A float ``<module>.bias`` of the right length becomes part of the quantised weight
-        ``<module>``. No other tensor may belong to it: what a reader does not know may change the
-        values. Codes of another format become entries with a problem. Scales of a KV cache, which
-        is kept in floats here, are left out.
+        ``<module>``. No other tensor may belong to it: an unknown part may change the values. Codes
+        of another format become entries with a problem. Scales of a KV cache, which is kept in
+        floats here, are left out.
 
         Args:
             dialect: its name.
@@ -176,7 +174,7 @@ _UNUSED = "{} scales of a quantised KV cache ({}, ...) are not used: the cache i
 
 
 def _unread(path: Path, tensor: Entry, dialect: str) -> Entry:
-    """Codes beside those of the dialect, which it does not read."""
+    """Codes of other formats, which the dialect does not read."""
     problem = (
         f"is {tensor.kind} {list(tensor.shape)}: codes of another format than {dialect}, which one "
         "checkpoint cannot mix"

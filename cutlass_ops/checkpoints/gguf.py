@@ -4,13 +4,13 @@
 
 A model may be split into files, ``NAME-00001-of-00003.gguf`` and so on: each has its own header and
 tensors, with the keys ``split.count`` and ``split.no``; the first has the keys of the model. Any of
-them, or their directory, stands for all.
+them, or their directory, opens the whole model.
 
 Names: for the architectures of ``gguf_models.py`` tensors are renamed as ``transformers`` names
 them, and the changes that llama.cpp's converter made to their values are undone; other names stay
 as they are. The converter permutes the rows of llama's attn_q and attn_k (its rope takes
 neighbours, Hugging Face's takes halves) and of bloom's attn_qkv; that is undone on codes, scales
-and offsets alike, so nothing is rounded. It adds 1 to gemma's norms, which are plain tensors.
+and offsets, so nothing is rounded. It adds 1 to gemma's norms, which are plain tensors.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def read(path: Path) -> Checkpoint:
         config, config_problem = _model_config(files, name, keys), ""
     except ConfigError as error:
         config, config_problem = {}, str(error)
-    # What the configuration says is no tensor of the model.
+    # A tensor whose values are in the configuration is no tensor of the model.
     skipped = rope_tensors(name) if config else ()
     found = [
         _entry(file, info, architecture, keys)
@@ -255,7 +255,7 @@ def _as_head(embedding: Entry) -> Entry:
 
 
 def _with_biases(entries: list[Entry]) -> list[Entry]:
-    """Give a quantised weight the bias that stands beside it in the file."""
+    """Give a quantised weight the bias that the file has for it."""
     by_source = {entry.source: entry for entry in entries}
     taken = set()
     result = []

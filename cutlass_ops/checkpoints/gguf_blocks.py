@@ -1,4 +1,4 @@
-"""Blocks of GGUF's quantised types, and what they become as a QuantizedWeight.
+"""Blocks of GGUF's quantised types, and their conversion to a QuantizedWeight.
 
 Sources: src/ggml-common.h of ggml-org/ggml, quants.py of the ``gguf`` package.
 
@@ -50,8 +50,8 @@ from .words import unpack_bytes
 if TYPE_CHECKING:
     import gguf
 
-#: Bytes of blocks that are converted at a time: few enough for the cache, and so many that readers
-#: side by side seldom wait for Python's lock.
+#: Bytes of blocks that are converted at a time: few enough for the cache, and many enough that
+#: parallel readers seldom wait for Python's lock.
 _BYTES_AT_A_TIME = 1 << 21
 
 _Bytes: TypeAlias = "npt.NDArray[np.uint8]"
@@ -225,7 +225,7 @@ def _fifth_bits(packed: _Bytes) -> _Bytes:
 
 @dataclass(frozen=True)
 class BlockType:
-    """What a type of blocks becomes.
+    """The conversion of a type of blocks.
 
     Attributes:
         bits: of the codes.

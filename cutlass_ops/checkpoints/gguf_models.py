@@ -1,4 +1,4 @@
-"""What a GGUF file's architecture is in transformers: names of tensors, and the configuration.
+"""GGUF architectures in transformers: names of tensors, and the configuration.
 
 The tables follow constants.py and tensor_mapping.py of the ``gguf`` package, llama.cpp's
 convert_hf_to_gguf.py (what it does to values) and src/llama-model.cpp (what it assumes where the
@@ -386,7 +386,7 @@ def _dtype(architecture: str, kinds: Collection[str]) -> str:
 
 
 def _parts(architecture: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What the presence of tensors says."""
+    """Settings that follow from the presence of tensors."""
 
     def has(module: str) -> bool:
         return f"blk.0.{module}" in shapes

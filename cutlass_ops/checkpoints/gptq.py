@@ -18,9 +18,10 @@ tensor           dtype, shape                holds
 Version 1 subtracts one from every zero point by subtracting 0x11111111 (0x01010101 at 8 bits) from
 the whole word, so that a zero point of 0 borrows from the next. It is undone in the same way, by an
 addition with carry. (At 3 bits, where codes straddle words, each code is less one by itself, modulo
-8.) AutoGPTQ itself subtracted before it packed: a zero point of 0 became -1, whose ones covered all
-that stood above it in the word. A word that ends in two codes of all ones is what that leaves; such
-a module is refused unless the user gives ``zero_offset=1``, which reads it as the others write it.
+8.) AutoGPTQ itself subtracted before it packed: a zero point of 0 became -1, whose ones overwrote
+the codes above it in the word. A word that ends in two codes of all ones shows it. Such a module is
+refused unless the user gives ``zero_offset=1``, which reads the word as if it had been written
+correctly.
 
 Which version a file has is its ``checkpoint_format`` ("gptq" or nothing: 1, "gptq_v2": 2), but some
 are wrong. A symmetric module shows it: all its zero points are 8 (at 4 bits), stored as 7 in
@@ -55,8 +56,8 @@ from .grouped import Stored
 from .words import unpack_along_k
 
 _BITS = (4, 8, 3, 2)
-#: Where, in words of b bits a code, the last but one code begins that a word holds a part of; words
-#: in turn.
+#: For words of b-bit codes, the bit at which the last but one code that a word holds begins; one
+#: number for each word in turn.
 _LAST_TWO = {2: (28,), 3: (27, 28, 26), 4: (24,), 8: (16,)}
 _OFFSETS = {None: 1, "gptq": 1, "gptq_v2": 0}
 #: The same by AutoRound's names of the formats.
@@ -177,7 +178,7 @@ def _overrides(source: Source) -> Iterator[dict[str, Any]]:
                 source.path, f"{name} is {overrides!r:.100}; an object is expected"
             )
         for pattern, values in overrides.items():
-            # "-:pattern" leaves modules as they are; its value says nothing.
+            # "-:pattern" leaves modules as they are; its value is unused.
             if not pattern.startswith("-:"):
                 if not isinstance(values, dict):
                     raise CheckpointError(
@@ -216,7 +217,7 @@ def _entry(source: Source, module: str, settings: _Settings) -> tuple[Entry, int
         )
     if index is not None:
         parts.append(index.name)
-        if size is None:  # groups of any lengths: the size is but a wish
+        if size is None:  # groups of any lengths: the size is only preferred
             size = settings.sizes[0] if settings.sizes else -(-k // groups)
     if size is None:
         raise CheckpointError(

@@ -1,10 +1,10 @@
 """Codes with a scale for each group along K, with zero points or a code book: what AWQ, GPTQ and
 compressed-tensors share.
 
-Their groups need not be the kernels'. Which group each input feature has is written out once,
-``[K]``, and the weight is made of it: as it stands where a size that the kernels have cuts K into
-runs of one group (with the groups' scales repeated or reordered), else with the columns sorted by
-group and the order kept in ``perm`` (GPTQ's act order).
+Their groups need not be the kernels'. The group of each input feature is written out once, ``[K]``.
+Columns keep their order where a supported group size cuts K into runs of one group (with the
+groups' scales repeated or reordered), else with the columns sorted by group and the order kept in
+``perm`` (GPTQ's act order).
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def entry(
 
 @dataclass(frozen=True)
 class Order:
-    """How a weight whose inputs have any groups is made of groups of one size.
+    """How groups of one size are made of inputs in any groups.
 
     Attributes:
         group_size: as in QuantizedWeight.
@@ -187,11 +187,12 @@ class Order:
 
 
 def express(index: Tensor, size: int) -> Order | None:
-    """The order that gives each input its own group, or None if no size of the kernels' does.
+    """The order in which every group of the weight has inputs of one group of the file, or None if
+    no supported size allows it.
 
     Args:
         index: int64 ``[K]``: the group of each input.
-        size: the size that is best, where it serves.
+        size: the preferred size.
     """
     if order := _in_runs(index, size):
         return order

@@ -66,7 +66,7 @@ _STATE = (
     "stores_quant_config",
 )
 
-#: Those that other modules have no tensors of.
+#: The parts whose names no other module has.
 _OWN = ("W_q", "nbits", "group_size", "axis", "packing", "quant_scale", "quant_zero", "zero")
 
 
@@ -128,7 +128,7 @@ def _entry(source: Source, module: str) -> Entry:
                 problem="has scales or zero points that are quantised themselves; that is not "
                 "supported",
             )
-    width = int(bits[0])  # 1.58 bits make it a float
+    width = int(bits[0])  # a model with 1.58 bits has floats here
     stored = 4 if width == 4 else 8
     name = f"{module}.packing"
     packing = bytes(_part(source, name).values().reshape(-1)[:16].to(torch.uint8).tolist()).decode(

@@ -24,7 +24,7 @@ def local_path(source: str | os.PathLike[str]) -> Path:
     their meaning).
 
     Raises:
-        CheckpointError: an id whose files cannot be had.
+        CheckpointError: an id whose files cannot be found or downloaded.
     """
     path = Path(source)
     name = os.fspath(source)
@@ -38,7 +38,7 @@ def local_path(source: str | os.PathLike[str]) -> Path:
         ) from error
     try:
         return Path(snapshot_download(name, allow_patterns=list(_WANTED)))
-    # what is not found or not reached, offline or not allowed
+    # not found, not reachable, offline or not allowed
     except (OSError, ValueError) as error:
         raise CheckpointError(
             path, f"there is no such directory, and the Hub gives no model of that name: {error}"

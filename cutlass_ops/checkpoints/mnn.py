@@ -54,7 +54,7 @@ from .safetensors_files import json_object, mapped
 from .words import unpack_bytes
 
 _JSON, _WEIGHT = ".mnn.json", ".mnn.weight"
-#: Of dimensions, their sizes, and 256 values.
+#: Bytes of the count of dimensions, their sizes, and 256 values.
 _MAX_HEADER = 1 + 4 * 4 + 1 + 256
 
 

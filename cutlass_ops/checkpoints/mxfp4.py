@@ -75,7 +75,7 @@ def _entry(source: Source, blocks: Entry) -> Entry:
         )
     if f"{module}_bias" in source.tensors:
         return _unsupported(source, module, (*leading, groups * _SIZE), parts)
-    # Of a linear layer's: ``X.weight_blocks``.
+    # A linear layer's name: ``X.weight_blocks``.
     return _matrix(source, module.removesuffix(".weight"), blocks, scales)
 
 

@@ -36,7 +36,7 @@ _MAX_TENSORS = 500_000  # the experts of Kimi K2 in GPTQ's form have 280,000
 _MAX_DEPTH = 100  # of JSON: other libraries walk through it by recursion
 _ALIGNMENT = 64
 _MAX_HEADER_BYTES = 100_000_000  # above it, the safetensors library refuses a file
-_BYTES_AT_A_TIME = 1 << 20  # hashed, then written: few enough to be in the cache still
+_BYTES_AT_A_TIME = 1 << 20  # hashed, then written: few enough to stay in the cache
 _NO_SUM = "0" * 64  # in the place of a sha256 that is not known yet
 
 #: What the format calls torch's dtypes.
@@ -61,8 +61,8 @@ _TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 @contextmanager
 def errors_name(path: Path) -> Iterator[None]:
-    """A time in which an OSError that names no file, such as that of a full
-    disk, gets this name.
+    """A context in which an OSError without a file name, such as that of a full disk, gets this
+    name.
     """
     try:
         yield
@@ -73,11 +73,11 @@ def errors_name(path: Path) -> Iterator[None]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """``safe_open`` with torch tensors; what the library raises becomes a CheckpointError."""
+    """``safe_open`` with torch tensors; errors of the library become a CheckpointError."""
     if not path.is_file():
         raise CheckpointError(path, "not a file" if path.exists() else "no such file")
     try:
-        # The library says of any file it cannot open that there is none.
+        # The library reports any file that it cannot open as missing.
         path.open("rb").close()
         with safe_open(path, framework="pt") as file:
             yield file
@@ -91,8 +91,8 @@ def mapped(file: BinaryIO, start: int, size: int, alignment: int) -> Tensor:
     """A part of a file, uint8 ``[size]``, over a separate map, which is unmapped with it; at least
     1 byte, all in the file.
 
-    Files do not align tensors, torch has to: what does not start at a multiple of ``alignment`` is
-    copied.
+    Files do not align tensors, but torch needs it: a part that does not start at a multiple of
+    ``alignment`` is copied.
     """
     first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     # A copy on write, as torch has no tensors that are read-only.
@@ -139,7 +139,7 @@ def placement(index: Path) -> dict[str, str]:
         raise CheckpointError(index, 'has no "weight_map" from tensors to files')
     _check_count(index, len(weight_map))
     for tensor, name in weight_map.items():
-        # A shard lies beside its index: a name must not lead to another directory.
+        # A shard is in the directory of its index: a name must not lead to another one.
         if not name.endswith(".safetensors") or name != Path(name).name or "\0" in name:
             raise CheckpointError(
                 index,
@@ -275,7 +275,7 @@ def _header(
     """All before the data of a safetensors file, where each of its tensors begins, and the file's
     size.
 
-    What ``sums`` lacks is zeros in ``checksums``: the length is the same.
+    Tensors that ``sums`` lacks have zeros in ``checksums``: the length is the same.
     """
     # Largest power of two in the size first: then every tensor starts at a multiple of its
     # elements' size, without the holes that the format forbids.

@@ -143,7 +143,7 @@ def read(source: Source) -> Checkpoint:
             entries.append(_entry(_stored(source, name, f"{module}.{part.removesuffix('qdata')}")))
         described.add(tensor)
     described |= {f"{entry.name}.weight" for entry in entries} | {entry.name for entry in entries}
-    # What is left of the header are short facts, for people.
+    # The rest of the header is short facts for people.
     facts = {key: value for key, value in source.header.items() if key not in described}
     return replace(source, header=facts).checkpoint("torchao", entries)
 
@@ -333,7 +333,8 @@ def _plain(stored: _Stored, bits: int, used: int) -> _Form:
         if "zero_point" in stored.parts
         else None
     )
-    # The package writes zeros for a symmetric weight. Those of whole rows are few enough to look.
+    # The package writes zeros for a symmetric weight. With one a row they are few enough to be
+    # checked.
     if zero is not None and zero.dtype == torch.int8 and shape[1] == 1 and not zero.values().any():
         zero = None
     middle, limit = formats.midpoint(bits), 1 << (used - 1)

@@ -152,7 +152,7 @@ def unpack_bytes(packed: Tensor, run: int, *, in_turn: bool, high_first: bool) -
     if run < 1 or size % run:
         raise ValueError(f"run is {run}, which does not divide rows of {size} bytes")
     codes = torch.empty(blocks, 2 * size, dtype=torch.uint8, device="cpu")
-    stride = max(packed.stride(0), size)  # of a single row it says nothing
+    stride = max(packed.stride(0), size)  # irrelevant for a single row
     if codes.numel():
         _C.unpack_bytes(
             packed.data_ptr(), blocks, stride, size, run, in_turn, high_first, codes.data_ptr()

@@ -32,7 +32,7 @@ def demo(
     dequantised self.
     """
     with reported():
-        # It imports nothing heavy itself, but belongs to this command alone.
+        # Imported here because only this command needs it.
         from .run_demo import PROMPT, run_demo, show
 
         console = Console(stderr=True)

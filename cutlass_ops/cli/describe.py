@@ -1,4 +1,4 @@
-"""What inspect says of a checkpoint or a packed model, as JSON."""
+"""The report of inspect on a checkpoint or a packed model, as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _note(bits: int, group_size: int, parts: dict[str, str]) -> str:
     return ", ".join(words)
 
 
-#: How values are made of codes, by the tensor that says so.
+#: How values are made of codes, by the tensor whose presence shows it.
 _KINDS = {"zeros": "zero points", "offsets": "offsets"}
 
 
@@ -139,7 +139,7 @@ def add_kernels(tensors: list[dict[str, Any]], gpus: list[str], act_quant: str) 
     """Give each tensor ``kernels``: by GPU and number of rows of x, or {} if it is no packed
     weight.
     """
-    # What every kernel takes: if this fails, the user's words are wrong.
+    # A problem that every kernel takes: if it fails, the user's options are wrong.
     for name in gpus:
         explain(
             1,

@@ -129,7 +129,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _cuda_version(module: str, function: str, missing: list[str]) -> str:
-    """The highest CUDA version that the driver, or the runtime, knows; from cuda-python."""
+    """The highest CUDA version that the driver, or the runtime, supports; from cuda-python."""
     try:
         package = version("cuda-bindings")
         error, number = getattr(import_module(f"cuda.bindings.{module}"), function)()
@@ -152,7 +152,7 @@ def _cuda_version(module: str, function: str, missing: list[str]) -> str:
 
 
 def _kernels(device: str) -> dict[str, str]:
-    """What would run for one row of x and for many, of each product."""
+    """The kernels for one row of x and for many, for each product."""
     names = {}
     for name, (bits, act_quant) in _PRODUCTS.items():
         weight = reorder(

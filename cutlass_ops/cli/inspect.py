@@ -148,8 +148,9 @@ def _alike(tensors: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, 
         if math.prod(map(len, places)) != len(alike):  # not every combination is there
             yield from ((tensor["name"], [tensor]) for tensor in alike)
             continue
-        texts = iter([_ranges(values) for values in places])
-        yield _NUMBER.sub(lambda _, texts=texts: next(texts), alike[0]["name"]), alike  # type: ignore[misc]
+        between = _NUMBER.split(alike[0]["name"])[::2]
+        texts = [*(_ranges(values) for values in places), ""]
+        yield "".join(map("".join, zip(between, texts, strict=True))), alike
 
 
 #: A number that is a part of a name between dots.

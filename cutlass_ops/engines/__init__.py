@@ -1,5 +1,4 @@
-"""What the plugins of the inference engines, vLLM and SGLang, share; nothing here
-imports an engine.
+"""Code shared by the plugins for vLLM and SGLang; nothing here imports an engine.
 
 ``layers.py`` keeps and multiplies a layer's packed weight and reads the plugins' settings,
 ``stored.py`` packs the layers of checkpoints, and ``directory.py`` loads what

@@ -39,11 +39,11 @@ def described(checkpoint: Checkpoint, cache: Path) -> tuple[Path, list[str]]:
     always the same.
 
     Args:
-        checkpoint: what is quantised in it is packed.
+        checkpoint: its quantised weights are packed.
         cache: where such directories are kept; made if it is not there.
 
     Returns:
-        The directory, and what a user should know if it was made now.
+        The directory, and warnings for the user if it was made now.
 
     Raises:
         CheckpointError: a tensor that cannot be packed or that the model has no place for, or one

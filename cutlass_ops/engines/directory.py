@@ -59,7 +59,7 @@ class PackedConfig:
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """None: ``config.json`` says it all."""
+        """None: ``config.json`` is sufficient."""
         return []
 
     def rename(self, mapper: Any) -> None:
@@ -102,7 +102,7 @@ class PackedConfig:
 
 
 def _without_bias(form: WeightFormat | None) -> Any:
-    """What layers that an engine fuses share: a bias is a parameter of the engine's own."""
+    """A base for layers that an engine fuses: a bias is a parameter of the engine."""
     return form and (form.bits, form.group_size, _dtypes(form))
 
 
@@ -148,7 +148,7 @@ class PackedLinear:
         """Make the parameters that the engine loads into.
 
         Raises:
-            ValueError: a weight that cannot be split so, or a package without kernels.
+            ValueError: a weight that cannot be split in that way, or a package without kernels.
         """
         if self.engine.is_cuda() and not _C.built_with_cuda:
             raise ValueError("cutlass_ops was built without CUDA, and has no kernels for the model")
@@ -163,7 +163,7 @@ class PackedLinear:
         self.make_parameters(layer, part)
 
     def make_parameters(self, layer: torch.nn.Module, part: LayerPart) -> None:
-        """The same, for a part of the layer that is known."""
+        """The same for a given part of the layer."""
         columns = part.columns.stop - part.columns.start
         ranks = part.k // columns
         dtypes = dict(_dtypes(self.form))
@@ -186,10 +186,10 @@ class PackedLinear:
         self.parts = list(specs)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Make the packed weight of the parameters, which it keeps.
+        """Make the packed weight of the parameters and keep it.
 
         Raises:
-            ValueError: a tensor that the files lack, or values that no kernel may see.
+            ValueError: a tensor that the files lack, or values that kernels cannot handle.
         """
         if not hasattr(self, "shards"):
             return  # engines may call it again

@@ -1,8 +1,8 @@
 """Layers that an engine has fused into one, of a packed directory that stores them in
 different formats.
 
-GGUF files that mix types (Q4_K_M) have query, key and value so. Each is packed by itself, and x is
-multiplied by one after another.
+GGUF files that mix types (Q4_K_M) store query, key and value in this way. Each is packed
+separately, and x is multiplied by one after another.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class FusedLinear:
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Make the parameters of each part, and for each name one that the engine
-        loads all parts by.
+        """Make the parameters of each part, and for each name one through which the engine loads
+        all parts.
 
         Raises:
-            ValueError: a weight that cannot be split so, a package without kernels, or floats in
-                batch-invariant mode.
+            ValueError: a weight that cannot be split in that way, a package without kernels, or
+                floats in batch-invariant mode.
         """
         engine = next(method.engine for method in self.methods if method)
         whole = part_of(
@@ -125,7 +125,7 @@ class FusedLinear:
         """Make the packed weight of each part.
 
         Raises:
-            ValueError: a tensor that the files lack, or values that no kernel may see.
+            ValueError: a tensor that the files lack, or values that kernels cannot handle.
         """
         if not self.names:
             return  # engines may call it again

@@ -1,6 +1,4 @@
-"""A packed weight in the place of an engine's linear layer, and which layers that
-is possible for.
-"""
+"""Packed weights in place of an engine's linear layers, and the conditions for it."""
 
 from __future__ import annotations
 
@@ -23,13 +21,13 @@ _ACT_QUANT = ("none", "token", "block")
 _SETTINGS = ("act_quant",)
 #: The name of the submodule that holds a layer's packed weight.
 MODULE = "cutlass_ops_linear"
-#: The column of eight that the nibbles of one of AWQ's words hold, from the lowest on.
+#: The columns, of eight, of the nibbles of an AWQ word, from the lowest nibble on.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine says of itself.
+    """The properties of an engine.
 
     Attributes:
         name: as messages have it.
@@ -135,7 +133,7 @@ def keep(
 def extended(kind: type[Any], part: type[Any]) -> type[Any]:
     """A class of an engine with what ``part`` replaces, and ``original``.
 
-    It has the same name, by which engines know how a layer's parameters are loaded.
+    It has the same name, because engines choose a layer's loader by that name.
     """
     return type(kind.__name__, (part, kind), {"original": kind})
 
@@ -208,7 +206,7 @@ def int8_weight(stored: Tensor, scales: Tensor, widths: Iterable[int] | None) ->
     Args:
         stored: int8.
         scales: one a row, or one for each of ``widths``.
-        widths: rows of the fused layers; None if the scales are of rows.
+        widths: rows of the fused layers; None if there is a scale for each row.
     """
     if widths is not None:
         counts = torch.tensor(list(widths), dtype=torch.int64, device=scales.device)

@@ -25,7 +25,7 @@ from .slices import cut
 
 @dataclass(frozen=True)
 class LayerPart:
-    """What one rank holds of a layer that an engine may have fused of several.
+    """A rank's part of a layer, which an engine may have fused of several.
 
     Attributes:
         sizes: rows of each of the fused layers on this rank.
@@ -48,7 +48,7 @@ class LayerPart:
 def part_of(
     engine: Engine, layer: torch.nn.Module, k: int, sizes: list[int], whole_k: int, whole_n: int
 ) -> LayerPart:
-    """What this rank holds of an engine's layer.
+    """This rank's part of an engine's layer.
 
     Args:
         engine, layer: the engine's.
@@ -66,14 +66,14 @@ def part_of(
 
 @dataclass
 class Shards:
-    """The layers that an engine has fused into one, with what one rank holds of each.
+    """The layers that an engine has fused into one, with one rank's part of each.
 
     Attributes:
         part: what that is.
         bits: of a code.
         group_sizes: of the whole weight and of the rank's columns.
-        vocabulary: rows that the files have of an output head or a word embedding, which engines
-            pad, for each rank to have as many; None for other layers.
+        vocabulary: rows of an output head or a word embedding in the files; engines pad them so
+            that each rank has the same number. None for other layers.
         loaded: which parts of which shards came from the files.
     """
 
@@ -84,7 +84,7 @@ class Shards:
     loaded: set[tuple[str, int]] = field(default_factory=set)
 
     def padded(self, index: int) -> slice:
-        """Where shard ``index`` stands among the rows of all, each padded to row panels."""
+        """The rows of shard ``index`` among those of all shards, each padded to row panels."""
         start = sum(map(formats.padded_rows, self.part.sizes[:index]))
         return slice(start, start + formats.padded_rows(self.part.sizes[index]))
 

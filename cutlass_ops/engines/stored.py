@@ -1,4 +1,4 @@
-"""An engine's linear layers whose parameters are those of a checkpoint's files.
+"""An engine's linear layers with the parameters of a checkpoint's files.
 
 A method that an engine has for such layers gets another class: its parameters and their loaders
 stay the engine's, and the layer is packed and multiplied by our kernels.
@@ -41,16 +41,14 @@ class Form:
 
 
 class StoredLinear:
-    """What replaces parts of an engine's method for linear layers, for layers
-    that can be packed.
-    """
+    """Overrides of an engine's method for linear layers, for layers that can be packed."""
 
     engine: ClassVar[Engine]
     form: Form | None
     batch_invariant: bool
 
     def form_of(self, layer: Any) -> Form | str:
-        """How the layer's weight is stored, or why it is not ours."""
+        """How the layer's weight is stored, or why we do not take the layer."""
         raise NotImplementedError
 
     def reason_against(self, form: Form) -> str | None:
@@ -67,11 +65,13 @@ class StoredLinear:
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Let the engine make the parameters, and see whether the layer is ours; if not,
-        why is logged once.
+        """Let the engine make the parameters, and check whether we take the layer; if not, the
+        reason is logged once.
         """
         sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
-        super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)  # type: ignore[misc]
+        super().create_weights(  # type: ignore[misc]
+            layer, *sizes, params_dtype, **extra_weight_attrs
+        )
         self.batch_invariant = self.engine.batch_invariant()
         found = self.form_of(layer)
         reason: str | None

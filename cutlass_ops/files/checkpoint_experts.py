@@ -1,8 +1,8 @@
 """The experts of a model's layers among the tensors of a checkpoint, which has a matrix for each
 expert or a stack of all.
 
-What a checkpoint has of a layer becomes, for each of its two products, the matrices of every
-expert: those of gate and up, whose rows are joined, or that of down.
+For each of a layer's two products the checkpoint gives the matrices of every expert: those of gate
+and up, whose rows are joined, or the one of down.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class ExpertsLayer:
 
 @dataclass(frozen=True)
 class StackedWeight:
-    """The weights of a layer's experts, of one product, known without reading them: what Quantized
-    is of one matrix.
+    """The weights of one product of a layer's experts, described without reading them, as Quantized
+    describes one matrix.
 
     Attributes:
         name: of the product, "model.layers.0.mlp.experts.down_proj".
@@ -120,7 +120,8 @@ class StackedWeight:
         """The same, packed.
 
         Raises:
-            CheckpointError: as in :meth:`read`, or experts that differ in what they must share.
+            CheckpointError: as in :meth:`read`, or experts that differ in a field that they must
+                share.
         """
         return self._checked(lambda: reorder_experts(self.read(style, rank, size), self.gated))
 

@@ -1,4 +1,4 @@
-"""What becomes of each tensor of a checkpoint: a packed weight, or a tensor that is copied."""
+"""The plan of a conversion: each tensor of a checkpoint becomes a packed weight or is copied."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..weights import formats
 from ..weights.weight import CheckpointError, QuantizedWeight
 from .checkpoint_experts import ExpertsLayer, StackedWeight, layers_of
 
-#: Called with a tensor's name and the bytes of the source that are done with it.
+#: Called with a tensor's name and the number of the source's bytes that are then done.
 Progress: TypeAlias = "Callable[[str, int], None]"
 
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -40,7 +40,7 @@ _TABLE = re.compile(r"(^|\.)(embed_tokens|word_embeddings|wte)$")
 
 @dataclass(frozen=True)
 class Step:
-    """What becomes of one entry: a packed weight (if ``weight`` is set) or a copied tensor."""
+    """The result of one entry: a packed weight (if ``weight`` is set) or a copied tensor."""
 
     entry: Entry
     name: str
@@ -48,7 +48,7 @@ class Step:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the model's tensors that it stands for."""
+        """Names of the model's tensors that it provides."""
         if self.weight is None:
             return (self.name,)
         if isinstance(self.weight, StackedWeight):
@@ -63,7 +63,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a checkpoint.
+    """The plan of a checkpoint.
 
     Attributes:
         steps: one or more for each entry, in the order of the checkpoint.
@@ -78,7 +78,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Options:
-    """What to pack, and how float matrices are quantised on the way.
+    """What to pack, and how float matrices are quantised first.
 
     Attributes:
         bits: of the float matrices' codes, as in :func:`cutlass_ops.quantize`; None leaves them
@@ -131,7 +131,7 @@ def plan(
     dtype: torch.dtype | None = None,
     or_floats: bool = False,
 ) -> Plan:
-    """What becomes of each entry, in the order of the checkpoint.
+    """Plan the result of each entry, in the order of the checkpoint.
 
     Weights that the checkpoint quantised are packed as they are. Float matrices are quantised
     first, if ``options.bits`` is given: those of two dimensions named ``*.weight``, without
@@ -140,11 +140,11 @@ def plan(
     would take more bytes packed than as they are. A bias goes with its weight; what the model
     stores transposed is packed as ``[N, K]``.
 
-    The experts of a layer whose module :class:`cutlass_ops.nn.MixedExperts` takes the place of
-    become two weights, under the names of the model's parameters, if the options choose all of them
-    and the formats of a product's experts are one. Otherwise they stay plain.
+    The experts of a layer whose module :class:`cutlass_ops.nn.MixedExperts` replaces become two
+    weights, under the names of the model's parameters, if the options choose all of them and the
+    experts of each product have one format. Otherwise they stay plain.
 
-    What is neither a linear layer nor a word embedding of the model stays plain (see
+    A matrix that is neither a linear layer nor a word embedding of the model stays plain (see
     ``architecture.py``): a float matrix as it is, a quantised one as the values that its file gives
     it. Float embeddings are packed only where ``options.include`` names them. A quantised embedding
     that is the output head too is packed as the head, which has the embedding's rows as well; where
@@ -296,8 +296,8 @@ def _chooser(options: Options, architecture: Architecture) -> Callable[[Entry, b
 def _experts(
     checkpoint: Checkpoint, options: Options, architecture: Architecture
 ) -> tuple[dict[str, tuple[Step, ...]], dict[str, str]]:
-    """The steps of layers of experts, by the entries that they take the place of; and why others
-    that are chosen stay plain.
+    """The steps of layers of experts, by the entries that they replace; and the reasons why other
+    chosen layers stay plain.
     """
     is_chosen = _chooser(options, architecture)
     steps: dict[str, tuple[Step, ...]] = {}

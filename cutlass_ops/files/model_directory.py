@@ -1,5 +1,4 @@
-"""Model directories in the packed order: what ``cutlass-ops reorder`` makes of a whole model, and
-others load.
+"""Model directories in the packed order, as ``cutlass-ops reorder`` writes them for a whole model.
 
 ::
 
@@ -10,11 +9,11 @@ others load.
                          card below
     tokenizer.json, ...  copied; of a GGUF file, made from what it holds
 
-Weight ``model.layers.0.mlp.up_proj`` stands in the shards as ``model.layers.0.mlp.up_proj.codes``,
+Weight ``model.layers.0.mlp.up_proj`` is in the shards as ``model.layers.0.mlp.up_proj.codes``,
 ``.scales`` and whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every other
 tensor under its own name. A quantised word embedding is packed as well, as the output head where it
-is tied to it; if the model's class does something else with it than to look rows up, it is a table
-of its values in the model's dtype.
+is tied to it; if the model's class does more with it than look up rows, it is stored as a table of
+its values in the model's dtype.
 
 :mod:`cutlass_ops.files.packed_config` describes ``quantization_config``.
 """
@@ -105,11 +104,11 @@ def reorder_model(
         options: what to pack, and how float matrices are quantised; None packs what is quantised.
         ranks: above 1, the layers are split for that many GPUs, each with a directory
             ``rank-R-of-RANKS`` inside.
-        splits: layers split otherwise than by the table of ``tensor_parallel.py``, as
+        splits: layers that are split differently from the table of ``tensor_parallel.py``, as
             :func:`split_style` takes them.
         act_quant, act_symmetric: as in :class:`cutlass_ops.MixedLinear`; what loaders take by
             default. None takes what the checkpoint says that it was made for, else "none" and True.
-        jobs: tensors that are worked on, and held in memory, at a time.
+        jobs: tensors that are processed, and held in memory, at a time.
         shard_bytes: the most that the tensors of one file take, except where one tensor takes more.
         dry_run: plan and write nothing.
         progress: called for every file of the checkpoint that is read for its sha256, and for every
@@ -118,10 +117,10 @@ def reorder_model(
     Raises:
         CheckpointError: a tensor that cannot be packed or that the model has no place for, one of
             the model that the checkpoint lacks, or a GGUF file of a model that transformers could
-            not load so.
-        ValueError: nothing to pack, an option out of range, a layer that cannot be split so, a
-            directory that is the checkpoint's own or holds other packed files, or that another
-            process writes.
+            not load from the result.
+        ValueError: nothing to pack, an option out of range, a layer that cannot be split in that
+            way, a directory that is the checkpoint's own or holds other packed files, or that
+            another process writes.
         OSError: a file cannot be written.
     """
     path = Path(path)
@@ -221,7 +220,7 @@ def reorder_model(
 
 
 def plan_model(checkpoint: Checkpoint, options: Options) -> tuple[Architecture, Plan]:
-    """The model of a checkpoint, and what becomes of each tensor.
+    """The model of a checkpoint, and the plan of its tensors.
 
     Raises:
         CheckpointError, ValueError: as in :func:`reorder_model`.
@@ -238,8 +237,8 @@ def plan_model(checkpoint: Checkpoint, options: Options) -> tuple[Architecture, 
 
 
 def write_description(checkpoint: Checkpoint, directory: Path) -> list[str]:
-    """Write what :func:`reorder_model` writes of a quantised checkpoint, without weights and card;
-    what a user should know.
+    """Write what :func:`reorder_model` writes for a quantised checkpoint, without weights and card;
+    returns warnings for the user.
 
     Raises:
         CheckpointError, ValueError, OSError: as in :func:`reorder_model`.
@@ -416,10 +415,11 @@ def _gguf_files(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
             warnings.simplefilter("ignore")
             transformers = import_module("transformers")
             with tempfile.TemporaryDirectory() as scratch:
-                # Alone in a directory: transformers would read settings that stand beside it.
+                # In an otherwise empty directory: transformers would read settings from files
+                # beside it.
                 (Path(scratch) / "model.gguf").symlink_to(checkpoint.files[0].resolve())
                 # Not AutoTokenizer, which takes the architecture's class; some files have a
-                # tokenizer of another. Before transformers 5.23 it took no notice of this key.
+                # tokenizer of another. Before transformers 5.23 it ignored this key.
                 begins = (
                     {"add_bos_token": True} if checkpoint.metadata.get(ADDS_BOS) == "True" else {}
                 )

@@ -1,4 +1,4 @@
-"""What ``config.json`` of a packed model says.
+"""The ``config.json`` of a packed model.
 
 ``quantization_config`` says enough to make the modules before any tensor is read:
 
@@ -39,10 +39,10 @@ from ..checkpoints.gguf_models import exceeds_fp16
 from ..weights import formats
 
 QUANT_METHOD = formats.QUANT_METHOD
-#: A key of ``config.json`` by which transformers finds the weights' file, and what stands there in
-#: a packed directory: transformers refuses it, with this text, unless cutlass_ops takes it out
-#: again (see ``hf_quantizer.py``). Without it, transformers alone would only warn of a quantisation
-#: that it does not know, and load random weights.
+#: A key of ``config.json`` by which transformers finds the weights' file, and its value in a packed
+#: directory: transformers refuses it, with this text, unless cutlass_ops removes it (see
+#: ``hf_quantizer.py``). Without this key, transformers alone would only warn of an unknown
+#: quantisation and load random weights.
 GUARD_KEY = "transformers_weights"
 GUARD = (
     "this model is packed by cutlass_ops: install it and import cutlass_ops before from_pretrained"
@@ -54,7 +54,7 @@ ACTIVATIONS = "activations"
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """What the tensors of a packed weight are, whatever its N and K.
+    """The format of a packed weight, independent of N and K.
 
     Attributes:
         bits, group_size: as in :class:`cutlass_ops.PackedWeight`.
@@ -76,7 +76,7 @@ class WeightFormat:
         """The inverse of :meth:`to_json`; other keys are ignored.
 
         Raises:
-            ValueError: something else; the message says what.
+            ValueError: another value; the message has it.
         """
         if (
             not isinstance(value, dict)
@@ -140,8 +140,7 @@ def weight_format(config: Mapping[str, Any], module: str) -> WeightFormat | None
     """The format of linear layer ``module`` by a ``quantization_config``; None if it is not packed.
 
     Raises:
-        ValueError: a layout that is not known, or a format that means nothing; the message names
-            it.
+        ValueError: an unknown layout or an invalid format; the message names it.
     """
     formats.check_layout(config.get("layout"), config.get("layout_version"))
     if module in config.get("modules_to_not_convert", ()):

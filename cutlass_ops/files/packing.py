@@ -39,10 +39,10 @@ from .tensor_parallel import (
 
 @dataclass(frozen=True)
 class Item:
-    """What becomes of one entry of the checkpoint; of the same sizes on each rank.
+    """The result of one entry of the checkpoint; its sizes are the same on each rank.
 
     Attributes:
-        step: what it is.
+        step: the step of the plan.
         style: how it is split.
         ranks: over how many.
         weight: N, K, bits and group size of a rank's weight, or None for a plain tensor.
@@ -65,8 +65,8 @@ class Item:
         return sum(map(spec_bytes, self.specs.values()))
 
     def tensors(self) -> Iterator[dict[str, Tensor]]:
-        """Each rank's tensors, by their names; the checkpoint's are read once, but
-        experts for each rank.
+        """Each rank's tensors, by their names. The checkpoint's tensors are read once, those of
+        experts once for each rank.
         """
         if self.step.weight is None:
             values = self.step.entry.values()
@@ -90,7 +90,7 @@ def items_of(
     ranks: int = 1,
     splits: Sequence[tuple[str, str]] = (),
 ) -> list[Item]:
-    """What becomes of each step on each rank; ``splits`` override the table of styles."""
+    """The items of the steps, split over ranks; ``splits`` override the table of styles."""
     try:
         check_names(
             [step.name for step in steps if step.weight],
@@ -195,8 +195,8 @@ _R = TypeVar("_R")
 def _each(
     run: Callable[[_T], _R], items: Sequence[_T], jobs: int, done: Callable[[_T, _R], None]
 ) -> None:
-    """``run`` each item on ``jobs`` threads; ``done`` is called on this one. The first error ends
-    it all.
+    """``run`` each item on ``jobs`` threads; ``done`` is called on this one. The first error stops
+    all of them.
     """
     if jobs == 1:
         for item in items:
@@ -253,7 +253,7 @@ def options_metadata(options: Options, checkpoint: Checkpoint, planned: Plan) ->
 
 
 def summary_of(checkpoint: Checkpoint, items: Sequence[Item], planned: Plan) -> dict[str, Any]:
-    """Fields of :class:`Reordered` that the items decide."""
+    """Fields of :class:`Reordered` that follow from the items."""
     return {
         "weights": {
             item.step.name: (*_whole(item), item.step.weight.bits, item.step.weight.group_size)
@@ -281,7 +281,7 @@ def _whole(item: Item) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Reordered:
-    """What :func:`reorder_checkpoint` or :func:`reorder_model` did.
+    """The result of :func:`reorder_checkpoint` or :func:`reorder_model`.
 
     Attributes:
         path: the file or directory written.
@@ -293,12 +293,11 @@ class Reordered:
         found: how many of those were there already, from a run that was interrupted.
         copied: names of the other files that were copied or, of a GGUF file, made from what it
             holds.
-        warnings: what a user should know: what of the checkpoint is not used; that there is no
-            tokenizer, and why.
+        warnings: for the user: unused parts of the checkpoint, and why there is no tokenizer.
         styles: how the layers that are split over ranks are split, by name.
         kept: why matrices that the options choose were not packed, by module name.
-        rounded: how what is stored of quantised weights differs from their values, by name, where
-            it does.
+        rounded: how the stored tensors of quantised weights differ from their values, by name,
+            where they do.
     """
 
     path: Path
@@ -331,14 +330,14 @@ def reorder_checkpoint(
 ) -> Reordered:
     """Pack a checkpoint's linear layers into one file and copy its other tensors.
 
-    What is packed, :func:`cutlass_ops.files.conversion_plan.plan` says.
+    :func:`cutlass_ops.files.conversion_plan.plan` decides what is packed.
 
     Args:
         checkpoint: from :func:`cutlass_ops.load_checkpoint`.
         path: the file to write.
         bits, group_size, symmetric, include, exclude, clip: as in
             :class:`cutlass_ops.files.conversion_plan.Options`.
-        jobs: tensors that are worked on, and held in memory, at a time.
+        jobs: tensors that are processed, and held in memory, at a time.
         dry_run: plan and write nothing.
         progress: called for every file of the checkpoint that is read for its sha256, and for every
             finished tensor.

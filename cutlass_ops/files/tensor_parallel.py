@@ -27,7 +27,7 @@ _DEFAULT = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3"), "colwise"),
     **dict.fromkeys(("o_proj", "down_proj", "w2"), "rowwise"),
 }
-#: Several layers in one: a contiguous part of their rows is not the same part of each.
+#: Several layers in one weight: a contiguous part of its rows is not the same part of each layer.
 _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "gate_up_proj")
 
 _HEADS = {

@@ -1,4 +1,4 @@
-"""Check packed files: by themselves, against a checkpoint, against another packed file."""
+"""Check packed files: alone, against a checkpoint, against another packed file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from .tensor_parallel import slice_tensor, slice_weight
 
 @dataclass
 class Verified:
-    """What :func:`verify_packed` found.
+    """The result of :func:`verify_packed`.
 
     Attributes:
         weights, tensors: how many were checked.
@@ -269,7 +269,7 @@ def _compare_config(found: Verified, info: PackedInfo) -> None:
             continue
         dtypes = {part: dtype for part, (dtype, _) in info.parts[name].items() if part != "codes"}
         stated = {} if form is None else dict(form.tensors)
-        if "bias" in dtypes:  # that a layer has one, the model's own configuration may tell
+        if "bias" in dtypes:  # the model's own configuration may say that a layer has a bias
             stated.setdefault("bias", dtypes["bias"])
         if form is None or (form.bits, form.group_size, stated) != (bits, group_size, dtypes):
             found.problems.append(f"config.json: does not describe {name} as the files have it")
@@ -303,7 +303,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def _verify_entry(
     found: Verified, info: PackedInfo, checkpoint: Checkpoint, entry: Entry
 ) -> set[str]:
-    """Compare what became of one entry; the names in the packed file that it accounts for."""
+    """Compare the result of one entry; returns the names in the packed file that belong to it."""
     module = entry.name.removesuffix(".weight")
     if module in info.options.get(TRANSPOSED, ()):
         entry = as_transposed(entry)
@@ -378,8 +378,8 @@ def _experts_of(info: PackedInfo, checkpoint: Checkpoint) -> list[ExpertsLayer]:
 def _verify_experts(
     found: Verified, info: PackedInfo, checkpoint: Checkpoint, layer: ExpertsLayer
 ) -> set[str]:
-    """Compare what became of a layer of experts; the names in the packed file that
-    it accounts for.
+    """Compare the result of a layer of experts; returns the names in the packed file that belong to
+    it.
     """
     names = {product: f"{layer.name}.{product}" for product in PRODUCTS}
     for product, name in names.items():
@@ -470,7 +470,7 @@ def _tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 @dataclass
 class Differences:
-    """What :func:`diff_packed` found.
+    """The result of :func:`diff_packed`.
 
     Attributes:
         same: how many weights and tensors are equal bit for bit.
@@ -533,7 +533,7 @@ def _changes(a: PackedInfo, b: PackedInfo, name: str) -> list[str]:
     if (name in a.gated) != (name in b.gated):
         return [f"gated is {name in a.gated} and {name in b.gated}"]
     x, y = _weight(a, name), _weight(b, name)
-    # Codes where they stand in the matrix; the padding is compared as it is stored.
+    # Codes in the order of the matrix; the padding is compared as it is stored.
     changes = []
     for (title, one), (_, other) in zip(_unpacked("", x), _unpacked("", y), strict=True):
         prefix = f"{title} " if title else ""

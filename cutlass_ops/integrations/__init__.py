@@ -1,1 +1,1 @@
-"""What other packages learn of packed models: transformers, diffusers, PEFT and huggingface_hub."""
+"""Packed models in other packages: transformers, diffusers, PEFT and huggingface_hub."""

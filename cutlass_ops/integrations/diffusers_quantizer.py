@@ -3,7 +3,7 @@
 It is imported as soon as both packages are (see ``registration.py``); a user need not.
 ``save_pretrained`` of a model whose linear layers :func:`cutlass_ops.quantize_model` packed, or its
 convolutions :func:`cutlass_ops.replace_convs`, then writes a ``quantization_config``, as
-``packed_config.py`` describes it, by which ``from_pretrained`` makes the packed layers again.
+``packed_config.py`` describes it, from which ``from_pretrained`` makes the packed layers again.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ class _Method(str, enum.Enum):
     CUTLASS_OPS = QUANT_METHOD  # diffusers reads its .value
 
 
-class CutlassOpsDiffusersConfig(QuantizationConfigMixin):  # type: ignore[misc]  # diffusers is not typed
+# diffusers is not typed, for mypy.
+class CutlassOpsDiffusersConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The ``quantization_config`` of a packed model, as ``packed_config.py`` describes it: each
     key an attribute.
 
     Raises:
-        ValueError: a layout that is not known, or a format that means nothing.
+        ValueError: an unknown layout or an invalid format.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -122,7 +123,9 @@ class CutlassOpsDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Put a tensor of the file into its layer; its dtype stays, whatever that of the model."""
+        """Put a tensor of the file into its layer; it keeps its dtype, whatever the model's dtype
+        is.
+        """
         layer = _packed_layer(model, param_name)
         assert layer is not None
         layer._buffers[param_name.rpartition(".")[2]] = state_dict[param_name].to(target_device)
@@ -137,7 +140,7 @@ class CutlassOpsDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(
         self, state_dict: dict[str, Tensor], safe_serialization: bool = False
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What ``save_pretrained`` writes: the tensors of packed layers, without the marks.
+        """The tensors that ``save_pretrained`` writes: those of packed layers, without the marks.
 
         Raises:
             ValueError: packed layers that the configuration does not describe.
@@ -201,8 +204,8 @@ def check_method(model: Any) -> None:
 
 
 def attach(model: Any) -> None:
-    """Let a model's configuration describe its packed layers, so that ``save_pretrained`` and its
-    like treat them right.
+    """Let a model's configuration describe its packed layers, so that ``save_pretrained`` and
+    similar methods handle them.
 
     Raises:
         ValueError: as :func:`describe`; and embeddings that are tied to other layers.

@@ -54,15 +54,15 @@ def load_model(
             a model of the Hub with safetensors files, "organisation/model".
         config: transformers' configuration; None takes the one that a GGUF file's keys give, else
             the one beside the file, else the one in a packed file's metadata.
-        options: :class:`cutlass_ops.files.Options`, what of a checkpoint to pack, and how its float
-            matrices are quantised; None packs what is quantised.
+        options: :class:`cutlass_ops.files.Options`, which parts of a checkpoint to pack, and how
+            its float matrices are quantised; None packs only quantised weights.
         dtype: of x, and so of norms and embeddings; None takes the configuration's, but bfloat16 in
             place of a float16 whose range the model exceeds.
-        device: where the model shall be.
+        device: the model's device.
         act_quant, act_symmetric: as in :class:`cutlass_ops.MixedLinear`; None takes what the
             directory, packed file or checkpoint says, else "none" and True.
-        fuse: whether layers that multiply the same x are made one
-            (:func:`cutlass_ops.fuse_linears`); layers that cannot be stay as they are.
+        fuse: whether layers that multiply the same x are fused (:func:`cutlass_ops.fuse_linears`);
+            layers that cannot be stay as they are.
 
     Returns:
         The model, in evaluation mode. Its packed weights are frozen; gradients flow through them,
@@ -118,7 +118,7 @@ def load_model(
         with torch.device("meta"):
             model = model_class(config)
         state = _state(path, config, model, options, dtype)
-        # Before transformers allocates what does not fit: sizes of a damaged header may be of any
+        # Checked before transformers allocates memory: sizes of a damaged header may have any
         # magnitude.
         for name, parameter in model.named_parameters():
             if name in state and state[name].shape != parameter.shape:
@@ -169,8 +169,8 @@ def load_model(
 
 
 def _other_class(transformers: ModuleType, config: Any) -> str:
-    """What to do with a model that is no causal language model by its configuration; ""
-    if it may be one.
+    """Advice for a model that is no causal language model by its configuration; "" if it may be
+    one.
     """
     names = getattr(config, "architectures", None) or ()
     causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -187,7 +187,7 @@ def _other_class(transformers: ModuleType, config: Any) -> str:
 def _config(transformers: ModuleType, path: Path) -> Any:
     """The configuration of a directory, a GGUF file, or a file's directory.
 
-    Code that stands beside a checkpoint is never run.
+    Code that comes with a checkpoint is never run.
     """
     directory = path if path.is_dir() else path.parent
     fields: Mapping[str, Any] = {}
@@ -227,7 +227,7 @@ def _tensors(
     Mapping[str, str],
     tuple[str, bool] | None,
 ]:
-    """What any file holds.
+    """The contents of a file or directory.
 
     Returns:
         Packed weights and other tensors by name; the embeddings whose rows a weight has as well;
@@ -266,7 +266,7 @@ def _value(step: Step) -> PackedWeight | PackedExperts | Tensor:
 def _state(
     path: Path, config: Any, model: nn.Module, options: Options | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """What a model's state_dict shall be; the weights in it are added to ``config``."""
+    """The state_dict for a model; its packed weights are added to ``config``."""
     state: dict[str, Tensor] = {}
     weights: dict[str, WeightFormat] = {}
     experts: set[str] = set()
@@ -290,7 +290,7 @@ def _state(
         layer, reason = architecture.place(name)
         if architecture.is_embedding(name):
             reason = architecture.reason_to_keep(name)
-        # What is no such layer, such as an expert, becomes a tensor of its values.
+        # A weight of another module, such as an expert, becomes a tensor of its values.
         if reason or not layer:
             state[f"{name}.weight"] = gemm.dequantize(value, dtype=dtype)
             continue
@@ -334,7 +334,7 @@ def _state(
 
 
 def _add(state: dict[str, Tensor], layer: str, value: PackedWeight | PackedExperts) -> WeightFormat:
-    """Put a packed weight into a state_dict; what a configuration says of it."""
+    """Put a packed weight into a state_dict; returns its entry for the configuration."""
     parts = value.tensors()
     state.update({f"{layer}.{part}": tensor for part, tensor in parts.items()})
     dtypes = {part: tensor.dtype for part, tensor in sorted(parts.items()) if part != "codes"}
@@ -344,8 +344,8 @@ def _add(state: dict[str, Tensor], layer: str, value: PackedWeight | PackedExper
 def _experts_place(
     path: Path, name: str, value: PackedExperts, architecture: Architecture
 ) -> tuple[str, PackedExperts]:
-    """The model's name of the product that packed experts are of, and they with gate's and
-    up's rows in eights.
+    """The model's name of the product of packed experts, and these experts with gate's and up's
+    rows in eights.
     """
     place = architecture.place_experts(name)
     if place is None:

@@ -1,5 +1,5 @@
-"""The ``quantization_config`` of ``from_pretrained``: how a float model is quantised, and what a
-packed one says of itself.
+"""The ``quantization_config`` of ``from_pretrained``: options for float models, and the description
+of packed ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..files.packed_config import QUANT_METHOD, weight_format
 from ..nn.quantize_model import check_quantization
 
-#: Keys of every description of a packed model, and no options.
+#: Keys that every description of a packed model has and options lack.
 _DESCRIPTION = ("layout", "layout_version", "tensors")
 
 
@@ -22,18 +22,18 @@ class CutlassOpsConfig(QuantizationConfigMixin):
     """Quantise a float model of transformers when it is loaded.
 
         config = co.CutlassOpsConfig(bits=4, group_size=128)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16, device_map="cuda",
-        quantization_config=config)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float16, device_map="cuda", quantization_config=config)
 
     The model is the one that :func:`cutlass_ops.quantize_model` makes of the loaded float model,
     bit for bit; the arguments are explained there. ``save_pretrained``, adapters of PEFT and
-    ``dequantize`` treat it alike.
+    ``dequantize`` work in the same way.
 
     On one device (``device_map="cuda"`` or "cpu", or without a ``device_map``) each layer is
-    quantised there as soon as its tensors are read, so that at any time one layer is there as
-    floats, besides those that stay floats and those with tied weights. ``device_map="auto"`` counts
-    the memory of the float model. With several GPUs in ``device_map`` the float model is loaded to
-    them first and then quantised, so that they need its memory; where it does not fit,
+    quantised there as soon as its tensors are read, so that at any time only one layer is there as
+    floats, besides layers that stay floats and layers with tied weights. ``device_map="auto"``
+    counts the memory of the float model. With several GPUs in ``device_map`` the float model is
+    loaded to them first and then quantised, so that they need its memory; where it does not fit,
     ``cutlass-ops reorder --bits 4`` writes a directory that is loaded packed. A ``device_map`` that
     offloads to "disk", or to "cpu" from other devices, raises a ValueError.
 
@@ -94,9 +94,11 @@ class CutlassOpsConfig(QuantizationConfigMixin):
         packed model says.
         """
         if any(key in config_dict for key in _DESCRIPTION):
-            return PackedModelConfig.from_dict(config_dict, return_unused_kwargs, **kwargs)  # type: ignore[no-untyped-call]
+            from_dict: Any = PackedModelConfig.from_dict  # transformers does not type it
+            return from_dict(config_dict, return_unused_kwargs, **kwargs)
+        from_dict = super().from_dict
         options = {key: value for key, value in config_dict.items() if key != "quant_method"}
-        return super().from_dict(options, return_unused_kwargs, **kwargs)  # type: ignore[no-untyped-call]
+        return from_dict(options, return_unused_kwargs, **kwargs)
 
 
 class PackedModelConfig(QuantizationConfigMixin):
@@ -104,8 +106,7 @@ class PackedModelConfig(QuantizationConfigMixin):
     an attribute.
 
     Raises:
-        ValueError: a layout that is not known, a format that means nothing, or another value of a
-            wrong kind.
+        ValueError: an unknown layout, an invalid format, or another value of a wrong kind.
     """
 
     def __init__(self, **fields: Any) -> None:

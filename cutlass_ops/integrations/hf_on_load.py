@@ -12,13 +12,14 @@ from .hf_config import CutlassOpsConfig
 
 
 class OnLoad:
-    """What transformers' loader gives the tensors of a float model to, one after another.
+    """A receiver of the tensors of a float model, which transformers' loader passes one after
+    another.
 
     A layer is packed when it has all its tensors, which are dropped then. The packed layers are put
     into the model by :meth:`finish`, since transformers initialises and moves float layers until
     all is loaded. Layers that are not packed here load as they do without quantisation, and
     :func:`cutlass_ops.quantize_model` quantises them later: layers with tied weights, and layers
-    whose tensors are not what the model expects.
+    whose tensors do not have the shapes and dtypes that the model expects.
 
     Args:
         model: the model, on the meta device.
@@ -105,5 +106,6 @@ def _expected(value: Tensor, parameter: Tensor | None) -> bool:
 
 def _parameter(value: Tensor) -> nn.Parameter:
     parameter = nn.Parameter(value, requires_grad=False)
-    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves its values
+    # transformers then leaves its values as they are.
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     return parameter

@@ -57,7 +57,7 @@ from .packed_model import (
 
 #: How many names an error lists.
 _MOST_NAMES = 8
-#: What holds a packed weight in a model that was loaded.
+#: Layers with a packed weight in a loaded model.
 _PACKED = (MixedLinear, MixedConv, MixedEmbedding)
 _EMBEDDINGS = (MixedEmbedding, TiedEmbedding)
 
@@ -66,11 +66,11 @@ register_quantization_config(QUANT_METHOD)(CutlassOpsConfig)
 
 
 def _guarded(to_json_string: Callable[..., str]) -> Callable[..., str]:
-    """``PreTrainedConfig.to_json_string``, with what keeps transformers alone from a packed
-    directory's files.
+    """``PreTrainedConfig.to_json_string`` with the guard that keeps transformers without
+    cutlass_ops from loading a packed directory.
 
-    transformers takes the key out of every configuration that it saves, so that an attribute would
-    not do.
+    An attribute would not suffice: transformers removes the key from every configuration that it
+    saves.
     """
 
     @functools.wraps(to_json_string)
@@ -85,7 +85,9 @@ def _guarded(to_json_string: Callable[..., str]) -> Callable[..., str]:
     return guarded
 
 
-PreTrainedConfig.to_json_string = _guarded(PreTrainedConfig.to_json_string)  # type: ignore[method-assign]
+PreTrainedConfig.to_json_string = _guarded(  # type: ignore[method-assign]
+    PreTrainedConfig.to_json_string
+)
 
 
 @functools.cache
@@ -93,7 +95,8 @@ def _guard_heads() -> None:
     """Let ``resize_token_embeddings`` refuse a model whose head or embedding is packed before
     it resizes either.
 
-    Called where the first model is packed: the class is not there yet when this module is imported.
+    Called where the first model is packed: the class does not exist yet when this module is
+        imported.
     """
     base = _pretrained_model()
     resize = base.resize_token_embeddings
@@ -135,7 +138,7 @@ def _keep_experts() -> None:
     """Let ``save_pretrained`` write packed experts under the model's names, which its conversions
     of floats would change.
 
-    Called where the first model with packed experts is saved: the function is not there yet when
+    Called where the first model with packed experts is saved: the function does not exist yet when
     this module is imported.
     """
     utils: Any = import_module("transformers.modeling_utils")
@@ -181,15 +184,15 @@ def _listed(names: Sequence[str]) -> str:
 @register_quantizer(QUANT_METHOD)
 class CutlassOpsQuantizer(HfQuantizer):
     """Makes :class:`cutlass_ops.MixedLinear` layers, packed convolutions and
-    :class:`cutlass_ops.nn.MixedExperts` for the tensors of a packed model, and checks
-    what was loaded.
+    :class:`cutlass_ops.nn.MixedExperts` for the tensors of a packed model, and checks the loaded
+    model.
 
     A float model is loaded as it is and then quantised, by :class:`cutlass_ops.CutlassOpsConfig`.
 
-    The ``dtype`` of ``from_pretrained`` is that of x, norms and embeddings; scales and zero
-    points of a packed model keep the checkpoint's. With a ``device_map`` that has "cpu" or
-    "disk", weights of a packed model stay on the other devices unless ``offload_buffers=True`` is
-    given: they are buffers.
+    The ``dtype`` of ``from_pretrained`` applies to x, norms and embeddings; scales and zero points
+    of a packed model keep the checkpoint's. With a ``device_map`` that has "cpu" or "disk", weights
+    of a packed model stay on the other devices unless ``offload_buffers=True`` is given: they are
+    buffers.
     """
 
     def __init__(
@@ -245,13 +248,13 @@ class CutlassOpsQuantizer(HfQuantizer):
         return self._early is not None and len(self._places) < 2 and self._early.takes(param_name)
 
     def get_quantize_ops(self) -> Any:
-        """What quantises such a tensor."""
+        """The operation that quantises such a tensor."""
         return self._early
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Take ``packed_config.GUARD`` out of the configuration."""
-        # This hook is the one that runs after the configuration is read and before the files are
-        # looked for.
+        # Of transformers' hooks only this one runs after the configuration is read and before the
+        # files are looked for.
         if getattr(config, GUARD_KEY, None) == GUARD:
             delattr(config, GUARD_KEY)
         return config
@@ -302,8 +305,8 @@ class CutlassOpsQuantizer(HfQuantizer):
             )
         for name in (*layers, *experts, *tied):
             parent = model.get_submodule(name.rpartition(".")[0])
-            # transformers initialises what it did not load, parents included, some of which reach
-            # for the layer's weight.
+            # transformers initialises modules that it did not load, and their parents, some of
+            # which access the layer's weight.
             if not parent._non_persistent_buffers_set:
                 parent._is_hf_initialized = True
         _untie(model)
@@ -421,8 +424,8 @@ class CutlassOpsQuantizer(HfQuantizer):
         return self._renamings
 
     def _watch(self, model: Any) -> None:
-        """Keep what transformers finds of missing and unexpected tensors, which it only
-        logs, and sizes.
+        """Keep the missing and unexpected tensors that transformers finds and only logs, and the
+        sizes.
         """
         adjust = model._adjust_missing_and_unexpected_keys
         self._found = None
@@ -494,10 +497,10 @@ class CutlassOpsQuantizer(HfQuantizer):
                 module.gate_up_proj.put_in_eights()
 
     def _check_found(self, model: Any, found: Any) -> None:
-        """Refuse a model of which a part is random, and files of which a part is left over.
+        """Refuse a model with uninitialised parts, and files with unused tensors.
 
-        As transformers has it, the body of a model may be loaded without its head, or with a new
-        one, which is random.
+        As in transformers, the body of a model may be loaded without its head or with a new, random
+        one.
         """
         parts = {f"{name}.{part}" for name in packed_layers(model) for part in PARTS}
         if lost := sorted(parts & found.missing_and_mismatched()):
@@ -526,7 +529,7 @@ class CutlassOpsQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(
         self, model: Any
     ) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """What ``save_pretrained`` writes: layers that were fused are saved as they were before.
+        """The tensors that ``save_pretrained`` writes: fused layers are saved as separate ones.
 
         The configuration is brought up to date with the layers that the model has now.
 
@@ -581,7 +584,7 @@ class CutlassOpsQuantizer(HfQuantizer):
         return state, metadata
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        """Put float layers of the same values in the place of the packed ones."""
+        """Replace the packed layers by float layers of the same values."""
         if isinstance(dtype, str):  # the configuration's, after save_pretrained wrote it
             dtype = getattr(torch, dtype)
         with torch.device("meta"):
@@ -645,8 +648,8 @@ def check_method(model: Any) -> None:
     method = getattr(
         other.quantization_config.quant_method, "value", other.quantization_config.quant_method
     )
-    # transformers leaves the quantizer in a model whose GGUF weights it dequantised; those that it
-    # did not are bytes.
+    # transformers leaves the quantizer in a model whose GGUF weights it dequantised; weights that
+    # it did not dequantise are bytes.
     if method != "gguf" or not all(
         parameter.is_floating_point() for parameter in model.parameters()
     ):
@@ -657,8 +660,8 @@ def check_method(model: Any) -> None:
 
 
 def attach(model: Any) -> None:
-    """Let a model's configuration describe its packed layers, so that ``save_pretrained`` and its
-    like treat them right.
+    """Let a model's configuration describe its packed layers, so that ``save_pretrained`` and
+    similar methods handle them.
 
     Raises:
         ValueError: as :func:`describe`.

@@ -2,8 +2,8 @@
 save packed modules.
 
 It is imported as soon as both packages are (see ``registration.py``); a user need not. The mixin
-would save packed tensors, make a float model of the class again, and load into it what has the same
-names.
+would save packed tensors, make a float model of the class, and load the tensors with equal names
+into it.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from ..weights.weight import PARTS
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """The ``quantization_config`` of a model's packed layers, fused ones as they were before.
+    """The ``quantization_config`` of a model's packed layers, with fused layers as separate ones.
 
     Raises:
         ValueError: no packed layer, layers with an activation, or with different treatment of x:
@@ -116,7 +116,7 @@ def without_values(
     layer: nn.Module, form: WeightFormat, act_quant: str, act_symmetric: bool
 ) -> MixedLinear | MixedConv | MixedEmbedding | TiedEmbedding:
     """The packed layer in place of a linear layer, a convolution or a word embedding; its tensors
-    have shapes and dtypes alone.
+    have shapes and dtypes but no values.
 
     Raises:
         ValueError: a format with tensors that no packed weight has, or a layer that
@@ -156,7 +156,7 @@ def experts_without_values(
     """The same in place of an experts module, with the formats of its products.
 
     Raises:
-        ValueError: as above, biases that the module has not, or has.
+        ValueError: as above, or biases where the module has none, or none where it has biases.
     """
     own = experts_form(layer)
     if own is None:
@@ -174,7 +174,7 @@ def experts_without_values(
             part: torch.empty(shape, dtype=dtype, device="meta")
             for part, (dtype, shape) in specs.items()
         }
-        # Rows in the order of earlier versions are brought into that of gated when they are there.
+        # Rows in the order of earlier versions are reordered once they are loaded.
         return PackedExperts.of_parts(
             parts, experts, n, k, form.bits, form.group_size, gated=product == GATE_UP
         )

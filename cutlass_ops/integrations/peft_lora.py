@@ -1,12 +1,12 @@
-"""Adapters of PEFT on packed layers: importing this module makes peft know
-MixedLinear and FusedPart.
+"""Adapters of PEFT on packed layers: importing this module registers MixedLinear and FusedPart with
+peft.
 
 It is imported as soon as both packages are (see ``registration.py``); a user need not.
 ``target_modules`` by name and "all-linear" then find packed layers as they find
 ``torch.nn.Linear``, for LoRA and DoRA, IA3, MiSS, OFT and VeRA. DoRA dequantises the weight
 in every call. The packed weight stays as it is: adapters cannot be merged into it. Packed
-experts have no adapters: PEFT adds those of parameters (``target_parameters``) to the values,
-which are not there.
+experts have no adapters: PEFT adds the adapters of parameters (``target_parameters``) to the float
+values, which packed experts do not have.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..nn.linear import FusedPart, MixedLinear
 from ..nn.model_experts import PRODUCTS
 from ..ops.gemm import dequantize
 
-#: Of the methods that look for a backend, those that need no more of a packed layer.
+#: Methods of PEFT that look for a backend and need nothing else for a packed layer.
 _MODULES = [
     f"peft.tuners.{method}.{part}"
     for method in ("miss", "oft", "vera")
@@ -47,8 +47,9 @@ def _refuse_merging() -> None:
     )
 
 
-class PackedBackend(quantization_utils.QuantizationBackend):  # type: ignore[misc]  # peft has no types
-    """What PEFT's methods need of a packed layer."""
+# peft is not typed, for mypy.
+class PackedBackend(quantization_utils.QuantizationBackend):  # type: ignore[misc]
+    """The interface to a packed layer that PEFT's methods need."""
 
     layer_type = "linear"
     backend_name = "cutlass_ops"
@@ -93,8 +94,8 @@ class _PackedDora(dora.DoraLinearLayer):  # type: ignore[misc]
         base_result: Tensor | None = None,
         adapter_name: str = "default",
     ) -> Tensor:
-        """What is added to the layer's result; ``base_result`` is that, where x is not
-        another by dropout.
+        """The term that is added to the layer's result; ``base_result`` is that result, unless
+        dropout changed x.
         """
         values = _values(base_layer)
         adapter = self.get_lora_weight(lora_A=lora_A, lora_B=lora_B, adapter_name=adapter_name)
@@ -152,7 +153,7 @@ class PackedLoraLinear(Linear):  # type: ignore[misc]
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
-        """Plain LoRA and DoRA: others read or write the weight."""
+        """Only plain LoRA and DoRA: other variants read or write the weight."""
         return {(): None, ("use_dora",): _DoraVariant}
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
@@ -180,7 +181,7 @@ class PackedIA3Linear(ia3_layer.Linear):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         nn.Module.__init__(self)
-        # As its base class has it, which knows layers by their types.
+        # The same as in the base class, which recognises layers by their types.
         self.base_layer = base_layer
         self.ia3_l = nn.ParameterDict()
         self._disable_adapters = False
@@ -232,8 +233,8 @@ def _device(layer: Any) -> torch.device:
 
 
 def _replace(name: str, home: Any, replacement: Callable[[Any], Any]) -> None:
-    """Replace a function of PEFT by what ``replacement`` makes of it, in its module and where those
-    methods import it.
+    """Replace a function of PEFT by ``replacement`` of it, in its module and in the modules of the
+    methods that import it.
     """
     original = getattr(home, name)
     new = replacement(original)
@@ -304,8 +305,8 @@ def _replacing(original: Any) -> Any:
     def replace_module(
         self: Any, parent: nn.Module, name: str, new_module: nn.Module, child: nn.Module
     ) -> None:
-        # peft moves adapters to where the first parameter is; a packed layer has none, and its
-        # adapters are there already.
+        # peft moves adapters to the device of the first parameter; a packed layer has no parameter,
+        # and its adapters are already on its device.
         if isinstance(new_module, tuners_utils.BaseTunerLayer) and _is_packed(
             new_module.get_base_layer()
         ):
@@ -329,7 +330,8 @@ def _register() -> None:
         if isinstance(base, MixedExperts | ExpertWeights):
             _refuse_experts(str(kwargs.get("current_key") or type(base).__name__))
         if not _is_packed(base) or kwargs.get("parameter_name") is not None:
-            return dispatch(target, adapter_name, config=config, **kwargs)  # type: ignore[no-any-return]
+            layer: nn.Module | None = dispatch(target, adapter_name, config=config, **kwargs)
+            return layer
         _check_called(base)
         return PackedLoraLinear(target, adapter_name, config, **kwargs)
 

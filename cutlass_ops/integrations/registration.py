@@ -5,8 +5,8 @@ transformers finds quantisation methods only by name in its tables, and has no e
 packages to add to them. So ``import cutlass_ops`` watches for the import of the module that holds
 those tables, before or after, and adds the method "cutlass_ops" then:
 ``AutoModelForCausalLM.from_pretrained`` takes a directory that ``cutlass-ops reorder`` wrote, and
-neither package makes the import of the other slower. PEFT's LoRA learns of packed layers in the
-same way, and functions that pack the layers of a model tell its configuration of them.
+neither package makes the import of the other slower. Packed layers are registered with PEFT's LoRA
+in the same way, and functions that pack the layers of a model write them into its configuration.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from types import ModuleType
 
 from ..nn.quantizer_module import add_library
 
-#: Modules of other packages, and what is said where the module of this one that adds to their
-#: tables cannot do so.
+#: Modules of other packages, and the warning for the case that our module cannot add to their
+#: tables.
 _TABLES = {
     "transformers.quantizers.auto": (
         "hf_quantizer",
@@ -47,12 +47,14 @@ def _register(table: str) -> None:
     try:
         import_module(f"cutlass_ops.integrations.{module}")
     except (ImportError, AttributeError) as error:
-        # Someone imports the other package and may not want packed models at all.
+        # A warning only: the user imports the other package and may not use packed models.
         warnings.warn(f"{problem}: {error}", stacklevel=2)
 
 
 class _Watch(MetaPathFinder):
-    """Finds nothing itself; lets :func:`_register` run right after a module with tables did."""
+    """A finder that loads nothing itself; it runs :func:`_register` right after a module with
+    tables was imported.
+    """
 
     def __init__(self, tables: set[str]) -> None:
         self.tables = tables

@@ -45,7 +45,8 @@ _BY_NAME = (
 )
 #: Models whose linear layers store their weights transposed, ``[in, out]``: transformers' Conv1D.
 _TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
-#: What transformers calls modules at a model's end, besides what ``get_output_embeddings`` returns.
+#: Names that transformers gives to output layers, besides those that ``get_output_embeddings``
+#: returns.
 _HEADS = frozenset(("lm_head", "embed_out", "classifier", "score", "qa_outputs"))
 _MOST_LAYERS = 1000
 
@@ -57,7 +58,8 @@ class ExpertTensor:
     Attributes:
         module, parameter: of the model.
         expert: the number of the expert; None if the tensor stacks all of them.
-        part: which of the matrices whose rows make the expert's weight; None if it is all of it.
+        part: which of the matrices whose rows make up the expert's weight; None if the tensor is
+            the whole weight.
     """
 
     module: str
@@ -96,8 +98,8 @@ class Conversions:
         return self.renamed(tensor, {tensor: True}) == (tensor, None)
 
     def stacked(self, tensor: str, pattern: str) -> tuple[int, int | None] | None:
-        """The number of the expert whose matrix a conversion stacks, and which of those that it
-        joins; None of another one.
+        """The number of the expert whose matrix a conversion stacks, and the position among the
+        matrices that it joins; None for other conversions.
         """
         converter = next(c for c in self._converters if pattern in c.source_patterns)
         operations = [
@@ -186,8 +188,8 @@ class Architecture:
         return {name: form for name, form in forms.items() if form is not None}
 
     def expert_tensor(self, tensor: str) -> ExpertTensor | None:
-        """What a checkpoint's tensor is of the modules of :attr:`experts`; None if it is nothing,
-        or converted otherwise.
+        """The part of a module of :attr:`experts` that a checkpoint's tensor is; None if it is
+        none, or if transformers converts it in another way.
         """
         if not self.experts:
             return None
@@ -205,8 +207,8 @@ class Architecture:
         return {f"{name}.{product}.codes": True for name in self.experts for product in PRODUCTS}
 
     def place_experts(self, stored: str) -> tuple[str, str] | None:
-        """The module of :attr:`experts` and the product that a file's packed experts are; None if
-        they are no such.
+        """The module of :attr:`experts` and the product that a file's packed experts belong to, or
+        None.
         """
         if not self.experts:
             return None
@@ -253,9 +255,7 @@ class Architecture:
         )
 
     def reason_against_rows(self, module: str) -> str:
-        """Why the rows of a checkpoint's module cannot be those of a packed
-        head; "" if they can.
-        """
+        """Why a checkpoint's module cannot share its rows with a packed head; "" if it can."""
         if not self.is_embedding(module):
             return "it is not known as a word embedding of its model"
         name, reason = self.place(module)

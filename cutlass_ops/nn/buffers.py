@@ -22,8 +22,7 @@ _MOST_BYTES = 1000
 
 
 class PackedState(nn.Module):
-    """A module whose ``state_dict`` has a mark where that of the float layer in its
-    place has its weight.
+    """A module whose ``state_dict`` has a mark under the name of the float layer's weight.
 
     The mark is a vector of bytes, JSON that says what the packed tensors are. ``load_state_dict``
     of the float layer refuses it, also with ``strict=False``, because its shape is not the
@@ -33,7 +32,7 @@ class PackedState(nn.Module):
     """
 
     def marks(self) -> dict[str, dict[str, Any]]:
-        """Names of the float layer's weights, and what their marks say besides whose they are."""
+        """Names of the float layer's weights, and the content of their marks."""
         raise NotImplementedError
 
     def has_values(self) -> bool:
@@ -132,14 +131,12 @@ class PackedBuffers(PackedState):
         return {"weight": self.state_format()}
 
     def view_buffers(self) -> None:
-        """Make :attr:`packed` of the buffers as they are now, and check it: to be called after
-        they were loaded.
-        """
+        """Make :attr:`packed` of the present buffers and check it; called after a load."""
         self._packed = self._from_buffers()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedBuffers:
         module: Any = super()  # torch has no types here
-        # Seen as bytes, tensors follow every move and escape every change of dtype.
+        # As bytes, tensors follow every move and keep their dtype.
         module._apply(lambda t: fn(t.view(torch.uint8)).view(t.dtype), recurse)
         self.view_buffers()
         return self

@@ -19,12 +19,12 @@ from .buffers import PackedState, WeightBuffers
 
 
 class _Lookup(PackedState):
-    """What :class:`MixedEmbedding` and :class:`TiedEmbedding` share: all but where the weight is.
+    """The common base of :class:`MixedEmbedding` and :class:`TiedEmbedding`, which differ in where
+    the weight is.
 
     Attributes:
         num_embeddings, embedding_dim: N and K.
-        padding_idx: the row that does not count, as in ``torch.nn.Embedding``: it is
-            looked up like others.
+        padding_idx: the padding row, as in ``torch.nn.Embedding``: it is looked up like others.
         dtype: of the result. ``.half()``, ``.to(dtype)`` and their like change it, and not
             the packed tensors.
         scale: what the rows are multiplied by, rounded to ``dtype``, as in Gemma 3.
@@ -124,8 +124,8 @@ class TiedEmbedding(_Lookup):
     """A :class:`MixedEmbedding` whose rows are those of another layer's weight, which alone
     has the tensors.
 
-    That layer is part of the same model, which moves, saves and loads the tensors once. On another
-    device than the ids' it looks the rows up where the weight is, and their values move.
+    That layer is part of the same model, which moves, saves and loads the tensors once. If it is on
+    another device than the ids, the rows are looked up there and their values are moved.
 
     Attributes:
         num_embeddings, embedding_dim, padding_idx, dtype, scale: as in :class:`MixedEmbedding`.
@@ -169,7 +169,7 @@ class TiedEmbedding(_Lookup):
         return gemm.dequantize(self.packed, dtype)
 
     def has_values(self) -> bool:
-        """Whether that layer has."""
+        """Whether that layer has its tensors in memory."""
         return self.layer.has_values()
 
     def marks(self) -> dict[str, dict[str, Any]]:
@@ -191,7 +191,7 @@ class TiedEmbedding(_Lookup):
 
 
 def in_memory(layer: nn.Module) -> AbstractContextManager[None]:
-    """A time in which a layer has its tensors, wherever accelerate keeps them."""
+    """A context in which a layer has its tensors, wherever accelerate keeps them."""
     if not hasattr(layer, "_hf_hook"):
         return nullcontext()
     aligned: AbstractContextManager[None] = import_module("accelerate.utils").align_module_device(

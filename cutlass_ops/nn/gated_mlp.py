@@ -1,5 +1,5 @@
-"""MLPs of models that compute ``down(activation(gate(x)) * up(x))``: which do, and the module that
-computes the product of both factors by one layer.
+"""MLPs that compute ``down(activation(gate(x)) * up(x))``: how they are recognised, and the module
+that computes both factors in one layer.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from torch import Tensor, fx, nn
 
 from .model_experts import GATES, qualified
 
-#: Where a module keeps what is called with it.
+#: Where a module keeps its hooks.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-#: What a :class:`GatedMLP` has that the model's module has not.
+#: Attributes of a :class:`GatedMLP` that the model's module lacks.
 _OWN = ("_form", "_layer", "_types", "_kind")
 
 
@@ -35,12 +35,12 @@ class GatedForm:
 
 
 class GatedMLP(nn.Module):
-    """An MLP whose gate and up another layer multiplies; made by :func:`cutlass_ops.fuse_linears`
-    of the model's own module, which it is but for its class.
+    """An MLP whose gate and up are one layer. :func:`cutlass_ops.fuse_linears` changes the class of
+    the model's own module to this one.
 
-    Where gate, up or the activation was replaced (by an adapter of PEFT, for example) or has hooks
-    since, the children are called as the model's class did it; gate and up then take their columns
-    of the shared product by a copy.
+    If gate, up or the activation was replaced since (by an adapter of PEFT, for example) or has
+    hooks, the children are called as in the model's class; gate and up then copy their columns of
+    the shared product.
     """
 
     _form: GatedForm
@@ -71,7 +71,7 @@ class GatedMLP(nn.Module):
 
 def become_gated(module: nn.Module, form: GatedForm, layer: str) -> None:
     """Make a module of this form a :class:`GatedMLP`; its child ``layer`` computes the product
-    ``activation(gate(x)) * up(x)``, and the other children are those that it shall have.
+    ``activation(gate(x)) * up(x)``, and the other children are given.
     """
     children = [module.get_submodule(name) for name in (form.gate, form.up, form.function)]
     own = (form, layer, tuple(map(type, children)), type(module))
@@ -93,7 +93,7 @@ def gated_form(module: nn.Module, gate: str, up: str) -> GatedForm | None:
     tracer.is_leaf_module = lambda *_: True  # type: ignore[method-assign]
     try:
         nodes = list(tracer.trace(module).nodes)
-    except Exception:  # of code that does more with x than to pass it on
+    except Exception:  # raised for code that does more with x than pass it on
         return None
     found = _expression(nodes[-1].args[0]) if len(nodes) == 7 else None
     match found:
@@ -111,8 +111,8 @@ def gated_form(module: nn.Module, gate: str, up: str) -> GatedForm | None:
 
 
 def _expression(node: Any) -> Any:
-    """What a node of a graph is computed of: "x", (child, argument) or (factor, "*", factor); None
-    for all else.
+    """The expression of a graph's node: "x", (child, argument) or (factor, "*", factor); None for
+    others.
     """
     if not isinstance(node, fx.Node) or node.kwargs:
         return None
@@ -128,5 +128,5 @@ def _expression(node: Any) -> Any:
 
 
 def _is_wrapped(module: nn.Module) -> bool:
-    """Whether something else than the class's ``forward`` happens when a module is called."""
+    """Whether calling a module does more than the class's ``forward``."""
     return "forward" in vars(module) or any(getattr(module, name) for name in _HOOKS)

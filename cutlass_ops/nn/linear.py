@@ -35,8 +35,8 @@ from .quantizer_module import quantizer_module
 
 _ACT_QUANT = ("none", "token", "block")
 
-#: Layers with one parent that multiply the same x, by the name of the layer that can do their work:
-#: as the attention and the MLP of transformers' Llama, Qwen and Mistral models have these names.
+#: Layers with one parent that multiply the same x, by the name of the fused layer. These are the
+#: names in the attention and the MLP of transformers' Llama, Qwen and Mistral models.
 SHARED_INPUT = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -49,8 +49,8 @@ class MixedLinear(WeightBuffers):
 
     The packed tensors are buffers, so ``state_dict``, ``.to(device)`` and ``.cuda()`` treat them as
     any other. They keep their dtypes under ``.half()`` and ``.to(dtype)``: scales are part of the
-    checkpoint, not of the computation. The product is always that of the buffers as they are: a
-    buffer may be written to, or replaced by a tensor of the same shape, by assignment,
+    checkpoint, not of the computation. The product always uses the present buffers: a buffer may be
+    written to, or replaced by a tensor of the same shape, by assignment,
     ``torch.func.functional_call`` or offloading hooks. ``bias`` may become None, or a tensor.
 
     Training: the output is differentiable in x, and the weight and its bias are frozen (see
@@ -61,7 +61,7 @@ class MixedLinear(WeightBuffers):
         in_features, out_features: K and N.
         act_quant: how x is quantised: "none", "token" or "block".
         act_symmetric: whether quantised activations have no zero point. Unused with "none". A layer
-            that is made without it keeps its weight's column sums on Hopper, 4 bytes for 128
+            that is made with False keeps its weight's column sums on Hopper, 4 bytes for 128
             weights (:meth:`cutlass_ops.PackedWeight.sum_codes`).
         activation: as in :func:`cutlass_ops.mixed_gemm`; applied after the bias.
         shared_by: names of the siblings whose work this layer does, and which alone call it
@@ -72,7 +72,7 @@ class MixedLinear(WeightBuffers):
         ValueError: an ``act_quant`` that does not exist.
     """
 
-    #: The codes that stood in the place of the packed weight's when they were last looked at.
+    #: The codes that replaced the packed weight's, as of the last call.
     _other_codes: weakref.ref[Tensor] | None = None
 
     def __init__(
@@ -102,7 +102,8 @@ class MixedLinear(WeightBuffers):
         """
         packed = self._packed
         super().view_buffers()
-        self._packed.share_sums(packed)  # captured graphs may read them, of what was loaded now
+        # Captured graphs may read the sums, which must be those of the loaded tensors.
+        self._packed.share_sums(packed)
         self._keep_sums()
 
     def _keep_sums(self) -> None:
@@ -132,11 +133,10 @@ class MixedLinear(WeightBuffers):
         except KeyError:  # a parameter was assigned to a buffer's name, or it was deleted
             pass
         found = self._from_buffers()
-        if is_dynamo_compiling():  # what is traced is not kept
+        if is_dynamo_compiling():  # traced tensors are not kept
             return found
         found.share_sums(packed)
-        # Codes that an offloading hook brings for one call are other ones every time, and must
-        # not be kept alive.
+        # An offloading hook brings new codes for each call, which must not be kept alive.
         known = None if self._other_codes is None else self._other_codes()
         if found.codes is packed.codes or found.codes is known:
             self._packed = found
@@ -183,7 +183,7 @@ class MixedLinear(WeightBuffers):
             options = (None, None, act_quant, act_symmetric)
             return gate_first(gemm.mixed_gemm(x, self.packed.eights, *options), x.dim() - 1)
         if self.activation is None and not is_dynamo_compiling():
-            # As in mixed_gemm, of the buffers as they are.
+            # As in mixed_gemm, with the present buffers.
             if not act_symmetric:
                 packed.check_sums()
             buffers = self._buffers
@@ -223,7 +223,7 @@ def replace_linears(
 
     A layer's own bias is kept where the packed weight has none. Every name is checked before
     the first layer is replaced, so that an error leaves the model as it was. A packed weight
-    stays on its device; move the model after. :func:`fuse_linears` then makes one of those that
+    stays on its device; move the model after. :func:`fuse_linears` then joins the layers that
     multiply the same x.
 
     The configuration of a model of transformers or diffusers names its packed layers, so that
@@ -297,8 +297,8 @@ def set_activations(model: nn.Module, act_quant: str, act_symmetric: bool = True
 
 
 class _Shared:
-    """A layer that computes what several layers compute, and its last result, of which each
-    takes its part once.
+    """A layer that does the work of several layers, and its last result, of which each layer takes
+    its part once.
     """
 
     layer: MixedLinear
@@ -337,14 +337,14 @@ class _Shared:
         return y
 
     def _tensors(self, x: Tensor) -> tuple[Tensor | None, ...]:
-        """What a result was computed of."""
+        """The input of a result."""
         return (x,) if torch.compiler.is_compiling() else (x, *self.layer._buffers.values())
 
     def _state(self, x: Tensor) -> tuple[Any, ...]:
-        """On what else a result depends."""
+        """The other things that a result depends on."""
         if torch.compiler.is_compiling():
             return ()
-        # Tensors of inference mode do not count what is done to them in place.
+        # Inference tensors do not count in-place writes.
         version = None if x.is_inference() else x._version
         return (
             version,
@@ -437,15 +437,16 @@ def fuse_linears(
     their places, so that the model's code stays as it is. The values are those of the separate
     layers up to the order of fp32 sums.
 
-    A parent that does nothing but ``down(activation(gate(x)) * up(x))``, as the MLPs of most of
-    transformers' models, becomes a :class:`GatedMLP`, if gate and up are the layers and their N is
-    a multiple of 8. Its new layer has a gated weight, whose product is rounded once, where the
+    A parent that computes exactly ``down(activation(gate(x)) * up(x))``, as most MLPs of
+    transformers do, becomes a :class:`GatedMLP`, if gate and up are the layers and their N is a
+    multiple of 8. Its new layer has a gated weight, whose product is rounded once, where the
     model's code rounds gate's, the activation's and up's.
     ``state_dict`` has the new layer's tensors instead of the
     old ones'; ``save_pretrained`` of transformers' models writes the old ones', bit for bit.
 
     Layers are left alone, with the reason in the result, where one of them is no MixedLinear, or
-    where they differ in what one product must share: bits, group size, kind of zero point, act
+    where they differ in something that one product must share: bits, group size, kind of zero
+        point, act
     order, dtypes, device, treatment of x.
 
     Args:
@@ -493,8 +494,8 @@ def fuse_linears(
 
 
 def _rows(weight: PackedWeight, begin: int, end: int) -> PackedWeight:
-    """Rows ``begin`` to ``end`` of what a weight was packed from: views where they are whole row
-    panels of it.
+    """Rows ``begin`` to ``end`` of the weight before packing: views where they are whole row
+    panels.
     """
     in_panels = begin % formats.ROWS_PER_PANEL == 0 and (
         end % formats.ROWS_PER_PANEL == 0 or end == weight.n
@@ -507,7 +508,9 @@ def _rows(weight: PackedWeight, begin: int, end: int) -> PackedWeight:
 def _gated_form(
     parent: nn.Module, children: Sequence[str], parts: Sequence[MixedLinear]
 ) -> GatedForm | None:
-    """How a parent uses two layers, if as gate and up of weights that can be packed as gated."""
+    """The form of a parent that uses two layers as gate and up, if their weights can be packed as
+    gated; else None.
+    """
     if len(parts) != 2 or parts[0].activation is not None:
         return None
     sizes = {part.out_features for part in parts}
@@ -517,8 +520,8 @@ def _gated_form(
 
 
 def _as_one(weights: Sequence[PackedWeight], gated: bool) -> PackedWeight:
-    """What :func:`cutlass_ops.reorder` makes of the canonical weights as a list; ValueError if
-    they cannot be one.
+    """What :func:`cutlass_ops.reorder` makes of the list of canonical weights; ValueError if they
+    cannot be packed as one.
     """
     first = weights[0]
     dtypes = {part: tensor.dtype for part, tensor in first.tensors().items()}
@@ -547,9 +550,7 @@ def _as_one(weights: Sequence[PackedWeight], gated: bool) -> PackedWeight:
 
 
 def _reason_against(parent: nn.Module, new: str, parts: Mapping[str, nn.Module]) -> str:
-    """Why these layers cannot be one, as far as it is not their weights; "" if nothing
-    speaks against it.
-    """
+    """Why these layers cannot be fused, apart from their weights; "" if they can."""
     if hasattr(parent, new):
         return f"its parent has a {new} already"
     for name, part in parts.items():

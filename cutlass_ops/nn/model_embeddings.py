@@ -1,4 +1,4 @@
-"""Word embeddings of models: what they compute, and the packed ones in their places."""
+"""Word embeddings of models: what they compute, and their packed replacements."""
 
 from __future__ import annotations
 

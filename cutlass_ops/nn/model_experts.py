@@ -86,14 +86,14 @@ class ExpertsForm:
         return (experts, k, n) if self.transposed else (experts, n, k)
 
     def matrix(self, values: Tensor) -> Tensor:
-        """``[N, K]`` of what a parameter has of one expert, features in the
-        parameter's order; a view.
+        """One expert's part of a parameter as ``[N, K]``, features in the parameter's order; a
+        view.
         """
         return values.t() if self.transposed else values
 
     def from_parameter(self, product: str, values: Tensor) -> Tensor:
-        """An expert's weight ``[N, K]`` or bias ``[N]``, gate's rows before up's, of what the
-        parameter has of it; a copy.
+        """An expert's weight ``[N, K]`` or bias ``[N]``, gate's rows before up's, from its part of
+        the parameter; a copy.
         """
         values = self.matrix(values) if values.dim() == 2 else values
         return torch.cat([values[rows] for rows in self.rows(product)])
@@ -138,7 +138,7 @@ def experts_form(module: Any) -> ExpertsForm | None:
 
 
 def _activation_of_gate(module: Any) -> str | None:
-    # Of a transformers that has no such function nothing is known.
+    # Without that function of transformers the formula is unknown.
     default = getattr(import_module("transformers.integrations.moe"), "_default_apply_gate", None)
     if default is None or getattr(type(module), "_apply_gate", None) is not default:
         return None

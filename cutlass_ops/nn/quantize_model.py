@@ -32,10 +32,10 @@ _Model = TypeVar("_Model", bound=nn.Module)
 _LM_HEAD = "lm_head"
 #: What models of diffusers call their first and last convolutions.
 _ENDS = ("conv_in", "conv_out")
-#: Convolutions of torch, with those that no packed layer takes the place of.
+#: Convolutions of torch, including those without a packed layer.
 _ANY_CONVOLUTION = (*CONVOLUTIONS, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-#: Subclasses of torch.nn.Linear that compute what it does and whose weights nobody else reads.
+#: Subclasses of torch.nn.Linear that compute the same and whose weights no other code reads.
 _PLAIN_SUBCLASSES = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 
 #: Classes of transformers that read weights of their children only with options that are off by
@@ -69,12 +69,12 @@ class Layer:
 
     @property
     def module(self) -> Any:
-        """The layer as it is now; not kept, so that nothing but the model keeps its weight."""
+        """The present layer; not kept, so that only the model holds its weight."""
         parent, child = self.places[0]
         return parent._modules[child]
 
     def put(self, new: nn.Module) -> None:
-        """Put another layer in its place, or its places."""
+        """Replace the layer in all its places."""
         for parent, child in self.places:
             parent._modules[child] = new
 
@@ -192,8 +192,8 @@ def quantize_model(
             or infinite values. All this is found before the first layer changes.
         RuntimeError: quantising a layer failed, as it does without enough memory (then a
             torch.OutOfMemoryError or MemoryError). The message names the layer. The model is
-            usable: layers before it are quantised and the others are as they were, and another call
-            goes on with them.
+            usable: layers before it are quantised, the others are unchanged, and another call
+            continues with them.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; a torch.nn.Module is expected")

@@ -1,4 +1,4 @@
-"""Which module tells the library that a model belongs to of its packed layers."""
+"""The module that writes a model's packed layers into the configuration of the model's library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-#: By the module and the name of the class of a library's models: the name of our module for it.
+#: Our module for a library, by the module and the name of the class of the library's models.
 _LIBRARIES: dict[tuple[str, str], str] = {}
 
 
@@ -24,14 +24,14 @@ def add_library(library: str, base: str, quantizer: str) -> None:
 
 
 def quantizer_module(model: nn.Module) -> Any:
-    """What tells a model of transformers or diffusers of its packed layers (``attach``); None
-    for other models.
+    """The module whose ``attach`` describes packed layers in the configuration of a model of
+    transformers or diffusers; None for other models.
 
     Raises:
         ValueError: a model that another method quantised.
     """
     for (library, base), name in _LIBRARIES.items():
-        # A model's library is imported.
+        # The library of an existing model is imported.
         if library in sys.modules and isinstance(model, getattr(sys.modules[library], base)):
             quantizer = import_module(name)
             quantizer.check_method(model)

@@ -1,5 +1,4 @@
-"""Which weights of the layers inside it the code of a module reads by itself: such layers
-cannot be packed.
+"""Weights of inner layers that a module's code reads directly: such layers cannot be packed.
 
 Found in the source of its class: chains of attributes and indices that start from ``self`` and end
 in ``.weight``, also through local variables, loops over lists of modules and arguments of the
@@ -47,12 +46,12 @@ class Read:
 
 
 def readers(model: nn.Module, happens: Callable[[Read, nn.Module], bool]) -> dict[str, str]:
-    """Names of modules whose weight is read by a module around them, and the name of
-    that one's class.
+    """Names of modules whose weight an outer module reads, with the name of the outer module's
+    class.
 
     Args:
         model: any.
-        happens: whether a module does a read that its class has.
+        happens: whether a module performs a read that its class's code has.
     """
     found: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -119,7 +118,7 @@ def _classes(module: str) -> dict[str, ast.ClassDef]:
 
 
 class _Method:
-    """One method's reads, and what it passes to others."""
+    """One method's reads, and the arguments that it passes to other methods."""
 
     def __init__(
         self,
@@ -165,7 +164,7 @@ class _Method:
             ):
                 self.bind_arguments(name, node)
             case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-                for generator in node.generators:  # they bind what the elements use
+                for generator in node.generators:  # they bind the names that the elements use
                     self.walk(generator, tests)
         for child in ast.iter_child_nodes(node):
             self.walk(child, tests)

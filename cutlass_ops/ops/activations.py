@@ -1,6 +1,4 @@
-"""Activations that are quantised online: alone, or behind the functions that come
-before a product.
-"""
+"""Activations that are quantised online: by themselves, or after a norm or a gated SiLU."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from .native import DATA_TYPES, current_stream, pointer, row_matrix
 
 MAX_M, _MAX_NORM_K = _C.max_m, _C.max_norm_k
 _LEAST_NORM_EPS = _C.least_norm_eps
-#: Rows up to which quantised ones have memory for a power of two of them.
+#: Up to this many rows, quantised activations have memory for the next power of two of rows.
 _MOST_PADDED_ROWS = _C.padded_rows
 
 
@@ -34,8 +32,8 @@ class QuantizedActivations:
 
     Attributes:
         codes: int8 ``[M, k_pad]``, K padded to 128 with each block's zero point; inside each 16
-            columns in the order 0, 8, 1, 9, ..., 7, 15. A product may read, and ignores, what the
-            storage holds behind the last row.
+            columns in the order 0, 8, 1, 9, ..., 7, 15. A product may read memory behind the last
+            row, and ignores it.
         scales: fp32 ``[B, stride]``, the M rows of x side by side in each block, stride being M
             rounded up to 16.
         zeros: int8 ``[B, stride]``, or None if symmetric.
@@ -107,8 +105,8 @@ def run_quantize(
     of x is quantised.
     """
     m, k = x.shape
-    # Memory for whole tiles of few rows: products read what lies there sooner than they get zeros
-    # for rows that are not there.
+    # Few rows have memory for whole tiles: TMA reads existing rows faster than it fills rows that
+    # are out of bounds with zeros.
     rows = 1 << max(0, m - 1).bit_length()
     codes, scales, zeros = empty_quantized(
         x, block, symmetric, rows if m < rows <= _MOST_PADDED_ROWS else None
@@ -280,8 +278,8 @@ def rms_norm_quantize(
     symmetric: bool = True,
     perm: Tensor | None = None,
 ) -> QuantizedActivations | tuple[QuantizedActivations, Tensor]:
-    """:func:`quantize_activations` of the root mean square norm of x, or of x + residual, without a
-    way through memory.
+    """:func:`quantize_activations` of the root mean square norm of x, or of x + residual, without
+    storing the norm.
 
     The results are those of :func:`cutlass_ops.reference.rms_norm` and then
     :func:`quantize_activations`, bit for bit, on every device.
@@ -291,7 +289,8 @@ def rms_norm_quantize(
         weight: of the norm, ``[K]``, of x's dtype.
         eps: added to the mean square, 1e-15 to 1.
         residual: of x's dtype and shape, added to x first, or None.
-        block, symmetric, perm: as in :func:`quantize_activations`; the norm knows no act order.
+        block, symmetric, perm: as in :func:`quantize_activations`; the norm itself has no act
+        order.
 
     Returns:
         The quantised norm; with a residual also ``x + residual``, rounded to x's dtype: the
@@ -329,7 +328,7 @@ def rms_norm_quantize(
 def silu_mul_quantize(
     gate: Tensor, up: Tensor, block: int = 128, symmetric: bool = True, perm: Tensor | None = None
 ) -> QuantizedActivations:
-    """:func:`quantize_activations` of ``silu(gate) * up``, without a way through memory.
+    """:func:`quantize_activations` of ``silu(gate) * up``, without storing the product.
 
     The results are those of :func:`cutlass_ops.reference.silu_mul` on the same device and then
     :func:`quantize_activations`, bit for bit. gate and up may be the halves of one product

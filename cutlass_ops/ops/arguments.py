@@ -15,11 +15,11 @@ from .. import _C
 from ..weights.packed_weight import PackedWeight
 from .native import DATA_TYPES
 
-#: Classes of tensors, or of none, that need no dispatcher of torch's.
+#: Types of arguments that need no dispatch by torch.
 TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _PLAIN = TENSORS | {type(None)}
-#: Whether torch.jit.trace, a transform of torch.func or torch.autocast is at work, in a third of
-#: the time of torch's public functions.
+#: Whether torch.jit.trace, a transform of torch.func or torch.autocast is active. These private
+#: functions take a third of the time of torch's public ones.
 jit_state = cast("Callable[[], object]", torch._C._get_tracing_state)
 func_transforms = torch._C._are_functorch_transforms_active
 any_autocast = torch._C._is_any_autocast_enabled
@@ -35,7 +35,7 @@ def runs_directly(
     """Whether to call the implementation without torch's dispatcher: nothing is traced and no
     tensor is of a subclass.
     """
-    if is_dynamo_compiling():  # other tracers bring tensors of subclasses
+    if is_dynamo_compiling():  # other tracers pass subclasses of Tensor
         return False
     return type(a) in _PLAIN and type(b) in _PLAIN and type(c) in _PLAIN and type(d) in _PLAIN
 
@@ -46,7 +46,7 @@ def requires_grad(tensor: Any) -> bool:
 
 
 def check_transforms(name: str, *tensors: Any) -> None:
-    """Raise ``RuntimeError`` where the result would be a constant to what computes with it.
+    """Raise ``RuntimeError`` where a tracer or transform would treat the result as a constant.
 
     Kernels and the reference see values alone: torch.jit.trace would record the result as a
     constant, and forward-mode derivatives and the transforms of torch.func would lose theirs.

@@ -46,7 +46,7 @@ class Call(NamedTuple):
         return weight.bias if self.bias is None else self.bias
 
     def epilogue(self, bias: Tensor | None, residual: Tensor | None) -> _C.Epilogue | None:
-        """What happens to sums, with this bias and residual, or None if they are only rounded.
+        """Bias, activation and residual for the sums, or None if the sums are only rounded.
 
         residual is a matrix whose rows are contiguous.
         """

@@ -1,6 +1,6 @@
 """Convolutions of floats, or of activations that are quantised in the call, with packed weights.
 
-``conv_gpu.py`` has what a GPU does, and ``conv_torch.py`` what a CPU does.
+``conv_gpu.py`` computes on a GPU, ``conv_torch.py`` on a CPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check_extents(name: str, value: Any, dims: int, least: int) -> tuple[int, ..
         tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     )
     extents = extents * dims if len(extents) == 1 else extents
-    # type() and not isinstance(): True is no number of pixels.
+    # type(), not isinstance(): True must not count as a number of pixels.
     if len(extents) != dims or any(type(extent) is not int or extent < least for extent in extents):
         raise ValueError(
             f"{name} is {value!r:.100}; an integer of at least {least}, or {dims} of them, "
@@ -64,7 +64,7 @@ def check_weight(weight: Any, dims: int) -> None:
         raise ValueError(
             f"the weight of shape {list(weight.shape)} has {has}; {expected} is expected"
         )
-    weight.check_plain("linear_int8")  # no other matrix comes here
+    weight.check_plain("linear_int8")  # the only caller with matrices
 
 
 def check_geometry(
@@ -78,7 +78,7 @@ def check_geometry(
     """The arguments of torch's convolutions as numbers for each dimension.
 
     Raises:
-        ValueError: one that means nothing for a weight of this kernel and so many output channels;
+        ValueError: an argument that does not fit the weight's kernel or number of output channels;
             the message has its value.
     """
     dims = len(kernel_size)
@@ -143,7 +143,7 @@ def check_convolution(
     return geometry, check_image(shape, kernel_size, channels, n, geometry)
 
 
-#: The checks take longer than to launch a small convolution.
+#: The checks take longer than the launch of a small convolution.
 known_convolution = functools.lru_cache(maxsize=4096, typed=True)(check_convolution)
 
 
@@ -193,16 +193,16 @@ def mixed_conv2d(
 
     Sums are fp32, whatever the types; the result is rounded once. On a GPU the kernels of products
     take the pixels under each tap straight from x. torch's convolution of the dequantised operands
-    takes their place where x is fp32 and not quantised, where a group of the convolution has a
-    number of output channels that is no multiple of 64, and where few channels would leave much of
-    the kernels' tiles empty (large results of x's dtype): there sums are rounded to x's dtype
-    before bias, activation and residual, and one that is infinite stays so where nothing follows
-    it. Weights and quantised activations may be rounded once to x's dtype where the result has it
-    too, as in :func:`cutlass_ops.mixed_gemm`. Depthwise convolutions (one input channel a group)
-    round nothing on the way. The first call with such a weight keeps its values in fp32 as long as
-    ``weight.codes`` lives, and waits for the GPU; later calls do not wait. What is written to the
-    weight's tensors is noticed by the next call, not by CUDA graphs.
-    Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
+    is used where x is fp32 and not quantised, where the number of output channels of a group is no
+    multiple of 64, and where few channels would leave much of the kernels' tiles empty (large
+    results of x's dtype). There sums are rounded to x's dtype before bias, activation and residual,
+    and an infinite sum stays infinite if none of them follows. Weights and quantised activations
+    may be rounded once to x's dtype where the result has it too, as in
+    :func:`cutlass_ops.mixed_gemm`. Depthwise convolutions (one input channel a group) round only
+    the result. The first call with a depthwise weight dequantises it to fp32, keeps the values as
+    long as ``weight.codes`` lives, and waits for the GPU; later calls do not wait. The next call
+    sees writes to the weight's tensors; captured CUDA graphs do not. Under ``torch.autocast`` an
+    fp32 x is cast to the autocast dtype first.
 
     Training: the result is differentiable in x, bias and residual; the weight is frozen. The
     gradient is that of ``torch.nn.functional.conv2d`` with :func:`cutlass_ops.dequantize`'s values,
@@ -231,7 +231,7 @@ def mixed_conv2d(
         TypeError, ValueError: an argument that does not fit, before anything is computed; the
             message has its value.
         RuntimeError: the weight requires a gradient; or torch.jit.trace, forward-mode
-            differentiation or a transform of torch.func is at work.
+            differentiation or a transform of torch.func is active.
     """
     geometry = (stride, padding, dilation, groups)
     return _mixed_conv(

@@ -1,5 +1,5 @@
-"""Mixed convolutions on a GPU: an image's pixels under the kernel are the rows of x of a product,
-which no tensor holds.
+"""Mixed convolutions on a GPU: products whose rows of x are the pixels under the kernel, read from
+the image without a tensor of them.
 
 Depthwise convolutions, whose products would have one column a tap, have a kernel that sums in
 registers. Where no kernel takes a convolution (few output channels a group, fp32 x as it is, a
@@ -20,16 +20,16 @@ from ..weights.packed_weight import PackedWeight
 from . import kept, native, products
 from .call import Call
 
-#: Bytes that copies want pixels to begin with a multiple of.
+#: The alignment of pixels, in bytes, that copies need.
 _VECTOR = 16
-#: Channels, of a tap or of the result, that tiles of the kernels are filled up to.
+#: Channels of a tap and of the result are padded to multiples of this in the kernels' tiles.
 _TILE_CHANNELS = 128
-#: Where less than this share of the products in the tiles is the convolution's, torch's takes less
-#: time: on an H100 1.0 to 1.3 of its time for fp16 weights, with 3 or 64 channels, or with 320 of
-#: 320 and 960, where the kernels take 1.4 to 30 times. Tiles of int8 take half as long, and values
-#: of codes are one more pass over x.
+#: Below this used share of the tiles torch's convolution is faster: with 3 or 64 channels, and with
+#: 320 of 320 and 960, it takes 1.0 to 1.3 times as long as with fp16 weights on an H100, and the
+#: kernels 1.4 to 30 times. The share is smaller for int8, whose tiles take half as long and whose
+#: codes torch needs as values, one more pass over x.
 _LEAST_SHARE, _LEAST_INT8_SHARE = 0.8, 0.4
-#: With fewer products in the tiles, they take less time than torch's convolution and the
+#: With fewer multiplications in the tiles the kernels are faster than torch's convolution and the
 #: launches around it.
 LEAST_TORCH_PRODUCTS = 8 * 10**9
 
@@ -55,8 +55,8 @@ def convolve(
     call = _contiguous(call, weight)
     of_all_groups = geometry.groups > 1 and call.act_quant in ("token", "tensor")
     if weight.k > weight.taps and of_all_groups and x.dtype == call.out_dtype:
-        # A scale is that of all groups' channels, and each group is a product: the products
-        # take the values.
+        # A scale covers the channels of all groups, but each group is a separate product: the
+        # products take the dequantised values.
         x = dequantized_pixels(x, weight, geometry.groups, call, x.dtype)
         call = call._replace(act_quant="none")
     if weight.k == weight.taps:
@@ -121,9 +121,9 @@ def dequantized_pixels(
 
 
 def finish(sums: Tensor, weight: PackedWeight, call: Call) -> None:
-    """What comes after the sums ``[B, *out, N]`` of 16 bits that torch made, in their place.
+    """Bias, activation and residual for torch's 16-bit sums ``[B, *out, N]``, in place.
 
-    Sums that are not finite become NaN, as in the kernels, where something comes after them.
+    As in the kernels, sums that are not finite become NaN if any of the three is applied.
     """
     call = _contiguous(call, weight)
     epilogue = call.epilogue(call.bias, call.residual)
@@ -148,8 +148,8 @@ def _pixels(x: Tensor, groups: int, pads: bool) -> Tensor:
     images = x.permute(0, *range(2, x.dim()), 1)
     missing = -(x.shape[1] // groups) % (_VECTOR // x.element_size()) if pads else 0
     if missing:
-        # Of four or five dimensions, F.pad() keeps an order of memory in which the
-        # channels are not last.
+        # F.pad() of four or five dimensions keeps a memory order in which the channels are not
+        # last.
         images = (
             F.pad(images.view(*images.shape[:-1], groups, -1), (0, missing))
             .contiguous()

@@ -1,7 +1,7 @@
 """Convolutions and products of int8 with scales that are known beforehand.
 
-On a CPU they are the reference. Kernels take weights in natural order, which are made once and kept
-beside the packed ones.
+On a CPU the reference computes them. The kernels read weights in natural order; these are made once
+and kept together with the packed ones.
 """
 
 from __future__ import annotations
@@ -63,18 +63,20 @@ def conv2d_int8(
 
     ``acc`` is the int32 sum of ``(x - x_zero_point) * (w - w_zero_point)`` over the taps that lie
     inside of x, plus the bias. The result is ``clamp(rint(float(acc) * m) + y_zero_point)`` with
-    ``m = x_scale * w_scale / y_scale``, each operation rounded to fp32 by itself, ``rint`` half to
+    ``m = x_scale * w_scale / y_scale``, each operation rounded to fp32 separately, ``rint`` half to
     even; bit for bit what ONNX Runtime's QLinearConv computes.
 
-    Of ONNX's uint8 weights ``weight`` has the codes and zero points as they are, of its int8 ones
-    both plus 128; what ONNX gives once for all output channels stands in each row.
+    ``weight`` has the codes and zero points of ONNX's uint8 weights as they are, and those of int8
+    weights plus 128. Scales and zero points that ONNX gives once for all output channels are
+    repeated in each row.
 
-    On a GPU the first call with a weight keeps its codes in another order, a byte each, as long as
-    ``weight.codes`` lives, and waits for that; later ones do not wait. What is written to the codes
-    and zero points is noticed by the next call, not by CUDA graphs. Zero points cost nothing if the
-    differences ``w - w_zero_point`` of each row fit int8. Otherwise the sums go through memory in
-    int32, and so do those of x over each window, which compensate what does not fit; CUDA graphs
-    from before something was written that does not fit have to be captured again.
+    On a GPU the first call with a weight stores its codes in another order, a byte each, keeps them
+    as long as ``weight.codes`` lives, and waits for the GPU; later calls do not wait. The next call
+    sees writes to codes and zero points; captured CUDA graphs do not. Zero points cost nothing if
+    the differences ``w - w_zero_point`` of each row fit int8. Otherwise the sums go through memory
+    in int32, together with the sums of x over each window, which compensate the part of the zero
+    points that does not fit. CUDA graphs must be captured again after zero points were written that
+    do not fit.
 
     Args:
         x: int8 or uint8 ``[B, groups * C, H, W]`` on the weight's device.
@@ -84,7 +86,7 @@ def conv2d_int8(
             bias is, which is rounded to that.
         stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``.
         x_scale, x_zero_point: what codes of x mean: ``x_scale * (code - x_zero_point)``.
-        y_scale, y_zero_point: the same of the result; unused if it is int32.
+        y_scale, y_zero_point: the same for codes of the result; unused if the result is int32.
         activation: None, "relu", "relu6" or ``("clamp", lo, hi)``; bounds are rounded to
             codes of the result.
         out_dtype: torch.int8, torch.uint8, or torch.int32 for ``acc`` itself, without an
@@ -311,7 +313,7 @@ class _Natural(NamedTuple):
 
 
 class _Operand(NamedTuple):
-    """What kernels multiply x by, and what is left of the zero points.
+    """The integers that kernels multiply x by, and the remainder of the zero points.
 
     ``w - zw = code - rest``, so the sums are those of the codes minus ``rest`` times the sum of
     ``x - zx`` over the window, which is a convolution with ones.
@@ -380,8 +382,8 @@ def _without_zeros(weight: PackedWeight, groups: int) -> tuple[Tensor, ...]:
         return _in_order(
             (qw.codes ^ 0x80).view(torch.int8).view(weight.n, *_kernel_shape(weight)), order
         )
-    # The point of each row that is nearest to its zero point and from which all its codes are
-    # in reach of int8.
+    # For each row the point nearest to its zero point from which the distance to all codes fits
+    # int8.
     zeros, codes = qw.zeros.short(), qw.codes
     near = zeros.clamp(
         codes.amax(1, keepdim=True).short() - 127, codes.amin(1, keepdim=True).short() + 128
@@ -404,8 +406,8 @@ def _operand(weight: PackedWeight, groups: int) -> _Operand:
         made = _without_zeros(weight, groups)
         if len(made) == 2:
             return made
-        # On the CPU, whether the rest counts. To know it waits, which happens only where
-        # the answer is kept.
+        # Whether the remainder is not zero, on the CPU. Reading it waits for the GPU, so it is read
+        # only where the answer is kept.
         counts = (
             made[2].any().cpu()
             if kept.keeps(weight, parts)
@@ -429,7 +431,7 @@ def _kept_cut_sums(
     x_zero_point: int,
     geometry: Geometry,
 ) -> Tensor | None:
-    """``_cut_sums``, where kernels take the zero point of x into account by them.
+    """``_cut_sums``, if kernels use them to account for the zero point of x.
 
     Args:
         weight, natural: of which ``natural`` was made, by the name ``name`` and of these parts.
@@ -518,8 +520,8 @@ def _multiply(
     """Write the product of an image with the channels last to y, by one kernel; ``natural`` has as
     many channels as y.
 
-    ``cut_sums``: those of ``natural``, if kernels are to take the zero point of x in its padding
-    into account by them.
+    ``cut_sums``: the sums of ``natural`` by which kernels account for the zero point of x in its
+    padding, or None.
     """
     bias, n, groups = call.bias, y.shape[-1], geometry.groups
     conv_weight = _C.ConvWeight(

@@ -1,5 +1,6 @@
-"""Mixed convolutions by torch's own, of the dequantised x with the dequantised weight: all of a
-CPU's, and on a GPU those that no kernel takes, or that fill few of a kernel's tiles.
+"""Mixed convolutions by torch: it convolves the dequantised x with the dequantised weight. A CPU
+uses it for all convolutions, a GPU for those that no kernel implements or that would fill few of a
+kernel's tiles.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def convolve(
     """What :func:`reference_conv.mixed_conv` computes, ``[B, *out, N]``; the call's residual is
     ``[B, *out, N]``.
 
-    Operands are of fp32, or on a GPU of x's 16-bit type where the result has it. oneDNN's sums in
-    fp32 are in blocks: of 11,520 products they differ from fp64's by 2.5e-7 of the result's norm.
+    Operands are fp32, or x's 16-bit type on a GPU if the result has it too. oneDNN sums fp32 in
+    blocks: sums of 11,520 products differ from fp64's by 2.5e-7 of the result's norm.
     """
     weight = products.rounded_book(weight, x.dtype)
     compute = x.dtype if x.is_cuda and x.dtype == call.out_dtype else torch.float32
@@ -37,8 +38,8 @@ def convolve(
         quantized = (weight.group_size, geometry.groups, call.act_quant, call.act_symmetric)
         values = reference_conv.dequantized_pixels(x, *quantized, torch.float32)
     convolution: Any = torch._convolution
-    # Not by TensorFloat-32, which rounds fp32 operands to 11 bits, and by an algorithm that gives
-    # the same bits every time.
+    # Without TensorFloat-32, which rounds fp32 operands to 11 bits, and with a deterministic
+    # algorithm.
     total = convolution(
         values.to(compute),
         products.channels_last(weight, compute),

@@ -1,4 +1,5 @@
-"""Operators on other libraries' tensors as they are, not reordered: drop-ins for existing code.
+"""Operators on other libraries' tensors without packing: replacements for functions of these
+libraries.
 
 4-bit code books (NF4, FP4) in flat blocks are bitsandbytes' storage, byte for byte; AWQ weights are
 AutoAWQ's. None of these operators has a gradient: each raises where one would be recorded.
@@ -414,7 +415,7 @@ def _awq_dequantize_fake(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Ten
 def _awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
     x = x.detach()
     group = qweight.shape[0] // scales.shape[0]
-    # The values of small weights stay in the L2 cache on their way to torch's product.
+    # The values of small weights are still in the L2 cache when torch's product reads them.
     most = _C.max_awq_rows if qweight.numel() * 8 >= 1 << 25 else _C.max_awq_rows // 2
     if x.device.type == "cpu" or x.shape[0] > most or group % 32:
         with arguments.without_autocast(x.device):

@@ -22,9 +22,9 @@ def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.floa
     """Rows of a packed weight: ``dequantize(weight, dtype)[ids]``, bit for bit, of which only these
     rows are computed.
 
-    Its memory is that of some copies of the result, whatever the weight's size. It never
+    It allocates a few times the size of the result, whatever the weight's size. It never
     synchronises and can be captured in a CUDA graph. The result has no gradient: packed weights are
-    frozen, and a bias of the weight has no part in it.
+    frozen. A bias of the weight is not added.
 
     Args:
         ids: int64 or int32 of any shape, on the weight's device.
@@ -77,8 +77,8 @@ def _look_up(ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
                 f"ids holds {int(rows[~inside][0])}; the weight has rows 0 to {weight.n - 1}"
             )
     else:
-        # torch's kernels take negative indices, and the padding has rows, too: neither may pass for
-        # a row of the weight.
+        # torch's kernels accept negative indices, and the padding has rows: neither may be taken
+        # for a row of the weight.
         rows = rows.where(inside, formats.padded_rows(weight.n))
     positions = positions_of_rows(rows)
 
@@ -90,7 +90,7 @@ def _look_up(ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     def by_group(vectors: Tensor) -> Tensor:
         return vectors[:groups, positions].t().float()[..., None]
 
-    # Each operation is rounded by itself, as in reference.dequantize_weight.
+    # Each operation is rounded separately, as in reference.dequantize_weight.
     values = (
         codes.float().sub_(formats.midpoint(weight.bits))
         if weight.book is None

@@ -30,7 +30,7 @@ class WeightsOnDemand(Sequence[QuantizedWeight]):
         return self.experts
 
     def __getitem__(self, e: Any) -> Any:
-        if not 0 <= e < self.experts:  # what ends a loop over a sequence
+        if not 0 <= e < self.experts:  # ends a loop over the sequence
             raise IndexError(f"expert {e} of {self.experts}")
         return self.read(e)
 
@@ -51,8 +51,9 @@ def reorder_experts(weights: Sequence[QuantizedWeight], gated: bool = False) -> 
 
     Raises:
         TypeError: an element that is no QuantizedWeight.
-        ValueError: none, or weights that differ in what they must share, with the name of that; an
-            odd number of rows of gate and up; scales, offsets or a code book that are not finite.
+        ValueError: no weights, or weights that differ in a field that they must share, which the
+            message names; an odd number of rows of gate and up; scales, offsets or a code book that
+            are not finite.
     """
     if isinstance(weights, QuantizedWeight) or not isinstance(weights, Sequence):
         raise TypeError(
@@ -71,7 +72,8 @@ def reorder_experts(weights: Sequence[QuantizedWeight], gated: bool = False) -> 
             )
         if weight.kernel_size:
             raise ValueError(f"weights[{e}]: {reference.CONVOLUTION.format(weight.kernel_size)}")
-        # Tensors last: an error names other groups first, rather than another shape of scales.
+        # Tensors last, so that an error names a different group size rather than a different shape
+        # of scales.
         names = sorted(
             (f.name for f in fields(weight)),
             key=lambda name: isinstance(getattr(weight, name), Tensor),

@@ -43,10 +43,11 @@ _PLAIN_ROWS = "gate_up was packed without gated=True"
 
 
 def _gated(gate_up: PackedExperts, direct: bool) -> PackedExperts:
-    """``gate_up`` with its rows in eights: itself, or what is kept of it, which direct calls make.
+    """``gate_up`` with its rows in eights: the weight itself, or a kept conversion of it, which
+    eager calls make.
 
-    torch.compile may have operators run in the memory of a CUDA graph, where what is
-    kept must not lie.
+    torch.compile may run operators in the memory pool of a CUDA graph, where kept tensors must not
+    be allocated.
     """
     if gate_up.gated:
         return gate_up

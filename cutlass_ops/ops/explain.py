@@ -143,7 +143,7 @@ def explain(
     """Say how :func:`mixed_gemm` would be launched with these arguments, without running it.
 
     Args:
-        x: what :func:`mixed_gemm` is to be given, of which the shape, the dtype and the place in
+        x: the x that :func:`mixed_gemm` would get, of which the shape, the dtype and the place in
             memory matter; or the number of rows of a contiguous x.
         weight: the weight; its sizes and format matter, and whether :meth:`PackedWeight.sum_codes`
             keeps its column sums.

@@ -167,7 +167,7 @@ def mixed_gemm(
         RuntimeError: CUDA refused a launch; the message has the call, the error and the problem's
             shape. Or a gradient is required that does not exist: of the weight, or with an x that
             is quantised already; or torch.jit.trace, forward-mode differentiation or a transform of
-            torch.func is at work.
+            torch.func is active.
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(

@@ -78,7 +78,7 @@ def _silu_mul_quantize_fake(
 
 
 def _dequantize_op(*args: Any) -> Tensor:
-    # The dispatcher leaves out what is the schema's default.
+    # The dispatcher leaves out arguments that equal the schema's defaults.
     return all_values(
         PackedWeight(*args[:WEIGHT_FIELDS], *map(tuple, args[WEIGHT_FIELDS + 1 :])),
         args[WEIGHT_FIELDS],

@@ -18,8 +18,8 @@ class _Form(NamedTuple):
     """What was made of a weight.
 
     Attributes:
-        others: the tensors that it was made of, without the codes; while they live, no others lie
-            at their addresses.
+        others: the other tensors that it was made of, without the codes; while they live, no others
+            lie at their addresses.
         versions: of the codes and the others, when it was made.
         made: the tensors in the other order.
     """

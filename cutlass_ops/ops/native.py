@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str | None, _C.Activation] = {
     None: _C.Activation.none,
     **{name: getattr(_C.Activation, name) for name in (*reference.ACTIVATIONS, "clamp")},
 }
-#: The value of torch.cuda.current_stream(index).cuda_stream, in a tenth of the time. None in a
+#: The value of torch.cuda.current_stream(index).cuda_stream, read in a tenth of the time. None in a
 #: torch without CUDA.
 current_stream = cast("Callable[[int], int]", getattr(torch._C, "_cuda_getCurrentRawStream", None))
 

@@ -111,7 +111,7 @@ def _cpu_gemm(
 
 
 def finish(sums: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """What comes after fp32 sums of the result's shape."""
+    """Bias, activation and residual for fp32 sums of the result's shape."""
     residual = None if call.residual is None else call.residual.view(sums.shape)
     return reference.epilogue(
         sums, bias, call.named_activation, residual, call.out_dtype, call.saturate

@@ -81,7 +81,7 @@ def quantize(
             of two, stored as bf16 (``reference.quantize_mxfp4``). Or "e4m3", floats of 8 bits, with
             ``bits=8`` (``reference.quantize_e4m3``). ``symmetric`` has no meaning then.
         clip: "mse" searches for each group the range, from all of it to half, at which the squared
-            error is smallest: some twenty times the work. None takes all of it.
+            error is smallest: some twenty times the work. None takes the whole range.
 
     Returns:
         The weight in canonical form, on the same device.

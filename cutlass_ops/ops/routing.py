@@ -107,7 +107,7 @@ def check_route(ids: Any, num_experts: Any, expert_map: Any, device: torch.devic
             raise ValueError(f"{name} has shape {tuple(value.shape)}; {shape} is expected")
         if value.device != device:
             raise ValueError(f"{name} is on {value.device}; {device} is expected")
-    # a tensor without elements has no address that kernels could tell
+    # a tensor without elements has no address
     if expert_map is not None and len(expert_map) == 0:
         raise ValueError("expert_map has no elements; one for each id is expected")
     if type(num_experts) is not int or num_experts < 1:

@@ -5,7 +5,7 @@ CPUs, whose kernels take fp32 sums in the order that is defined here, and up to 
 ``compute_dtype=torch.float64`` turns the products into an oracle for tests.
 
 Everything rounds half to even. Every fp32 product, quotient and difference of the quantisers is
-rounded by itself: a kernel must not fuse them.
+rounded separately: a kernel must not fuse them.
 """
 
 from .activations import (

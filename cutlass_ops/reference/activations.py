@@ -18,7 +18,8 @@ def quantize_activations(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantise activations to int8, one scale (and zero point) for each row and block of K.
 
-    All of it in fp32, each operation rounded by itself; amax, lo and hi are those of the block.
+    Everything is computed in fp32, each operation rounded separately; amax, lo and hi are taken
+    over the block.
 
     - symmetric: ``s = amax / 127``, ``r = 127 / amax``, ``q = clamp(rint(x * r), -127, 127)``;
     - asymmetric: ``lo = min(0, x)``, ``hi = max(0, x)``, ``s = (hi - lo) / 255``,
@@ -39,7 +40,7 @@ def quantize_activations(
         symmetric. The value of a code is ``scale * (code - zero)``.
 
     Raises:
-        TypeError, ValueError: x is not such a matrix, or block means nothing.
+        TypeError, ValueError: x is not such a matrix, or block is not a number of columns or -1.
     """
     check_matrix("x", x, FLOAT_TYPES)
     check_block(block)
@@ -109,7 +110,7 @@ def check_activations(
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:
-    """Sums over the rows of fp32 ``[M, K]``, in an order that a GPU can keep to.
+    """Sums over the rows of fp32 ``[M, K]``, in an order that suits a GPU.
 
     The squares of each 512 columns are added in pairs, neighbours first; of these sums, those 32
     apart are added in the order of K, and the 32 that are left in pairs.
@@ -154,8 +155,7 @@ def rms_norm(
     total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     values = total.float()
     mean = quotient(_sum_of_squares(values), float(x.shape[1]), values)
-    # By way of fp64, whose root is near enough to be rounded to the right fp32: torch's fp32 root
-    # on CPUs is not the nearest.
+    # Computed in fp64, whose root rounds to the nearest fp32: torch's fp32 root on CPUs does not.
     root = (mean + values.new_full((), eps)).double().sqrt().float()
     factor = quotient(1.0, root, values)
     y = (values * factor[:, None]).to(x.dtype).float() * weight.float()
@@ -166,7 +166,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` with ``silu(v) = v / (1 + exp(-v))``, of gate's dtype.
 
     Every operation is rounded to fp32, and silu and the result once more to gate's dtype. The
-    exponential is that of the device: CPUs and GPUs may differ in its last place.
+    device computes the exponential: CPUs and GPUs may differ in its last place.
     """
     values = gate.float()
     activated = quotient(values, 1.0 + torch.exp(-values), values).to(gate.dtype)

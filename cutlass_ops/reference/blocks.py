@@ -1,4 +1,4 @@
-"""Blocks along K, and rows that are worked on at a time."""
+"""Blocks along K, and rows that are processed together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..weights import formats
 
-#: Elements of a temporary tensor: 4 MB of fp32 stay in the cache, several times as fast as
+#: Elements of a temporary tensor: 4 MB of fp32 stay in the cache, which is several times as fast as
 #: one pass over all rows.
 CHUNK = 1 << 20
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)

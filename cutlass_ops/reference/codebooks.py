@@ -61,8 +61,8 @@ def quantize_book(
     v, and -0 counts as 0. These are the codes that bitsandbytes' CUDA kernels write (its CPU path
     has other FP4 limits in the last place, and -0 codes elsewhere).
 
-    A block of zeros has absmax 0 and codes of value 0. One with NaN has absmax NaN, one with an
-    infinity infinity.
+    A block of zeros has absmax 0 and codes of value 0. The absmax of a block with NaN is NaN, with
+    an infinity it is infinity.
 
     Args:
         values: floating ``[..., block]``.
@@ -87,7 +87,7 @@ def quantize_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise blocks to MXFP4 (OCP Microscaling Formats 1.0, section 6.3).
 
     In fp32: the scale is 2^(floor(log2(max |x|)) - 2); the code is that of the E2M1 value nearest
-    to x / scale, halfway between two the one with an even mantissa, at most 6. A block whose
+    to x / scale, at most 6; ties go to the value with an even mantissa. A block whose
     largest magnitude is below 2^-100 has scale 1 and codes of 0.
 
     Args:
@@ -109,7 +109,7 @@ def quantize_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.where(largest.isfinite(), power(exponent), torch.nan)
     magnitudes = torch.tensor(formats.E2M1[:8], dtype=torch.float32, device=values.device)
     middles = (magnitudes[1:] + magnitudes[:-1]) / 2
-    # Of two codes the even one: a middle above an odd code belongs to the next.
+    # A tie goes to the even code: the midpoint above an odd code belongs to the next one.
     middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))
     scaled = values * power(-exponent)[..., None]
     codes = torch.bucketize(torch.where(scaled.isnan(), 0.0, scaled.abs()), middles)

@@ -2,8 +2,8 @@
 
 A mixed convolution is torch's convolution of the dequantised x with the dequantised weight. A
 static int8 convolution is a sum of integers, scaled and rounded once. Both are computed in fp64:
-torch's fp32 convolutions add thousands of products one after another, which loses more than a
-kernel may, and cuDNN's may be transformed ones.
+torch's fp32 convolutions add thousands of products one after another, which loses more precision
+than a kernel may, and cuDNN may use transforms such as Winograd's.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def quantize_pixels(
 def dequantized_pixels(
     x: Tensor, group_size: int, groups: int, act_quant: str, symmetric: bool, dtype: torch.dtype
 ) -> Tensor:
-    """x, quantised as beside weights in groups of ``group_size`` and dequantised."""
+    """x, quantised as for weights in groups of ``group_size``, and dequantised."""
     if act_quant == "none" or x.numel() == 0:
         return x.to(dtype)
     block = formats.activation_block(group_size) if act_quant == "block" else -1
@@ -119,7 +119,7 @@ def mixed_conv(
 ) -> Tensor:
     """``activation(conv(x, W) + bias) + residual``, ``[B, *out, N]``.
 
-    The sums are rounded to fp32 before what follows them.
+    The sums are rounded to fp32 before bias, activation and residual.
 
     Args:
         x: fp16, bf16 or fp32 ``[B, groups * C, *space]``.
@@ -164,7 +164,7 @@ def round_bias(bias: Tensor, x_scale: float, w_scales: Tensor) -> Tensor:
 
 
 def check_static_activation(activation: reference.Activation) -> None:
-    """Raise ``ValueError`` if ``activation`` is none of those that :func:`limits` knows."""
+    """Raise ``ValueError`` if :func:`limits` does not support ``activation``."""
     reference.check_activation(activation)
     if not isinstance(activation, tuple) and activation not in (None, *reference.CLAMPS):
         names = ", ".join(map(repr, reference.CLAMPS))
@@ -176,7 +176,7 @@ def check_static_activation(activation: reference.Activation) -> None:
 def limits(
     activation: reference.Activation, y_scale: float, y_zero_point: int, out_dtype: torch.dtype
 ) -> tuple[int, int]:
-    """The smallest and largest y that its dtype and the activation leave: a bound b is at
+    """The smallest and largest y that its dtype and the activation allow: a bound b is at
     ``rint(fl32(b / y_scale)) + zy``.
 
     Args:
@@ -207,7 +207,7 @@ def requantize(
     activation: reference.Activation,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """What becomes of int32 sums ``[..., N]``:
+    """Requantise int32 sums ``[..., N]``:
     ``clamp(rint(fl32(float(acc) * m)) + zy, low, high)``.
 
     m is :func:`requantize_scales`, low and high are :func:`limits`. A product that is

@@ -1,8 +1,8 @@
 """The specification of mixture-of-experts layers, in plain torch; it runs on every device.
 
-A token's row of x is multiplied by each of its experts: ``products``, functions of rows ``[R, K]``
-that return fp32 ``[R, N]``, are those of ``reference.mixed_gemm``, or of a GPU's kernels. All that
-is not a product stands here.
+A token's row of x is multiplied by each of its experts. ``products`` are functions of rows
+``[R, K]`` that return fp32 ``[R, N]``: ``reference.mixed_gemm`` or a GPU's kernels. Everything else
+is defined here.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def route(
 def grouped_gemm(
     rows: Tensor, counts: list[int], n: int, product: Product, out_dtype: torch.dtype
 ) -> Tensor:
-    """Rows, sorted by expert, each times its expert: ``[R, n]``; zeros for what is left behind the
-    last expert's rows.
+    """Rows, sorted by expert, each times its expert: ``[R, n]``; rows behind those of the last
+    expert are zeros.
 
     Args:
         rows: ``[R, K]``.
@@ -75,7 +75,7 @@ def grouped_gemm(
 
 
 def check_gate(activation: reference.Activation) -> None:
-    """Raise ``ValueError`` if ``activation`` is none of those that :func:`gated` knows."""
+    """Raise ``ValueError`` if :func:`gated` does not support ``activation``."""
     if not isinstance(activation, tuple) or len(activation) != 3 or activation[0] != CLAMPED_SWIGLU:
         reference.check_activation(activation)
     elif not (math.isfinite(activation[1]) and activation[2] > 0):

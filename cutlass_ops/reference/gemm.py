@@ -21,7 +21,7 @@ from .weights import centred_weight, weight_rows
 _EXACT_IN_FP32 = 2**24
 #: ``None``, a name of :data:`ACTIVATIONS` or ``("clamp", lo, hi)``.
 Activation: TypeAlias = "str | tuple[str, float, float] | None"
-#: Activations that clamp, and to which bounds.
+#: Activations that clamp, with their bounds.
 CLAMPS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0)}
 #: Activations without parameters; "gelu" is the erf form.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -36,7 +36,7 @@ CONVOLUTION = "the weight is a convolution's, with a kernel of {}; a matrix is e
 
 
 def check_activation(activation: Activation) -> None:
-    """Raise ``ValueError`` if ``activation`` is none of those that :func:`activate` knows."""
+    """Raise ``ValueError`` if :func:`activate` does not support ``activation``."""
     if activation is None or (isinstance(activation, str) and activation in ACTIVATIONS):
         return
     if isinstance(activation, tuple) and len(activation) == 3 and activation[0] == "clamp":
@@ -144,7 +144,7 @@ def gemm_quantized(
 
         y[m, n] = sum over b of sa[m, b] * sw[n, b] * I[m, n, b]  +  sum over b of o[n, b] * S[m, b]
 
-    in ``compute_dtype``, steps added in turn; the second term, a sum by itself, only if the
+    in ``compute_dtype``, steps added in turn. The second term is summed separately and only if the
     weight has offsets.
 
     Args:
@@ -224,8 +224,8 @@ def mixed_gemm(
             values of a code book are first rounded to x's dtype (they are an operand of the tensor
             cores; scales never are). In fp32 the products of a group are summed
             (:func:`_group_sums`) before its scale multiplies them, then groups in turn; offsets
-            times the sums of x are a sum by itself, added last. "token" or "block": x goes through
-            :func:`quantize_activations`, with one block a row or blocks of
+            times the sums of x are summed separately and added last. "token" or "block": x goes
+            through :func:`quantize_activations`, with one block a row or blocks of
             :func:`cutlass_ops.weights.formats.activation_block`, and on to :func:`gemm_quantized`.
         act_symmetric: whether quantised activations have no zero points.
         bias, activation, residual, saturate, gated: see :func:`epilogue`; the first half of the
@@ -283,8 +283,8 @@ def _in_turn(values: Tensor, dim: int) -> Tensor:
 
 
 def _run_sums(values: Tensor) -> Tensor:
-    """Sums over the last dimension, a run of 16, 32, 64 or 128 columns, in an order that vectors of
-    a CPU can keep to.
+    """Sums over the last dimension, a run of 16, 32, 64 or 128 columns, in an order that suits a
+    CPU's vector registers.
 
     Each 64 columns, seen as ``[4, 2, 2, 2, 2]`` (j, b, h, t, c), are added to eight lanes (t, j),
     in the order of h, c, b, those of the second 64 after those of the first. Lanes j = 0 and 1 are

@@ -14,7 +14,7 @@ from .activations import SMALLEST_RANGE
 from .blocks import FLOAT_TYPES, check_matrix, in_blocks, quotient, rounded_up, row_chunks
 from .codebooks import code_book, quantize_book, quantize_e4m3, quantize_mxfp4
 
-#: By which the range of a group of weights may be clipped.
+#: Factors by which the range of a group of weights may be clipped.
 CLIP_FACTORS = tuple(i / 40 for i in range(40, 19, -1))
 
 
@@ -114,8 +114,8 @@ def _weight_codes(
 
 
 def _squared_error(values: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """Of each block: differences and squares in fp32, their sum in fp64, so that its order
-    decides nothing.
+    """The squared error of each block: differences and squares in fp32, their sum in fp64, so that
+    the order of the sum does not matter.
     """
     return (
         (values - scales.float()[..., None] * (codes - zeros[..., None]))
@@ -158,8 +158,8 @@ def quantize_weight_book(
 
 
 def centred_weight(qw: QuantizedWeight, rows: slice, dtype: torch.dtype) -> Tensor:
-    """The integers ``q - z`` of some rows, ``[rows, G, group]``; after K, whatever:
-    nothing there is used.
+    """The integers ``q - z`` of some rows, ``[rows, G, group]``; values behind K are undefined and
+    unused.
     """
     codes = in_blocks(qw.codes[rows], qw.group_size).to(dtype)
     if qw.zeros is None:
@@ -186,7 +186,7 @@ def weight_rows(
 
 
 def taps_as_rows(qw: QuantizedWeight) -> QuantizedWeight:
-    """A convolution's weight as a matrix in which groups know of no taps: one row for each tap, if
+    """A convolution's weight as a matrix whose groups lie within a row: one row for each tap, if
     there are groups.
     """
     if qw.group_size == -1:

@@ -3,8 +3,8 @@
 :func:`register` adds the ``quantization_config`` of packed directories to SGLang's registry
 (``directory.py``), and hooks on the configurations of AWQ, GPTQ and compressed-tensors
 (``linear.py``): SGLang has no list of kernels that a plugin can extend, but it lets a plugin change
-what a function returns. A layer that our kernels do not take is left to SGLang's own, with one line
-in its log that says why.
+what a function returns. Layers that our kernels do not take stay with SGLang's kernels, and one
+line in its log says why.
 
 Settings are keys of ``--json-model-override-args '{"cutlass_ops": {...}}'``:
 

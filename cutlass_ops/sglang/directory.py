@@ -112,8 +112,8 @@ def named_as_the_model(
     An embedding that is tied to the output head gets the head's tensors too; in SGLang it
     often is the head.
 
-    SGLang gives its configuration to a model, which may make layers without it. Of their packed
-    weights SGLang's log would only say that no parameter has such a name.
+    A model gets SGLang's configuration and may still make layers without it. For their packed
+    weights SGLang would only log that no parameter has such a name.
     """
     return (model, _checked(model, weights), *args), {}
 
@@ -148,7 +148,7 @@ def _checked(
 
 
 def _is_float(model: torch.nn.Module, name: str) -> bool:
-    """Whether the model has the layer, or one that it is fused into, and not packed."""
+    """Whether the model has the layer, or the layer that it is fused into, as floats."""
     parent, _, last = name.rpartition(".")
     for one in (last, *(fused for fused, parts in SHARED_INPUT.items() if last in parts)):
         try:

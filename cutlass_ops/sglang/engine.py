@@ -1,4 +1,4 @@
-"""What SGLang says of itself: its settings, its device, and the ranks that share a layer."""
+"""SGLang's settings, its device, and the ranks that share a layer."""
 
 from __future__ import annotations
 

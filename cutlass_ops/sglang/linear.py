@@ -65,7 +65,7 @@ def take_layers() -> None:
 
 
 def taken(method: Any, *args: Any, **kwargs: Any) -> Any:
-    """The method of a linear layer as one of ours; others as they are."""
+    """Our method in place of a linear layer's; other methods are unchanged."""
     if type(method).__name__ in _FORMS and not isinstance(method, _Linear):
         kind: Any = type(method)
         return changed(method, extended(kind, _Linear))
@@ -73,12 +73,12 @@ def taken(method: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Linear(StoredLinear):
-    """What replaces parts of one of SGLang's methods for linear layers."""
+    """Overrides of one of SGLang's methods for linear layers."""
 
     engine = ENGINE
 
     def form_of(self, layer: Any) -> Form | str:
-        """How the layer's weight is stored, or why it is not ours."""
+        """How the layer's weight is stored, or why we do not take the layer."""
         return _FORMS[type(self).__name__](self, layer)
 
     def reason_against(self, form: Form) -> str | None:
@@ -110,7 +110,8 @@ def _gptq(method: Any, layer: Any) -> Form | str:
     def read() -> QuantizedWeight:
         parts = (layer.qweight.data, layer.scales.data, None)
         weight = stored_weight(*parts, bits, config.group_size, columns_first=True)
-        # Only the configuration of GPTQ with Marlin says that it is symmetric; it takes no other.
+        # Only GPTQ's configuration with Marlin says that weights are symmetric; it accepts no
+        # others.
         zeros = (
             None
             if hasattr(config, "is_sym")
@@ -167,7 +168,8 @@ def _compressed_tensors(method: Any, layer: Any) -> Form | str:
     return Form(scheme.group_size, scheme.has_g_idx, names, read)
 
 
-#: By the names of SGLang's methods, how a layer's weight is stored, or why it is not ours.
+#: By the names of SGLang's methods: how a layer's weight is stored, or why we do not take the
+#: layer.
 _FORMS: dict[str, Callable[[Any, Any], Form | str]] = {
     "AWQLinearMethod": _awq,
     "GPTQLinearMethod": _gptq,

@@ -3,11 +3,11 @@
 vLLM asks a list of kernels, in turn, whether they take a quantised linear layer. :func:`register`
 puts ours first (``linear.py``). The layers of AWQ, GPTQ and compressed-tensors checkpoints come
 with parameters that are described by their attributes (``input_dim``, ``output_dim``,
-``packed_dim``), so that one reader does for all of them. ``experts.py`` does the same for layers of
+``packed_dim``), so that one reader serves all of them. ``experts.py`` does the same for layers of
 experts, ``awq.py`` for linear layers of AWQ in batch-invariant mode, and ``directory.py`` loads
 what ``cutlass-ops reorder`` wrote. ``checkpoint.py`` packs GGUF files and other checkpoints that
-vLLM does not read. A layer that our kernels do not take is left to vLLM's own, with one line in its
-log that says why.
+vLLM does not read. Layers that our kernels do not take stay with vLLM's kernels, and one line in
+its log says why.
 
 Settings are keys of ``--additional-config '{"cutlass_ops": {...}}'``, which is part of vLLM's key
 of compiled graphs:
@@ -38,8 +38,9 @@ if MISSING is None:
 def _request_amx() -> None:
     """Ask the operating system for the CPU's matrix registers (AMX), where torch can.
 
-    Linux kills a process that uses them unasked. vLLM's attention on a CPU does: it relies on
-    torch, which asks before its first matrix product, and our kernels compute those products.
+    Linux kills a process that uses them without permission. torch requests it before its first
+    matrix product, and vLLM's attention on a CPU relies on that; but our kernels compute the
+    products before it.
     """
     request = getattr(torch.cpu, "_init_amx", None)
     if request is not None:

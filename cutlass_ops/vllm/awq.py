@@ -19,7 +19,7 @@ if MISSING is None:
 
 
 def taken(method: Any) -> Any:
-    """That method as one of ours; others as they are."""
+    """Our method in place of vLLM's; other methods are unchanged."""
     if type(method).__name__ == "AutoAWQLinearMethod" and envs.VLLM_BATCH_INVARIANT:
         kind: Any = type(method)
         return changed(method, extended(kind, _Linear))
@@ -27,12 +27,12 @@ def taken(method: Any) -> Any:
 
 
 class _Linear(StoredLinear):
-    """What replaces parts of vLLM's method."""
+    """Overrides of vLLM's method."""
 
     engine = ENGINE
 
     def form_of(self, layer: Any) -> Form | str:
-        """How the layer's weight is stored, or why it is not ours."""
+        """How the layer's weight is stored, or why we do not take the layer."""
         config: Any = self.quant_config  # type: ignore[attr-defined]
         return awq_form(layer, config.weight_bits, config.group_size)
 

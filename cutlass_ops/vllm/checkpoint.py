@@ -24,7 +24,7 @@ if MISSING is None:
 
 _NAME = "cutlass_ops"
 _FORMATS = ("auto", _NAME, "dummy")
-#: Of the loader's configuration: where the checkpoint is.
+#: The key of the loader's configuration for the path of the checkpoint.
 _KEY = "checkpoint"
 
 
@@ -61,7 +61,7 @@ def _describe(args: Any) -> None:
 
     Raises:
         CheckpointError, ValueError: a checkpoint that cannot be packed, or arguments that
-            say something else.
+            contradict this.
     """
     if args.load_format not in _FORMATS or args.quantization not in (None, _NAME):
         raise ValueError(
@@ -82,7 +82,7 @@ def _describe(args: Any) -> None:
 
 
 class _Loader:
-    """What vLLM's base class of loaders lacks."""
+    """The methods that vLLM's base class of loaders lacks."""
 
     load_config: Any
 

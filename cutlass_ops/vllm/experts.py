@@ -1,7 +1,7 @@
 """vLLM's mixture-of-experts layers over :func:`cutlass_ops.mixed_moe`.
 
 vLLM has no list of kernels for experts that a plugin could extend. ``get_quant_method`` of its
-configurations is therefore wrapped: a method of a layer of experts that is ours gets another
+configurations is therefore wrapped: the method of a layer of experts that we take gets another
 ``process_weights_after_loading`` and ``apply``. Router, parameters and their loaders stay vLLM's.
 What the wrapper returns for linear layers goes through ``awq.py``.
 """
@@ -97,7 +97,7 @@ def _form(method: Any) -> tuple[int, int, bool]:
 
 
 def _reason_against(method: Any, layer: Any) -> str | None:
-    """Why a layer of experts is not ours; None if it is."""
+    """Why we do not take a layer of experts; None if we do."""
     try:
         return reason_against_all() or _reason(method, layer)
     except AttributeError as error:
@@ -164,14 +164,14 @@ def _reason_of_device(inner: int) -> str | None:
 
 
 class _Experts:
-    """What replaces parts of one of vLLM's methods for layers of experts."""
+    """Overrides of one of vLLM's methods for layers of experts."""
 
     original: Any
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        """The sizes as they are: our kernels pad by themselves."""
+        """The sizes unchanged: our kernels pad themselves."""
         return hidden_size, intermediate_size_per_partition
 
     def process_weights_after_loading(self, layer: Any) -> None:

@@ -41,7 +41,7 @@ except ImportError as error:
 #: in checkpoints with 8-bit activations.
 _BITS = {"uint4": 4, "uint4b8": 4, "uint8": 8, "uint8b128": 8, "int4": 4}
 _SIGNED = ("int4",)
-#: Those that vLLM has kernels for on a CPU that are not far slower than ours.
+#: Weight types for which vLLM has CPU kernels that are not far slower than ours.
 _CPU_TYPES = ("uint4", "uint4b8")
 
 
@@ -58,7 +58,7 @@ def settings() -> dict[str, Any]:
 
 
 def reason_against_all() -> str | None:
-    """Why no layer of vLLM's checkpoints is ours; None if some can be.
+    """Why we take no layer of vLLM's checkpoints; None if we may take some.
 
     Raises:
         TypeError, ValueError: wrong settings, whatever the layers are.
@@ -68,7 +68,7 @@ def reason_against_all() -> str | None:
 
 
 def _reason_against(c: Any) -> str | None:
-    """Why a layer is not ours; None if it is."""
+    """Why we do not take a layer; None if we do."""
     if (reason := reason_against_all()) is not None:
         return reason
     k = c.partition_weight_shape[0]
@@ -82,7 +82,7 @@ def _reason_against(c: Any) -> str | None:
 
 
 def _reason_of_cpu(c: Any) -> str | None:
-    """Why a layer that is ours on other CPUs is not on this one."""
+    """Why we do not take a layer on this CPU that we take on others."""
     if str(c.weight_type) not in _CPU_TYPES or settings().get("act_quant", "none") != "none":
         return None
     # results/vllm-cpu.json: as fast for one token, and faster for more
@@ -95,7 +95,7 @@ def _reason_of_cpu(c: Any) -> str | None:
 
 
 def _reason_against_int8(c: Any) -> str | None:
-    """Why layers with 8-bit activations are not ours; None if they are."""
+    """Why we do not take layers with 8-bit activations; None if we do."""
     if (reason := reason_against_all()) is not None:
         return reason
     if c.is_static_input_scheme:
@@ -115,8 +115,8 @@ class CutlassOpsLinearKernel(MPLinearKernel):  # type: ignore[misc, unused-ignor
 
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
-        """Whether the layer of configuration ``c`` is ours, or else why not,
-        which is logged once.
+        """Whether we take the layer of configuration ``c``, or else the reason, which is logged
+        once.
         """
         reason = _reason_against(c)
         if reason is not None:
@@ -191,7 +191,7 @@ class CutlassOpsInt8LinearKernel(Int8ScaledMMLinearKernel):  # type: ignore[misc
 
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
-        """Whether layers of configuration ``c`` are ours, or else why not, which is logged once."""
+        """Whether we take layers of configuration ``c``, or else why not, which is logged once."""
         reason = _reason_against_int8(c)
         if reason is not None:
             logger.info_once(

@@ -34,10 +34,12 @@ def gate_first(values: Tensor, dim: int) -> Tensor:
 
 
 def join_codes(gate: Tensor, up: Tensor, n: int, bits: int) -> Tensor:
-    """The packed codes of a gated weight of those of gate and up, which have n rows each.
+    """The packed codes of a gated weight, made of the packed codes of gate and up, which have n
+    rows each.
 
-    A block of 16 rows of ``layout.h`` has two eights: in the low and in the high nibbles or, of 8
-    bits, in turn four bytes each. Two blocks of gate and two of up are four of the result.
+    A block of 16 rows of ``layout.h`` has two eights: at 4 bits in the low and in the high nibbles,
+    at 8 bits in alternating runs of four bytes. Two blocks of gate and two of up make four blocks
+    of the result.
     """
     panels = formats.padded_rows(n) // formats.ROWS_PER_PANEL
     size = formats.ROWS_PER_PANEL * formats.K_PER_TILE * bits // 8 // 4  # bytes of a block
@@ -50,7 +52,7 @@ def join_codes(gate: Tensor, up: Tensor, n: int, bits: int) -> Tensor:
     else:
         bytes_of_eights = joined.view(*a.shape[:4], 2, -1, 2, 4)
         for of_result, codes in enumerate((a, b)):
-            eights = codes.unflatten(-1, (-1, 2, 4)).transpose(-3, -2)  # type: ignore[no-untyped-call]
+            eights = codes.view(*codes.shape[:-1], -1, 2, 4).transpose(-3, -2)
             bytes_of_eights[..., of_result, :].copy_(eights)
     panels_of_both = formats.padded_rows(2 * n) // formats.ROWS_PER_PANEL
     return joined.view(2 * panels, -1)[:panels_of_both].flatten()

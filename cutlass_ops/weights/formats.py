@@ -76,8 +76,8 @@ def _e4m3(code: int) -> float:
 
 
 #: Floats of a sign, 4 bits of exponent and 3 of mantissa, by their bits (torch.float8_e4m3fn): the
-#: one code book of 8 bits. Codes 0x7f and 0xff are no numbers; no weight may contain those codes,
-#: and 480 and -480 stand in their place.
+#: one code book of 8 bits. Codes 0x7f and 0xff are NaN; no weight may contain those codes, and this
+#: table has 480 and -480 for them.
 E4M3 = tuple(_e4m3(code) for code in range(256))
 E4M3_LARGEST = 448.0
 
@@ -91,9 +91,9 @@ class Format:
         text: what ``cutlass-ops inspect`` calls it where codes are no integers.
         bits: of a code.
         has_book: a code stands for a value of a book, and not for an integer.
-        book: the only book that there is, whose values kernels know; None: any.
-        nan: the first code that is no number, of those without the sign; those above it are none
-            either. None: every code is a number.
+        book: the only code book of the format, whose values are built into kernels; None: any.
+        nan: the smallest code, without the sign bit, from which on codes are NaN. None: every code
+            is a number.
     """
 
     name: str
@@ -131,10 +131,10 @@ FLAT_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED_BLOCK_SIZE = 256
 
 ROWS_PER_PANEL = 64
-#: Rows of gate, and of up, that stand side by side in a gated weight.
+#: Rows of gate, and of up, that are adjacent in a gated weight.
 GATED_ROWS = 8
 K_PER_TILE = 128
-#: Groups of which several share a tile.
+#: Group sizes of which several fit in a tile.
 SHORT_GROUPS = (16, 32, 64)
 #: What group sizes there are, for messages.
 GROUP_SIZES = f"{', '.join(map(str, SHORT_GROUPS))}, multiples of {K_PER_TILE} and -1 (all of K)"
@@ -181,7 +181,7 @@ def check_kernel_size(kernel_size: Sequence[int], k: int) -> tuple[int, ...]:
     is not made of such taps.
     """
     size = tuple(kernel_size) if isinstance(kernel_size, Sequence) else (kernel_size,)
-    # type() and not isinstance(): True is no size.
+    # type(), not isinstance(): True must not count as a size.
     if len(size) > 3 or any(type(extent) is not int or extent < 1 for extent in size):
         raise ValueError(
             f"kernel_size is {kernel_size!r:.100}; at most three integers of at least 1 "
@@ -244,14 +244,14 @@ def packed_bytes(shape: Sequence[int], bits: int) -> int:
 
 
 def padded_groups(k: int, group_size: int, taps: int = 1) -> int:
-    """Groups in a packed group vector: those of the padded K where several share a tile."""
+    """Groups in a packed group vector: the groups of the padded K where several fit in a tile."""
     if group_size in SHORT_GROUPS:
         return padded_k(k, taps) // group_size
     return group_count(k, group_size, taps)
 
 
 def activation_block(group_size: int) -> int:
-    """The activation block that ``act_quant="block"`` uses beside weights in groups
-    of ``group_size``.
+    """The activation block that ``act_quant="block"`` uses with weights in groups of
+    ``group_size``.
     """
     return MAX_ACTIVATION_BLOCK if group_size == -1 else min(group_size, MAX_ACTIVATION_BLOCK)

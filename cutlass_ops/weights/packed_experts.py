@@ -85,9 +85,9 @@ class PackedExperts:
         gated: bool = False,
     ) -> PackedExperts:
         """The inverse of :meth:`tensors`; parts that are None or missing are not there."""
-        tensors = {part: parts.get(part) for part in PARTS if part != "perm"}
+        tensors: dict[str, Any] = {part: parts.get(part) for part in PARTS if part != "perm"}
         rows = experts * formats.padded_rows(n)
-        weight = PackedWeight(**tensors, perm=None, n=rows, k=k, bits=bits, group_size=group_size)  # type: ignore[arg-type]
+        weight = PackedWeight(**tensors, perm=None, n=rows, k=k, bits=bits, group_size=group_size)
         return cls(weight, experts, n, parts.get("perm"), gated)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -150,7 +150,7 @@ class PackedExperts:
         return weight if self.perm is None else replace(weight, perm=self.perm[e])
 
     def in_order(self, features: Tensor, dim: int = 0) -> Tensor:
-        """What belongs to an expert's features along ``dim``, in the order of packed rows, with
+        """Values of an expert's features along ``dim``, which are in the order of packed rows, with
         gate's before up's.
         """
         return (

@@ -36,7 +36,7 @@ _NATIVE_TYPES = {
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Codes in the order of ``layout.h``, padding included.
 
-    On a GPU it is one kernel on the device's current stream, which nothing waits for.
+    On a GPU this is one kernel on the device's current stream, and the host does not wait for it.
 
     Args:
         codes: uint8 ``[N, K]`` of any strides, each below ``2**bits``.
@@ -89,7 +89,7 @@ def unpack_codes(packed: Tensor, n: int, k: int, bits: int) -> Tensor:
 
 
 def _on_gpu(tensor: Tensor) -> bool:
-    """Whether there are kernels for a tensor; a package built without them takes the host."""
+    """Whether there are kernels for a tensor; a package built without CUDA packs on the host."""
     return tensor.is_cuda and _C.built_with_cuda
 
 
@@ -99,13 +99,13 @@ def stream_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def gather_codes(packed: Tensor, rows: Tensor, k: int, bits: int) -> Tensor:
-    """The codes of some rows: what :func:`unpack_codes` has there, with the columns of the padding.
+    """The codes of some rows, as :func:`unpack_codes` returns them, and the columns of the padding.
 
     Its temporary tensors are as large as its result, and the rest of the weight is not read.
 
     Args:
         packed: codes in the order of ``layout.h``.
-        rows: int64 ``[R]`` on the same device, in any order; what is outside of the padded weight
+        rows: int64 ``[R]`` on the same device, in any order; an index outside of the padded weight
             raises torch's IndexError on a CPU, and fails an assertion of torch's kernels on a GPU.
         k, bits: of the weight.
 
@@ -138,7 +138,7 @@ def group_vector_positions(n: int, device: torch.device) -> Tensor:
 
 
 def positions_of_rows(rows: Tensor) -> Tensor:
-    """Where some rows of the weight stand in a packed group vector.
+    """The positions of some rows of the weight in a packed group vector.
 
     Inside each row panel of 64, position ``g * 8 + i * 2 + h`` holds row
     ``16 * i + 8 * h + g``: the eight rows that one lane of a tensor-core fragment owns are
@@ -152,8 +152,8 @@ class ColumnSums:
     """What :meth:`PackedWeight.sum_codes` keeps: the column sums of some codes with their scales
     and zero points.
 
-    It holds those tensors: while it lives, others cannot lie at their addresses, by which weights
-    of the same tensors find it.
+    It keeps a reference to those tensors, so that no other tensors get their addresses, which are
+    its key.
 
     Attributes:
         memory: uint8, in the order of ``zero_compensation.h``.
@@ -167,13 +167,13 @@ class ColumnSums:
         self.versions: tuple[int, ...] = ()
 
     def now(self) -> tuple[int, ...]:
-        """The versions of the tensors: torch counts what is written to each, but not to
-        inference tensors.
+        """The versions of the tensors: torch counts the writes to each, except to inference
+        tensors.
         """
         return tuple(t._version for t in self.parts)
 
     def current(self) -> bool:
-        """Whether these are the sums of what the tensors hold now."""
+        """Whether these are the sums of the tensors' present values."""
         return self.versions == self.now()
 
 
@@ -186,8 +186,8 @@ class PackedWeight:
     """A weight in the order in which tensor-core lanes read it; made by
     :func:`cutlass_ops.reorder`.
 
-    ``n_pad`` is the number of rows rounded up to 64 and ``k_pad`` is K rounded up to 128. Of a
-    convolution's weight each tap's channels are rounded up to 128: a tile has one tap.
+    ``n_pad`` is the number of rows rounded up to 64 and ``k_pad`` is K rounded up to 128. In a
+    convolution's weight the channels of each tap are rounded up to 128, so that a tile has one tap.
 
     Attributes:
         codes: uint8 ``[n_pad * k_pad * bits / 8]``, centred codes in the order of ``layout.h``.
@@ -219,11 +219,11 @@ class PackedWeight:
     book: Tensor | None = None
     gated: bool = False
     kernel_size: tuple[int, ...] = ()
-    # Kept, since to ask a tensor takes a tenth of a product's host time.
+    # Kept, since reading it from a tensor takes a tenth of a product's host time.
     device: torch.device = field(init=False, repr=False)
     gpu: int = field(init=False, repr=False)
-    #: What :meth:`sum_codes` of this weight, or of another of the same tensors, made; and whether
-    #: products read it.
+    #: The column sums that :meth:`sum_codes` made, of this weight or of another with the same
+    #: tensors, and whether products read them.
     _sums: ColumnSums | None = field(init=False, default=None, repr=False)
     _reads_sums: bool = field(init=False, default=False, repr=False)
 
@@ -309,8 +309,8 @@ class PackedWeight:
         """A convolution's weight as the matrix ``[N, taps * padded channels]`` that its tiles hold;
         the codes are shared.
 
-        The columns behind a tap's channels have codes of value zero, but whatever zero point or
-        offset: x must be zero there.
+        The columns behind a tap's channels have codes of value zero but undefined zero points and
+        offsets: x must be zero there.
         """
         if self.taps == 1:
             return replace(self, kernel_size=())
@@ -397,11 +397,11 @@ class PackedWeight:
 
     @cached_property
     def takes_sums(self) -> bool:
-        """Whether :meth:`sum_codes` does anything: what it makes is for Hopper, groups of 128 or
-        more and no offsets.
+        """Whether :meth:`sum_codes` does anything: only kernels for Hopper read column sums, and
+        only of groups of 128 or more without offsets.
 
-        Of tensors that were made under ``torch.inference_mode`` nothing is kept: torch does not
-        record what is written to them.
+        Sums of tensors that were made under ``torch.inference_mode`` are not kept: torch does not
+        count the writes to them.
         """
         plain = not self.kernel_size and self.offsets is None and self.book is None
         plain = plain and (self.zeros is None or self.bits == 4)
@@ -413,26 +413,25 @@ class PackedWeight:
             and torch.cuda.get_device_capability(self.gpu) == (9, 0)
         ):
             return False
-        # Not what a tracer has in place of tensors.
+        # A tracer's placeholders have no memory to sum.
         return all(
             type(t) in (Tensor, torch.nn.Parameter) and not t.is_inference() for t in self._summed()
         )
 
     def sum_codes(self) -> None:
-        """Sum every 128 codes of each row, on the weight's GPU, and keep that: some 4 bytes
-        for 128 weights.
+        """Sum every 128 codes of each row on the weight's GPU, and keep the sums: some 4 bytes for
+        128 weights.
 
         Products of 129 rows or more of int8 activations with zero points read these column sums,
         and make them in their own scratch memory where none are kept: the results have the same
-        bits. To make them, a kernel reads all of the weight, which this saves such products. A
-        :class:`cutlass_ops.MixedLinear` whose activations have zero points calls it when it is
+        bits. Making them takes a kernel that reads the whole weight, which such products then save.
+        A :class:`cutlass_ops.MixedLinear` whose activations have zero points calls it when it is
         made, moved or loaded.
 
-        It waits for the GPU, and does nothing while a CUDA graph is captured. After something was
-        written to the weight's tensors, products find that out and make the sums themselves until
-        this is called again. CUDA graphs cannot find it out: those in which products read sums
-        that were kept have to be replayed after the next call of this, which writes the new ones
-        to the same memory.
+        It waits for the GPU, and does nothing while a CUDA graph is captured. After a write to the
+        weight's tensors, products notice it and make the sums themselves until this is called
+        again. Captured CUDA graphs whose products read kept sums do not notice it: call this again
+        before they are replayed, which writes the new sums to the same memory.
         """
         if not self.takes_sums or torch.cuda.is_current_stream_capturing():
             return
@@ -456,8 +455,8 @@ class PackedWeight:
             object.__setattr__(self, "_sums", other._sums)
 
     def check_sums(self) -> None:
-        """Have products read the sums that are kept if they are of what the tensors hold now,
-        and not otherwise.
+        """Have products read the kept sums if they belong to the tensors' present values, and not
+        otherwise.
         """
         if self._sums is not None and (current := self._sums.current()) != self._reads_sums:
             self.native.set_sums(self._sums.memory.data_ptr() if current else 0)
@@ -479,7 +478,7 @@ class PackedWeight:
         object.__setattr__(self, "gpu", self.codes.get_device() if self.codes.is_cuda else -1)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What copies and pickles are made from: a copy's tensors are others, and may be elsewhere.
+        # The state of copies and pickles: their tensors are others, and may be on another device.
         derived = (
             "native",
             "device",
@@ -537,10 +536,10 @@ class PackedWeight:
         )
 
     def unpack(self) -> QuantizedWeight:
-        """The canonical weight this was packed from, on the same device; exact. Of a gated
-        weight it is that of both, ``[2 * N, K]``, gate's rows before up's.
+        """The canonical weight this was packed from, on the same device; exact. For a gated weight
+        it is ``[2 * N, K]``, with gate's rows before up's.
 
-        What is on a GPU is unpacked there, on its current stream. :class:`QuantizedWeight` checks
+        A weight on a GPU is unpacked there, on its current stream. :class:`QuantizedWeight` checks
         its values, which waits for the GPU.
         """
         if self.gated:

@@ -28,12 +28,12 @@ def reorder(
 
     Weights that multiply the same x (query, key and value; gate and up) may be given as a sequence:
     they are packed as one, their rows one after another, so that one launch serves all. The
-    products part by plain slicing,
+    products are slices of the result,
 
         q, k, v = mixed_gemm(x, reorder([wq, wk, wv])).split([wq.n, wk.n, wv.n], dim=-1)
 
-    With ``gated`` the two weights of a gated MLP are packed so that :func:`mixed_gemm` multiplies
-    their products, which are rounded nowhere before:
+    With ``gated`` the two weights of a gated MLP are packed so that :func:`mixed_gemm` returns
+    ``activation(gate product) * up product``, rounded once:
 
         h = mixed_gemm(x, reorder([gate, up], gated=True), activation="silu")
 
@@ -51,9 +51,9 @@ def reorder(
 
     Raises:
         TypeError: not QuantizedWeights.
-        ValueError: none, or weights that differ in what they must share; the message says in what.
-            Scales, offsets, a code book or codes that are not finite. ``gated`` and not two
-            matrices of the same N, or N no multiple of 8.
+        ValueError: no weights, or weights that differ in a field that they must share, which the
+            message names. Scales, offsets, a code book or codes that are not finite. ``gated`` and
+            not two matrices of the same N, or N no multiple of 8.
     """
     if gated:
         return _gated(weight)
@@ -152,7 +152,7 @@ def one_weight(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         raise ValueError(
             "weights of convolutions are packed one by one; a sequence of matrices is expected"
         )
-    # Tensors last: the message about different groups comes before one about the shapes of scales.
+    # Tensors last, so that the message names different group sizes rather than shapes of scales.
     for name in sorted(
         (f.name for f in fields(first)), key=lambda name: isinstance(getattr(first, name), Tensor)
     ):

@@ -91,7 +91,7 @@ def _holds(book: Tensor, values: tuple[float, ...]) -> bool:
 
 
 def wrong_book(bits: int, book: Tensor | None) -> str | None:
-    """What is wrong with the values of a code book: some formats have one alone."""
+    """What is wrong with the values of a code book: some formats have only one."""
     known = formats.formats_of(bits, book is not None)
     if book is None or any(kind.book is None or _holds(book, kind.book) for kind in known):
         return None
@@ -194,7 +194,7 @@ class QuantizedWeight:
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a shape, range or combination that means nothing; the message has the value.
+        ValueError: an invalid shape, range or combination; the message has the value.
     """
 
     codes: Tensor

@@ -21,7 +21,7 @@ alignas(16) inline float some_book[16];
 inline void look_up(PackedWeight& w) { w.format = Format::kCodebook, w.codebook = some_book; }
 
 // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": A100, RTX 3090,
-// RTX 4090, H200, B200, RTX 5090. Memory bandwidth, which on Hopper alone counts, is that of H200.
+// RTX 4090, H200, B200, RTX 5090. Memory bandwidth, which matters on Hopper only, is that of H200.
 inline Device const kDevices[] = {{80, 108, 166912},       {86, 82, 101376},   {89, 128, 101376},
                                   {90, 132, 232448, 4916}, {100, 148, 232448}, {120, 170, 101376}};
 inline Device const kHopper = kDevices[3];
@@ -61,7 +61,7 @@ inline Plan planned(GemmProblem const& p, Device const& device = kHopper) {
   return chosen;
 }
 
-// Of a kernel with BLOCK_N = 48 whose split-K slices are added by splitk_reduce.
+// The plan of a kernel with BLOCK_N = 48 whose split-K slices are added by splitk_reduce.
 inline Plan laid_out(GemmProblem const& p, int slices, bool upcasts = false,
                      bool compensates = false) {
   Plan chosen;

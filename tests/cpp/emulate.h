@@ -1,6 +1,6 @@
-// What the vector instructions of device/decode.cuh compute, on the host, in double. Their operands
-// are 16-bit floats and their results integers below 2^8, so that double is exact, and so are the
-// instructions, provided the numbers come out as integers of that size: the tests see to it.
+// The vector instructions of device/decode.cuh on the host, in double. Their operands are 16-bit
+// floats and their results integers below 2^8, so that double is exact, and so are the
+// instructions, provided that the results are integers of that size, which the tests check.
 #pragma once
 
 #include <cmath>

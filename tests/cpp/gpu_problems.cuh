@@ -145,7 +145,7 @@ struct WeightKind {
   }
 };
 
-// Of both families of each kernel: those of whole tiles without offsets, and the rest.
+// Formats of both families of each kernel: whole tiles without offsets, and the others.
 inline WeightKind const kWeightKinds[] = {
     {Zero::kMiddle, 128, DataType::kFloat16}, {Zero::kInteger, 256, DataType::kBFloat16},
     {Zero::kMiddle, -1, DataType::kFloat32},  {Zero::kReal, 128, DataType::kFloat16},
@@ -249,7 +249,7 @@ class DeviceWeight {
   DeviceBytes codes_, scales_, zeros_, offsets_, perm_;
 };
 
-// ---- activations: what the quantiser must make of them
+// ---- activations: the expected results of the quantiser
 
 struct Quantized {
   int m, k, block, blocks;  // block in columns, never -1
@@ -263,7 +263,7 @@ struct Quantized {
   }
 };
 
-// Each operation rounded to fp32 by itself: `volatile` keeps a compiler from fusing them.
+// Each operation rounded to fp32 separately: `volatile` keeps a compiler from fusing them.
 inline Quantized quantized(std::vector<float> const& x, int m, int k, int block, bool symmetric) {
   Quantized q{m, k, block == -1 ? k : block, 0, std::vector<int>(x.size()), {}, {}};
   q.blocks = (k + q.block - 1) / q.block;
@@ -325,7 +325,7 @@ inline std::vector<float> exact_floats(int m, int k, ActQuant act_quant, bool sy
   return x;
 }
 
-// ---- what the tests share
+// ---- common to the tests
 
 constexpr int kN = 200, kK = 700;  // neither a multiple of a tile; the last group is short
 
@@ -340,7 +340,7 @@ class Kernels : public testing::Test {
     }
   }
 
-  // Everything that was launched has ended, and well.
+  // Waits for everything that was launched, and checks that it succeeded.
   static void finish(Status const& status) {
     ASSERT_TRUE(status.ok()) << status.text;
     cudaError_t const error = cudaDeviceSynchronize();

@@ -29,8 +29,8 @@ TEST(Cost, IsOfTheCardOfTheNearestBandwidth) {
   EXPECT_EQ(card_of(hopper(std::numeric_limits<int>::max())), fastest);
 }
 
-// A candidate whose costs are doubled on one card takes longer there, and there alone.
-TEST(Cost, CountsOnItsCardAlone) {
+// A candidate whose costs are doubled on one card takes longer on that card only.
+TEST(Cost, AppliesToItsCardOnly) {
   for (int m : {3, 200, 3000})
     for (bool invariant : {false, true}) {
       GemmProblem p = problem(m, 4096, 4096);

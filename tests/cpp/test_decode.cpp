@@ -1,6 +1,5 @@
 // The bit tricks of device/decode.cuh, exhaustively: every code at every place of a word, with
-// every zero point. A word's place of a code is stated here a second time, from the table in
-// layout.h.
+// every zero point. The place of a code in a word is restated here, from the table in layout.h.
 #include <gtest/gtest.h>
 
 #include <cmath>

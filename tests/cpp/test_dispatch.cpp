@@ -1,20 +1,15 @@
-// Which kernel and tile a problem gets. Needs no GPU.
+// The kernel and the tile that are chosen for a problem. Needs no GPU.
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <functional>
 #include <set>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "cutlass_ops/experts.h"
 #include "cutlass_ops/layout.h"
-#include "cutlass_ops/zero_compensation.h"
-#include "dispatch/decode_shape.h"
-#include "dispatch/grouped.h"
 #include "dispatch/spec.h"
 #include "dispatch_problems.h"
 
@@ -22,7 +17,7 @@ namespace cutlass_ops {
 namespace {
 
 TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
-  // Kernel, tile, and what tells its candidates apart.
+  // Kernel, tile, and the fields that distinguish its candidates.
   std::set<std::tuple<std::string, int, int, bool, bool>> used, offered;
   for (Device const& device : kDevices)
     for (int bits : {4, 8})
@@ -53,12 +48,12 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
               EXPECT_GE(p.stages, 1);
               EXPECT_LE(p.shared_bytes, device.shared_memory);
               EXPECT_EQ(p.grid_x % p.cluster_size, 0);
-              // Persistent CTAs, and those that share K while decoding, all run at a time.
+              // All persistent CTAs, and all that share K while decoding, run at a time.
               if (device.architecture == 90 && std::string(p.kernel).substr(0, 4) != "mma_" &&
                   input.problem.weight.format != Format::kCodebook) {
                 EXPECT_LE(p.grid_x, device.multiprocessors);
               }
-              // Something quantises what is multiplied as int8, or the kernel does.
+              // Operands of int8 products are quantised before or by the kernel.
               bool const floats = input.int8 && !input.problem.quantized.codes;
               EXPECT_EQ(p.quantizes || p.layout.block != 0, floats);
               std::vector<std::string> const order = names(p);
@@ -85,8 +80,8 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
         << std::get<2>(candidate) << ": no problem selects it";
 }
 
-// Up to sm_89 there are the portable kernels alone; their tiles follow M.
-TEST(Dispatch, GivesTheTileThatFitsTheTokens) {
+// Up to sm_89 there are only the portable kernels, whose tiles follow M.
+TEST(Dispatch, ChoosesTheTileThatFitsTheRows) {
   for (Device const& device : {kDevices[0], kDevices[1], kDevices[2]})
     for (int bits : {4, 8})
       for (bool int8 : {false, true})
@@ -149,7 +144,7 @@ TEST(Dispatch, GivesLargeTilesToSumsOverAllOfK) {
   };
   for (int bits : {4, 8})
     for (bool symmetric : {true, false}) {
-      // One wave over 66 clusters; waves and a cut rest; fewer tiles than clusters.
+      // One wave over 66 clusters; waves and a split remainder; fewer tiles than clusters.
       for (auto const& [m, n, k] :
            {std::tuple(200, 16832, 392), std::tuple(256, 16832, 392), std::tuple(1000, 17000, 4104),
             std::tuple(200, 4060, 28680), std::tuple(4096, 4096, 4096)})
@@ -282,7 +277,7 @@ TEST(Dispatch, ChoosesNoKernelThatCannotImplementAProblem) {
   EXPECT_EQ(kernel(p), "mma_gemm_a16");
 }
 
-TEST(Dispatch, HasKernelsThatMakeSense) {
+TEST(Dispatch, HasConsistentKernelSpecs) {
   std::set<std::string> names;
   for (KernelSpec const& spec : kernel_specs()) {
     EXPECT_TRUE(names.insert(spec.name).second) << spec.name;
@@ -302,7 +297,7 @@ TEST(Dispatch, HasKernelsThatMakeSense) {
   }
 }
 
-// M = 17 to 32, int8: wgmma_gemm_a8 for weights of the sizes at which it was measured to win.
+// M = 17 to 32, int8: wgmma_gemm_a8 for weights of the sizes at which it was measured to be faster.
 TEST(Dispatch, GivesFewInt8RowsBlockM32ForLargeWeights) {
   auto rows = [](int m, int n, int k, int bits, ActQuant act_quant, bool symmetric = true) {
     Plan const chosen = planned(quantized_on_the_way(problem(m, n, k, bits), act_quant, symmetric));
@@ -340,7 +335,7 @@ TEST(Dispatch, GivesBatchInvariantInt4ProductsOfBlocksNoSmallTiles) {
   EXPECT_GE(chosen.block_m, 128);
   ASSERT_TRUE(plan(already_quantized(p, 128), kHopper, &chosen).ok());
   EXPECT_GE(chosen.block_m, 128);
-  // Their order of multiplication is that of larger tiles here.
+  // These multiply in the order of larger tiles.
   ASSERT_TRUE(plan(quantized_on_the_way(p, ActQuant::kBlock, false), kHopper, &chosen).ok());
   EXPECT_EQ(chosen.block_m, 64);
   ASSERT_TRUE(plan(quantized_on_the_way(p, ActQuant::kToken, true), kHopper, &chosen).ok());
@@ -361,252 +356,10 @@ TEST(Dispatch, TakesTheKernelsOfAnEarlierArchitectureIfAsked) {
     EXPECT_EQ(status.code, Status::kUnsupported);
     EXPECT_NE(status.text.find("architecture is 100; the GPU is sm_90"), std::string::npos)
         << status.text;
-    // Hopper's own kernels run on Hopper alone.
+    // Kernels for Hopper run on Hopper only.
     p.architecture = 90;
     ASSERT_TRUE(plan(p, kDevices[4], &chosen).ok());
     EXPECT_STREQ(chosen.kernel, "mma_gemm_a16");
-  }
-}
-
-// ---- experts
-
-MoeProblem experts(int tokens, int count, int top, int hidden, int intermediate,
-                   int group_size = 128) {
-  MoeProblem p;
-  p.route.tokens = tokens, p.route.top = top, p.route.experts = count, p.route.ids = &some_byte;
-  p.x = p.topk_weights = &some_byte, p.x_stride = hidden;
-  p.gate_up = {problem(1, count * int(padded_rows(2 * intermediate)), hidden, 4, group_size).weight,
-               count, 2 * intermediate};
-  p.down = {problem(1, count * int(padded_rows(hidden)), intermediate, 4, group_size).weight, count,
-            hidden};
-  return p;
-}
-
-TEST(Experts, TakeHigherTilesTheMoreRowsTheyHave) {
-  for (auto [tokens, group_size, height, kernel] : {std::tuple(1, 128, 16, "wgmma_decode_fold16"),
-                                                    {128, 128, 16, "wgmma_decode_fold16"},
-                                                    // 32 rows of an expert
-                                                    {512, 128, 64, "wgmma_gemm_a16"},
-                                                    // 64 of most, and not of all
-                                                    {1024, 128, 96, "wgmma_gemm_a16"},
-                                                    {2048, 128, 144, "wgmma_gemm_a16"},  // 128
-                                                    {2048, -1, 144, "wgmma_gemm_a16"},
-                                                    {16384, 128, 208, "wgmma_gemm_a16"},
-                                                    {512, 64, 64, "wgmma_fold16"},
-                                                    {1024, 32, 96, "wgmma_fold16"},
-                                                    {16384, 32, 208, "wgmma_fold16"}}) {
-    MoePlan chosen;
-    ASSERT_TRUE(plan_moe(experts(tokens, 128, 8, 2048, 768, group_size), kHopper, &chosen).ok());
-    EXPECT_EQ(chosen.block_m, height) << tokens;
-    EXPECT_STREQ(chosen.kernel, kernel);
-    // Enough for any routing: all positions' own slots, and the most tiles that they
-    // can be cut into.
-    int const positions = tokens * 8, touched = std::min(128, positions);
-    EXPECT_EQ(chosen.routes, positions > 256);
-    EXPECT_GE(chosen.slots, positions + (chosen.routes ? touched * 15 - 15 : 0));
-    EXPECT_EQ(chosen.slots % 16, 0);
-    EXPECT_EQ(chosen.tiles, touched + (positions - touched) / height);
-    for (Plan const* product : {&chosen.gate_up, &chosen.down}) {
-      EXPECT_EQ(product->grid_x % product->cluster_size, 0);
-      EXPECT_LE(product->shared_bytes, kHopper.shared_memory);
-    }
-  }
-}
-
-TEST(Experts, FindTheirRowsInTheIdsWhereTheseAreFew) {
-  MoePlan chosen;
-  for (auto [tokens, count, routes] : {std::tuple(1, 128, false),
-                                       {32, 128, false},
-                                       {33, 128, true},
-                                       {32, 8192, false},
-                                       {32, 8, true}}) {  // 32 rows of an expert, in higher tiles
-    ASSERT_TRUE(plan_moe(experts(tokens, count, 8, 2048, 768), kHopper, &chosen).ok());
-    EXPECT_EQ(chosen.routes, routes) << tokens << " tokens, " << count << " experts";
-    if (routes) continue;
-    EXPECT_EQ(chosen.block_m, 16);
-    EXPECT_EQ(chosen.slots, (tokens * 8 + 15) / 16 * 16);
-  }
-}
-
-TEST(Experts, ShareAllFeaturesOfGateAndUpByClusters) {
-  MoePlan chosen;
-  for (int intermediate : {8, 64, 136, 192, 640, 704, 14336}) {
-    ASSERT_TRUE(plan_moe(experts(1, 8, 2, 4096, intermediate, 64), kHopper, &chosen).ok());
-    WgmmaDecodeShape const& shape = chosen.gate_up.wgmma_decode;
-    ASSERT_GT(shape.cluster, 0);
-    EXPECT_GE(shape.most_row_panels * shape.clusters * 64, 2 * intermediate);
-    EXPECT_EQ(chosen.gate_up.grid_x, chosen.tiles * shape.clusters * shape.cluster);
-  }
-}
-
-TEST(Experts, AreDealtToAllCtasWhereEachGetsSeveralRowPanels) {
-  MoePlan chosen;
-  auto const dealt = [&](MoeProblem const& p) {
-    EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
-    WgmmaDecodeShape const& shape = chosen.gate_up.wgmma_decode;
-    if (!shape.dealt) return false;
-    EXPECT_EQ(shape.cluster, 1);
-    EXPECT_EQ(shape.sets, 1);
-    EXPECT_EQ(chosen.gate_up.grid_x, 2 * kHopper.multiprocessors);
-    EXPECT_LE(shape.most_row_panels, 9);
-    EXPECT_GE(shape.stages, 3);
-    return true;
-  };
-  auto const experts = [](auto... sizes) {
-    MoeProblem p = cutlass_ops::experts(sizes...);
-    p.x_type = DataType::kFloat16;
-    return p;
-  };
-  EXPECT_TRUE(dealt(experts(32, 128, 8, 2048, 768)));
-  EXPECT_TRUE(dealt(experts(128, 128, 8, 2048, 768)));
-  EXPECT_FALSE(dealt(experts(1, 128, 8, 2048, 768)));
-  EXPECT_FALSE(dealt(experts(4096, 8192, 8, 512, 32)));  // a CTA would have parts of too many tiles
-  MoeProblem p = experts(32, 128, 8, 2048, 768);
-  p.gate_up.stack.scale_type = DataType::kFloat32;  // which the kernel keeps in registers
-  EXPECT_FALSE(dealt(p));
-}
-
-TEST(Experts, TakeTheExactKernelWhereItsGroupsAndCodesAllowIt) {
-  auto const kernels = [](std::function<void(PackedWeight&)> const& change) {
-    MoeProblem p = experts(1024, 8, 2, 4096, 1024);
-    change(p.down.stack);
-    MoePlan chosen;
-    EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
-    EXPECT_STREQ(chosen.gate_up.kernel, "wgmma_gemm_a16");
-    // Tiles are those of both products.
-    EXPECT_EQ(chosen.gate_up.block_m, chosen.down.block_m);
-    return std::string(chosen.down.kernel);
-  };
-  EXPECT_EQ(kernels([](PackedWeight&) {}), "wgmma_gemm_a16");
-  EXPECT_EQ(kernels([](PackedWeight& w) {
-              w.format = Format::kInt8, w.zeros = reinterpret_cast<int8_t const*>(&some_byte);
-            }),
-            "wgmma_gemm_a16");
-  EXPECT_EQ(kernels([](PackedWeight& w) { w.scale_type = DataType::kFloat32; }), "wgmma_gemm_a16");
-  EXPECT_EQ(kernels([](PackedWeight& w) { w.group_size = 64; }), "wgmma_fold16");
-  EXPECT_EQ(
-      kernels([](PackedWeight& w) { w.offsets = &some_byte, w.offset_type = DataType::kFloat16; }),
-      "wgmma_fold16");
-  EXPECT_EQ(kernels(look_up), "wgmma_fold16");
-  EXPECT_EQ(kernels([](PackedWeight& w) { w.format = Format::kE4m3; }), "wgmma_fold16");
-}
-
-TEST(Experts, MultiplyCodesWhereBothProductsCan) {
-  for (auto act_quant : {ActQuant::kToken, ActQuant::kBlock}) {
-    auto const plan = [&](int tokens, std::function<void(MoeProblem&)> const& change) {
-      MoeProblem p = experts(tokens, 8, 2, 4096, 1024);
-      p.act_quant = act_quant;
-      change(p);
-      MoePlan chosen;
-      EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
-      EXPECT_EQ(chosen.gate_up.block_m, chosen.down.block_m);
-      EXPECT_EQ(chosen.int8, std::string(chosen.gate_up.kernel) == "wgmma_gemm_a8");
-      EXPECT_EQ(chosen.int8, std::string(chosen.down.kernel) == "wgmma_gemm_a8");
-      return chosen;
-    };
-    MoePlan const many = plan(1 << 14, [](MoeProblem&) {});
-    EXPECT_TRUE(many.int8);
-    EXPECT_EQ(many.block_m, 176);
-    EXPECT_TRUE(plan(1024, [](MoeProblem& p) { p.gate_up.stack.format = Format::kInt8; }).int8);
-    EXPECT_TRUE(plan(1024, [](MoeProblem& p) {
-                  p.down.stack.zeros = reinterpret_cast<int8_t*>(&some_byte);
-                }).int8);
-    EXPECT_FALSE(plan(16, [](MoeProblem&) {}).int8);
-    EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.act_quant = ActQuant::kNone; }).int8);
-    EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.act_symmetric = false; }).int8);
-    EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.down.stack.group_size = 64; }).int8);
-    EXPECT_FALSE(plan(1024, [](MoeProblem& p) {
-                   p.down.stack.format = Format::kInt8,
-                   p.down.stack.zeros = reinterpret_cast<int8_t*>(&some_byte);
-                 }).int8);
-  }
-}
-
-TEST(Experts, GatherRowsOfXWhereTheyCannotBeReadByTheirNumbers) {
-  auto const gathers = [](std::function<void(MoeProblem&)> const& change) {
-    MoeProblem p = experts(1024, 8, 2, 4096, 1024);
-    p.x = reinterpret_cast<void const*>(uintptr_t(4096)), p.x_stride = 4096;
-    change(p);
-    MoePlan chosen;
-    EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
-    return chosen.gathers;
-  };
-  EXPECT_FALSE(gathers([](MoeProblem&) {}));
-  EXPECT_FALSE(gathers([](MoeProblem& p) { p.x_stride = 4104; }));
-  EXPECT_TRUE(gathers([](MoeProblem& p) { p.x_stride = 4100; }));
-  EXPECT_TRUE(gathers([](MoeProblem& p) { p.x = reinterpret_cast<void const*>(uintptr_t(4104)); }));
-  EXPECT_TRUE(gathers(
-      [](MoeProblem& p) { p.gate_up.perm = reinterpret_cast<int32_t const*>(uintptr_t(4096)); }));
-  EXPECT_TRUE(gathers([](MoeProblem& p) { p.x_stride = int64_t(1) << 30; }));
-  // many features
-  EXPECT_TRUE(gathers([](MoeProblem& p) { p.gate_up = experts(1024, 8, 2, 4096, 2048).gate_up; }));
-  // of few rows
-  EXPECT_FALSE(gathers([](MoeProblem& p) { p = experts(4, 8, 2, 4096, 2048), p.x_stride = 4096; }));
-  // Quantised rows lie in the workspace.
-  EXPECT_FALSE(gathers([](MoeProblem& p) { p.act_quant = ActQuant::kToken, p.x_stride = 4100; }));
-}
-
-TEST(Experts, HaveTilesForAnyNumberOfRows) {
-  for (int experts_of_layer : {1, 2, 8, 128, 8192})
-    for (int tokens : {1, 2, 17, 300, 5000, 1 << 20})
-      for (auto act_quant : {ActQuant::kNone, ActQuant::kBlock}) {
-        MoeProblem p = experts(tokens, experts_of_layer, 1, 512, 128);
-        p.act_quant = act_quant;
-        MoePlan chosen;
-        ASSERT_TRUE(plan_moe(p, kHopper, &chosen).ok());
-        auto const has = [&](auto const& heights) {
-          return std::count(std::begin(heights), std::end(heights), chosen.block_m) > 0;
-        };
-        EXPECT_TRUE(chosen.block_m == 16 ||
-                    (chosen.int8 ? has(kGroupedInt8Heights) : has(kGroupedHeights)));
-      }
-}
-
-TEST(Experts, HaveTilesOf32RowsBetweenTheirDecodingAndManyRows) {
-  auto const height = [](int tokens, ActQuant act_quant) {
-    MoeProblem p = experts(tokens, 256, 8, 7168, 256);
-    p.act_quant = act_quant;
-    p.x_type = DataType::kFloat16;  // the scales', so that few rows are decoded exactly
-    MoePlan chosen;
-    EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
-    return std::pair(chosen.block_m, std::string(chosen.gate_up.kernel));
-  };
-  using Choice = std::pair<int, std::string>;
-  EXPECT_EQ(height(384, ActQuant::kNone), Choice(16, "wgmma_decode"));  // 12 rows an expert
-  EXPECT_EQ(height(512, ActQuant::kNone), Choice(32, "wgmma_fold16"));
-  EXPECT_EQ(height(1536, ActQuant::kNone), Choice(64, "wgmma_gemm_a16"));
-  EXPECT_EQ(height(640, ActQuant::kToken).first, 16);
-  EXPECT_EQ(height(672, ActQuant::kToken), Choice(64, "wgmma_gemm_a8"));
-}
-
-TEST(Experts, SayWhatForbidsThem) {
-  MoePlan chosen;
-  auto const text = [&](MoeProblem const& p, Device const& device = kHopper) {
-    return plan_moe(p, device, &chosen).text;
-  };
-  EXPECT_NE(text(experts(1, 8, 2, 4096, 100)).find("intermediate is 100; multiples of 8"),
-            std::string::npos);
-  EXPECT_NE(text(experts(1, 8, 2, 4100, 128)).find("hidden is 4100; multiples of 8"),
-            std::string::npos);
-  EXPECT_NE(text(experts(1, 9000, 2, 4096, 128)).find("up to 8192 experts"), std::string::npos);
-  EXPECT_NE(text(experts(1, 8, 2, 4096, 128), kDevices[0]).find("the device is sm_80"),
-            std::string::npos);
-  EXPECT_NE(text(experts(1, 0, 2, 4096, 128)).find("experts is 0"), std::string::npos);
-  for (auto const& [change, words] :
-       std::vector<std::pair<std::function<void(MoeProblem&)>, std::string>>{
-           {[](auto& p) { p.activation = Activation(77); }, "activation is 77"},
-           {[](auto& p) { p.act_quant = ActQuant(9); }, "act_quant is 9"},
-           {[](auto& p) { p.x_stride = 0; }, "x_stride is 0"},
-           {[](auto& p) { p.x = nullptr; }, "x is a null pointer"},
-           {[](auto& p) { p.topk_weights = nullptr; }, "topk_weights is a null pointer"},
-           {[](auto& p) { p.route.ids = nullptr; }, "ids is a null pointer"},
-           {[](auto& p) { p.route.map_size = 8; }, "expert_map is a null pointer"},
-           {[](auto& p) { p.down.stack.codes = nullptr; }, "codes is a null pointer"},
-           {[](auto& p) { p.gate_up.bias = &some_byte; }, "bias_type"},
-       }) {
-    MoeProblem p = experts(5, 8, 2, 4096, 128);
-    change(p);
-    EXPECT_NE(text(p).find(words), std::string::npos) << words << ": " << text(p);
   }
 }
 

@@ -1,4 +1,4 @@
-// What no kernel takes, and the field that the message names. Needs no GPU.
+// Problems that no kernel implements, and the field that the message names. Needs no GPU.
 
 #include <gtest/gtest.h>
 
@@ -236,7 +236,7 @@ TEST(Dispatch, SaysWhichFieldIsUnsupportedAndWhatIsSupported) {
   }
 }
 
-TEST(Dispatch, SaysWhatForbidsEachKernelWhereNoneIsLeft) {
+TEST(Dispatch, NamesWhatForbidsEachKernelIfNoneIsLeft) {
   struct Case {
     Device device;
     std::vector<std::string> words;
@@ -334,7 +334,7 @@ TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
   EXPECT_EQ(find_kernel("no_kernel"), nullptr);
 }
 
-TEST(Quantize, RefusesFunctionsThatMeanNothing) {
+TEST(Quantize, RefusesInvalidFunctions) {
   QuantizeProblem good;
   good.m = 3, good.k = 576, good.out.stride = 16, good.out.block = 128;
   good.x = &some_byte, good.x_stride = 576;
@@ -376,7 +376,7 @@ TEST(Checks, OneRowAndNoRowsHaveNoStride) {
   }
 }
 
-// What a launch adds to a plan.
+// The checks of a launch beyond those of its plan.
 TEST(Checks, ALaunchHasItsMemory) {
   GemmProblem p = problem(5, 192, 576);
   p.out = &some_byte, p.out_type = DataType::kFloat32;
@@ -397,7 +397,7 @@ TEST(Checks, ALaunchHasItsMemory) {
             std::string::npos);
 }
 
-// The operators beside the product: a field that is missing, misaligned or too short is named.
+// Other operators than the product: a field that is missing, misaligned or too short is named.
 TEST(Checks, NameThePointerOfEveryOperator) {
   auto const names = [](Status const& status, char const* words) {
     EXPECT_EQ(status.code, Status::kInvalid);
@@ -525,7 +525,7 @@ TEST(Checks, DequantizesRowsFromAWholePanelOn) {
 }
 
 #if !CUTLASS_OPS_CUDA
-TEST(WithoutCuda, EveryOperatorSaysSo) {
+TEST(WithoutCuda, EveryOperatorIsUnsupported) {
   Device device;
   for (Status const& status :
        {current_device(&device), mixed_gemm(problem(5, 192, 576), {}, nullptr),

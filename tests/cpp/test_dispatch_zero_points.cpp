@@ -61,10 +61,10 @@ TEST(Dispatch, RoundsOperandsOnlyWhereItMay) {
   rounds(p, "mma_gemm_a8");
 }
 
-// Zero points of activations are corrected for many blocks at once where the result is
-// rounded to 16 bits, whether the weight has its column sums or not: they are made if not,
-// and nothing else differs.
-TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
+// Zero points of activations are compensated for many blocks at once where the result is rounded to
+// 16 bits, whether the weight has column sums or not: without them the call computes them, and
+// nothing else differs.
+TEST(Dispatch, CompensatesZeroPointsOfActivationsWhereItMay) {
   auto const compensates = [](GemmProblem const& p) {
     Plan chosen;
     Status const status = plan(p, kHopper, &chosen);
@@ -121,8 +121,8 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
         EXPECT_EQ(compensates(changed), change.compensated)
             << bits << " bits, groups of " << group_size << ": " << change.name;
       }
-      // One zero point a token is corrected without zero values, and from int32 sums over all of
-      // K taken exactly.
+      // One zero point a token is compensated without zero values, and exactly in int32 sums over
+      // all of K.
       GemmProblem token = base;
       token.act_quant = ActQuant::kToken;
       Plan const chosen = planned(token);
@@ -137,8 +137,8 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
 }
 
 // Zero points of weights are compensated in the same way, where x is symmetric and has a scale a
-// block, by terms that are of no other use. Otherwise those of 4 bits are taken from the codes, and
-// those of 8 are wgmma_fold16's or a portable kernel's.
+// block, by terms that have no other use. Otherwise 4-bit zero points are subtracted from the
+// codes, and weights with 8-bit ones are multiplied by wgmma_fold16 or a portable kernel.
 TEST(Dispatch, CompensatesZeroPointsOfWeights) {
   for (int group_size : {-1, 128, 512}) {
     GemmProblem base =
@@ -164,7 +164,7 @@ TEST(Dispatch, CompensatesZeroPointsOfWeights) {
       Plan const other = planned(changed);
       EXPECT_STREQ(other.kernel, change.kernel);
       EXPECT_FALSE(other.compensates || other.layout.sums);
-      // Of 4 bits by the same kernel, which compensates zero points of x alone.
+      // 4-bit weights use the same kernel, which then compensates zero points of x only.
       changed.weight.format = Format::kInt4;
       Plan const int4 = planned(changed);
       EXPECT_STREQ(int4.kernel, "wgmma_gemm_a8");

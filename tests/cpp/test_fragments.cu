@@ -1,6 +1,6 @@
-// The packed layout and its decoders against the instructions: CuTe's traits say which element of A
-// each thread holds in each place of its fragment registers; what the decoders make of the packed
-// words must be those elements. Host code only; a .cu file because CuTe's headers need nvcc.
+// The packed layout and its decoders against the instructions: CuTe's traits give the element of A
+// in each place of a thread's fragment registers; decoding the packed words must give these
+// elements. Host code only; a .cu file because CuTe's headers need nvcc.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -26,7 +26,7 @@ using IntWgmma = cute::SM90::GMMA::MMA_64x128x32_S32S8S8_RS_TN;
 constexpr int kChunkCodes = kRowsPerPanel * kKPerTile;
 
 // A chunk that holds, as its codes, digit `digit` (base 2^bits) of each code's own index
-// row * 128 + k. Decoding all digits tells which code an element came from.
+// row * 128 + k. Decoding all digits identifies the code of an element.
 std::vector<uint32_t> chunk_of_digits(int bits, int digit) {
   std::vector<uint32_t> chunk(size_t(k_tile_bytes(bits)) / 4);
   for (int index = 0; index < kChunkCodes; ++index) {

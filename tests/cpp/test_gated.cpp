@@ -1,4 +1,4 @@
-// Products of gated weights: their plans and what their checks refuse. Needs no GPU.
+// Products of gated weights: plans and refusals. Needs no GPU.
 
 #include <gtest/gtest.h>
 
@@ -20,7 +20,7 @@ GemmProblem gated(GemmProblem p) {
 
 bool stores_slices(Plan const& plan) { return plan.slices > 1 && plan.tail_tiles == 0; }
 
-TEST(Gated, SumsGoThroughTheWorkspaceToOneMoreKernelUnlessTheFirstMakesOutputs) {
+TEST(Gated, SumsAreFinishedByGateSumsUnlessTheKernelStoresOutputs) {
   int split = 0, whole = 0, fused = 0;
   for (Device const& device : kDevices) {
     for (int m : {1, 16, 100, 4096}) {

@@ -41,7 +41,7 @@ Plan planned(GemmProblem const& p) {
   return chosen;
 }
 
-TEST(ImagePlans, OfFewOutputChannelsPutTheCtasOfAClusterAlongM) {
+TEST(ImagePlans, PutTheCtasOfAClusterAlongMForFewOutputChannels) {
   std::set<std::tuple<std::string, int, int, int>> used, offered;
   for (int bits : {4, 8})
     for (ActQuant act_quant :
@@ -87,7 +87,7 @@ TEST(MatrixPlans, OfFewFeaturesPutTheCtasOfAClusterAlongM) {
 }
 
 // 320 of 384 features, and not of 512.
-TEST(ImagePlans, OfFloatsTakeTheKernelWhoseTilesTheOutputChannelsFill) {
+TEST(ImagePlans, ChooseTheKernelWhoseTilesTheOutputChannelsFill) {
   Plan const p = planned(convolution(2, 64, 320, 320, 4, ActQuant::kNone));
   EXPECT_STREQ(p.kernel, "wgmma_fold16");
   EXPECT_EQ(p.block_n, 384);

@@ -1,9 +1,9 @@
 // The operators of ops.h on a GPU against a plain fp64 reference. Small sizes, so that
 // compute-sanitizer gets through them.
 //
-// Results and scratch memory start as NaN and lie between guard bytes that nobody may touch.
-// Scratch memory is left as it is where M is a multiple of 16: then all that a kernel reads of it
-// must have been written, and initcheck can see whether it was.
+// Results and scratch memory start as NaN, between guard bytes that must not change. Where M is a
+// multiple of 16, scratch memory is not initialised: all that a kernel reads of it must have been
+// written, which initcheck can see.
 
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
@@ -327,7 +327,7 @@ TEST_F(Kernels, UnsupportedProblemsAreRefusedBeforeAnythingIsLaunched) {
   EXPECT_EQ(out.read<uint8_t>(), std::vector<uint8_t>(out.bytes(), 0xff));
 }
 
-TEST(DeviceGuard, SaysThatADeviceIsNotThere) {
+TEST(DeviceGuard, ReportsAMissingDevice) {
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no CUDA device";
   {

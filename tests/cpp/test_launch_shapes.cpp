@@ -38,7 +38,7 @@ TEST(Splits, SplitTheTailAfterFullWaves) {
     ASSERT_TRUE(plan(p, kHopper, &chosen).ok());
     EXPECT_EQ(chosen.tail_tiles, c.tail_tiles);
     EXPECT_EQ(chosen.slices, c.slices);
-    // For each part but the first a tile's sums, and a mark of each warp's.
+    // For each slice but the first a tile's sums, and a flag for each warp.
     if (c.tail_tiles) {
       EXPECT_EQ(chosen.workspace,
                 size_t(c.tail_tiles * (c.slices - 1) * (256 * chosen.block_m * 4 + 16 * 8)));
@@ -67,8 +67,8 @@ TEST(Splits, SplitTheTailAfterFullWaves) {
   }
 }
 
-// Decoding: K is shared by as many blocks as make the least time, and what fits in no shared memory
-// goes to another kernel.
+// Decoding: as many blocks share K as take the least time, and a product that does not fit in
+// shared memory goes to another kernel.
 TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
   struct Case {
     int m, n, k, cluster;
@@ -89,8 +89,8 @@ TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
     EXPECT_GE(shape.slice * shape.cluster * kKPerTile, c.k);
     EXPECT_LE(decode_memory(p, shape).total, kHopper.shared_memory);
   }
-  // A long slice of x is quantised while more stages are on their way, where they fit and no block
-  // of the next launch would.
+  // A long slice of x is quantised while additional stages are in flight, where these fit and no
+  // block of the next launch would.
   auto stages = [](int m, int n, int k, ActQuant act_quant) {
     GemmProblem p = problem(m, n, k);
     p.act_quant = act_quant;
@@ -105,8 +105,8 @@ TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
   EXPECT_EQ(stages(8, 28672, 4096, ActQuant::kBlock), 3);
 }
 
-// Where it was measured to lose, another kernel decodes: int8 activations and M > 8
-// with large weights.
+// Another kernel decodes where it was measured to be faster: int8 activations and M > 8 with large
+// weights.
 TEST(Dispatch, DecodesUpTo16Rows) {
   auto const kernel = [](GemmProblem const& p) { return std::string(planned(p).kernel); };
   auto const decodes = [&](GemmProblem const& p) { return planned(p).spec->decodes; };
@@ -145,10 +145,10 @@ TEST(Dispatch, DecodesUpTo16Rows) {
   EXPECT_EQ(planned(book).slices, 16);  // 8 tiles of 512 rows for 132 multiprocessors
 }
 
-// Whether wgmma_decode_fold16 quantises x itself, and whether it has an SM for each CTA: by the
-// size of the weight and its bits.
+// The size of the weight and its bits decide whether wgmma_decode_fold16 quantises x itself, and
+// whether each CTA has its own SM.
 TEST(Dispatch, UpcastsFewRowsOnlyWhereItMust) {
-  // Rows that a tensor map does not describe, and codes that are there, are upcast before.
+  // Rows that a tensor map cannot describe, and x that is quantised already, are upcast first.
   GemmProblem p = problem(16, 4096, 4096, 4, 32);
   EXPECT_FALSE(planned(p).layout.upcasts);
   p.x_stride = 4097;
@@ -216,7 +216,7 @@ TEST(Dispatch, SplitsLargeWeightsIntoHalvesOfRowPanels) {
     }
     EXPECT_GE(shape.stages, 4);
     EXPECT_LE(shape.shared_bytes + 1024, kHopper.shared_memory);
-    // No cluster's halves touch more row panels than it has room for.
+    // The halves of a cluster lie in no more row panels than it has room for.
     int const units = (c.n + kRowsPerPanel - 1) / kRowsPerPanel * 2, base = units / shape.clusters,
               rest = units % shape.clusters;
     for (int i = 0; i < shape.clusters; ++i) {
@@ -258,7 +258,7 @@ TEST(Launch, HasTheThreadsAndTheSharedMemoryOfTheKernel) {
   }
 }
 
-TEST(Splits, FillASmallGridAndLeaveALargeOneWhole) {
+TEST(Splits, CutSmallGridsAndNotLargeOnes) {
   struct Case {
     int m, n, k, slices;
   };
@@ -304,7 +304,7 @@ TEST(Splits, DependOnShapesAlone) {
     EXPECT_EQ(chosen.slices, expected.slices);
     EXPECT_EQ(chosen.block_m, expected.block_m);
 
-    // Activations that are quantised on the way and those that were before.
+    // Activations that the call quantises, and activations that are quantised already.
     Plan before, on_the_way;
     ASSERT_TRUE(plan(already_quantized(plain, 128), kHopper, &before).ok());
     ASSERT_TRUE(
@@ -313,7 +313,7 @@ TEST(Splits, DependOnShapesAlone) {
   }
 }
 
-TEST(Splits, AndTheKernelOfABatchInvariantProductAreThoseOf128Tokens) {
+TEST(Splits, OfABatchInvariantProductAreThoseOf128Rows) {
   for (Device const& device : kDevices)
     for (int bits : {4, 8})
       for (auto [n, k] : {std::pair(4096, 4096), std::pair(28672, 4096), std::pair(192, 576)}) {

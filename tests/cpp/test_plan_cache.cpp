@@ -1,4 +1,4 @@
-// The plans that a weight remembers: the same as plan() finds, whatever of the problem changes.
+// The plans that a weight keeps: the same as plan() makes, whichever field of the problem changes.
 // Needs no GPU.
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 namespace cutlass_ops {
 namespace {
 
-// What plans say, as text.
+// The content of plans, as text.
 std::string said(Plan const& p) {
   WorkspaceLayout const& l = p.layout;
   DecodeShape const& d = p.decode;
@@ -63,7 +63,7 @@ std::string said(Plan const& p) {
   return text;
 }
 
-// A problem, and what of it may change so that another plan is right.
+// A problem, and the changes after which another plan is right.
 struct Change {
   char const* name;
   GemmProblem before;

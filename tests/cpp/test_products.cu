@@ -94,9 +94,9 @@ TEST_P(Products, SplitK) {
   }
 }
 
-// K that is a multiple of 8 and groups of at least a tile: what the Hopper kernels take. The
-// values of M reach each of their tiles, on 66 clusters with K split or not; elsewhere the
-// portable kernels answer.
+// K that is a multiple of 8 and groups of at least a tile, as the Hopper kernels take them. The
+// values of M reach each of their tiles, on 66 clusters with K split or not; elsewhere the portable
+// kernels answer.
 TEST_P(Products, OfTheShapesThatHopperTakes) {
   struct Case {
     int n, k, m;
@@ -176,7 +176,7 @@ TEST_P(Products, OfRowsThatAreApart) {
   Weight const w(kN, kK, bits, kWeightKinds[0], false);
   DeviceWeight const packed(w);
   std::vector<float> const x = random_floats(m, kK, input.type);
-  // The first row starts at an odd place, and NaN lies between the rows.
+  // The first row starts at an odd address, and NaN is between the rows.
   std::vector<float> apart(size_t(m) * stride + 1, std::numeric_limits<float>::quiet_NaN());
   for (int row = 0; row < m; ++row)
     std::copy_n(x.begin() + row * kK, kK, apart.begin() + 1 + row * stride);
@@ -261,7 +261,7 @@ TEST_P(Products, AreTheSameBitsWithColumnSumsOfTheWeight) {
   }
 }
 
-TEST_P(Products, OfNoRowsTouchNothing) {
+TEST_P(Products, OfNoRowsWriteNothing) {
   Weight const w(kN, kK, bits, kWeightKinds[0], true);
   DeviceWeight const packed(w);
   DeviceBytes const out(64);
@@ -271,7 +271,7 @@ TEST_P(Products, OfNoRowsTouchNothing) {
   EXPECT_EQ(out.read<uint8_t>(), std::vector<uint8_t>(64, 0xff));
 }
 
-TEST_P(Products, WantTheirWorkspace) {
+TEST_P(Products, NeedTheirWorkspace) {
   int const m = 20, k = 2100;
   Weight const w(kN, k, bits, kWeightKinds[0], true);
   DeviceWeight const packed(w);

@@ -110,7 +110,7 @@ void expect_refused(CanonicalWeight const& weight, void* buffer, char const* tex
   EXPECT_NE(status.text.find(text), std::string::npos) << status.text;
 }
 
-TEST(Weight, WhatDoesNotFitIsNamed) {
+TEST(Weight, NamesTheFieldThatDoesNotFit) {
   Source source(70, 200, Format::kInt4, 128, true, false);
   Packed packed(source.weight);
   auto const changed = [&](auto change) {
@@ -138,7 +138,7 @@ TEST(Weight, WhatDoesNotFitIsNamed) {
   expect_refused(source.weight, packed.data(), "codes[1, 1] is 200");
 }
 
-TEST(Weight, WhatProductsOnTheHostLackIsRefused) {
+TEST(Weight, RefusesOptionsThatHostProductsLack) {
   Source const source(70, 200, Format::kInt4, 128, false, false);
   Packed packed(source.weight);
   ASSERT_TRUE(pack_weight(source.weight, packed.data()).ok());

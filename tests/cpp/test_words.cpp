@@ -16,7 +16,7 @@ constexpr int kSequential[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 constexpr int kAwq[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 constexpr uint8_t kPoison = 0xa5;
 
-TEST(Words, GoldenOnes) {
+TEST(Words, GoldenWords) {
   // Codes 0 .. 7 at places 0 .. 7: GPTQ and compressed-tensors, and AWQ.
   std::vector<uint8_t> codes(8);
   uint32_t word = 0x76543210;

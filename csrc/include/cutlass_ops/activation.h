@@ -26,14 +26,14 @@ inline constexpr ActivationInfo kActivations[] = {
     {Activation::kClamp, "clamp", true, 0.0f, 0.0f},            // to bounds that are given
 };
 
-// Null if the number is none of an activation.
+// Null if there is no activation with this number.
 constexpr ActivationInfo const* find_activation(Activation activation) {
   for (ActivationInfo const& info : kActivations)
     if (info.activation == activation) return &info;
   return nullptr;
 }
 
-// Of an activation that there is.
+// The bounds of an existing activation.
 struct ActivationBounds {
   float low, high;
 

@@ -2,9 +2,11 @@
 // returns at once, works on the stream and device it is given, allocates nothing and never
 // synchronises.
 //
-//   acc[pixel, n] = bias[n] + sum over the taps inside of x of (x - x_zero_point) * w, int32,
-//   wrapping y = clamp(rint(fl32(float(acc) * m[n])) + y_zero_point), m[n] = fl32(fl32(x_scale *
-//   w_scale[n]) / y_scale)
+//   acc[pixel, n] = bias[n] + sum over the taps inside of x of (x - x_zero_point) * w
+//   y = clamp(rint(fl32(float(acc) * m[n])) + y_zero_point)
+//   m[n] = fl32(fl32(x_scale * w_scale[n]) / y_scale)
+//
+// acc is int32 and wraps.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +20,8 @@ namespace cutlass_ops {
 enum class ConvOutput : int8_t { kInt8 = 0, kUInt8, kInt32 };  // kInt32: acc itself
 enum class ConvOrder : int8_t { kByChannels = 0, kByTaps, kFlat };
 
-// An int8 weight in natural order, with what compensates zero points of x. The zero points of a
-// weight are subtracted from its codes beforehand.
+// An int8 weight in natural order, with the sums that compensate zero points of x. The zero points
+// of a weight are subtracted from its codes beforehand.
 struct ConvWeight {
   int n = 0;         // output channels
   int channels = 0;  // of one of the convolution's groups
@@ -31,7 +33,7 @@ struct ConvWeight {
   ConvOrder order = ConvOrder::kByChannels;
   int8_t const* codes = nullptr;
   int32_t const* sums = nullptr;  // [n]: of a channel's codes; read where x has a zero point
-  // Of the codes of those taps that lie outside of x, by border_classes(),
+  // The sums of the codes of taps that lie outside of x, by border_classes(),
   // [classes][groups][stored_channels(n / groups)]: 0 in the class 0. Read where x has a zero point
   // and padding. Null: x is copied with its padding instead.
   int32_t const* cut_sums = nullptr;
@@ -118,7 +120,7 @@ constexpr ConvOrder conv_order(int n, int channels, int taps, int groups) {
 
 // Choose a kernel. Needs no GPU: `device` may describe one that is not there.
 Status plan_conv_int8(ConvProblem const& problem, Device const& device, ConvPlan* plan);
-// All that would do, the chosen one first. The results have the same bits.
+// All plans that implement the problem, the chosen one first. The results have the same bits.
 Status plans_conv_int8(ConvProblem const& problem, Device const& device,
                        std::vector<ConvPlan>* plans);
 // `plan` is one of those for this problem, for the current device or one that is older.

@@ -6,7 +6,7 @@
 
 namespace cutlass_ops {
 
-// y = x @ W^T + bias by up to so many threads (0: every core), all memory being the host's. x is
+// y = x @ W^T + bias by up to `threads` threads (0: every core); all memory is the host's. x is
 // fp16, bf16 or fp32, and quantised first where the problem says so, or quantised already. A row of
 // y has the bits of the Python package's reference, whatever m, the threads and the instruction set
 // are. The rules of mixed_gemm hold, but for fp32, and these are kUnsupported: an image, an

@@ -38,7 +38,7 @@ struct RouteProblem {
 constexpr int kMostExperts = 8192;  // whose counts a CTA of route() holds
 constexpr int kMostPositions = 1 << 28;
 
-// What route() writes. Ids of no expert have positions in `order` behind all others.
+// The results of route(). Positions of ids that belong to no expert come last in `order`.
 struct Routing {
   int32_t* offsets = nullptr;  // [experts + 1]: the positions of expert e are order[offsets[e]] to
                                // order[offsets[e + 1] - 1]

@@ -82,8 +82,7 @@ struct QuantizedActivations {
   float* zero_scales = nullptr;
 };
 
-// What is quantised is x; silu(x) * up; or the rms norm of x or of x + residual. All
-// matrices are of x_type.
+// Quantises x, silu(x) * up, or the rms norm of x or of x + residual. All matrices are of x_type.
 struct QuantizeProblem {
   void const* x = nullptr;  // [m][k] of x_type, rows x_stride elements apart
   DataType x_type = DataType::kFloat16;
@@ -112,7 +111,7 @@ struct QuantizeProblem {
 struct ImageRows {
   int batch = 0;  // 0: x is a matrix
   int channels = 0;
-  // Of depth, height and width; an image of fewer dimensions has 1 in front.
+  // Depth, height and width; an image of fewer dimensions has 1 in front.
   int size[3] = {1, 1, 1}, taps[3] = {1, 1, 1}, out[3] = {1, 1, 1};
   int stride[3] = {1, 1, 1}, padding[3] = {0, 0, 0}, dilation[3] = {1, 1, 1};
 };
@@ -121,7 +120,7 @@ struct GemmProblem {
   int m = 0;
   PackedWeight weight;
 
-  // Activations: either floats that act_quant may quantise on the way, or codes that are
+  // Activations: either floats, which act_quant may quantise in the call, or codes that are
   // quantised already.
   void const* x = nullptr;  // [m][k] of x_type, rows x_stride elements apart, at least k; null if
                             // `quantized` is given
@@ -163,8 +162,8 @@ struct DequantizeProblem {
   DataType out_type = DataType::kFloat16;
   int first_row = 0;  // of the weight; a multiple of 64
   int rows = -1;      // -1: all from there on
-  // Of a convolution's weight: channels of a tap, whose padding is left out, so that out is
-  // [rows][taps][tap_channels]; 0: none is.
+  // For a convolution's weight: the channels of a tap, so that its padding is left out and out is
+  // [rows][taps][tap_channels]; 0: nothing is left out.
   int tap_channels = 0;
 };
 

@@ -1,4 +1,4 @@
-// From a weight as quantisers leave it, in the host's memory, to a PackedWeight.
+// Conversion of a weight as quantisers produce it, in the host's memory, to a PackedWeight.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-"""What the headers of a packed file, or of a directory of them, say."""
+"""The headers of a packed file, or of a directory of packed files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .layout import Slices
 
 @dataclass(frozen=True)
 class PackedInfo:
-    """What the header of a packed file says; checked against the file's size, its values not read.
+    """The content of a packed file's header, checked against the file's size; tensors are not read.
 
     Attributes:
         weights: ``(n, k, bits, group_size)`` by name.
@@ -170,7 +170,7 @@ def _gated(
     weights: Mapping[str, tuple[int, int, int, int]],
     others: Collection[str],
 ) -> dict[str, int]:
-    """N of the gated weights, which are none of ``others``."""
+    """N of the gated weights, which must not be among ``others``."""
     found = _json_object(path, metadata, "gated")
     for name, n in found.items():
         # type() and not isinstance(): True is no size.
@@ -274,7 +274,9 @@ def _weight_parts(
 
 
 def _saved_info(path: Path, files: Sequence[Path], config: Mapping[str, Any]) -> PackedInfo:
-    """What transformers wrote, without our metadata; a weight may be in two shards."""
+    """The content of files that transformers wrote, without our metadata; a weight may be in two
+    shards.
+    """
     try:
         formats.check_layout(config.get("layout"), config.get("layout_version"))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Names in a packed file, and whose part of a model it holds."""
+"""Names in a packed file, and the rank whose part of a model it holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...weights.weight import PARTS
 
 @dataclass(frozen=True)
 class Slices:
-    """That a file holds what one rank of several holds of a model (see ``tensor_parallel.py``).
+    """The rank whose part of a model a file holds (see ``tensor_parallel.py``).
 
     Attributes:
         rank, size: which of how many.
