@@ -7,16 +7,16 @@
 
 namespace cutlass_ops::hopper {
 
-// The residual of kLineRows rows of x from `first` on and a warpgroup's 64 features from n on, to
-// lines of shared memory in the 128-byte swizzle. It needs no registers, which are scarce. Lines
+// The residual of C::kLineRows rows of x from `first` on and a warpgroup's 64 features from n on,
+// to lines of shared memory in the 128-byte swizzle. It needs no registers, which are scarce. Lines
 // beyond the result are unchanged and not stored.
-template <class C, int kLineRows>
+template <class C>
 __device__ __forceinline__ void load_residual(uint8_t* lines, EpilogueParams const& e,
                                               ThreadCoord<C> const& coord, int first, int n) {
   int const thread = coord.warp * 32 + coord.lane, piece = thread % 8;
   uint16_t const* const from = static_cast<uint16_t const*>(e.residual) + n + piece * 8;
 #pragma unroll 1
-  for (int i = thread / 8; i < kLineRows; i += 16) {
+  for (int i = thread / 8; i < C::kLineRows; i += 16) {
     if (first + i < e.m && n + piece * 8 < e.n)
       copy_async_16(lines + i * C::kLineBytes + (piece ^ i % 8) * 16,
                     from + (first + i) * e.residual_stride);
@@ -76,29 +76,6 @@ __device__ __forceinline__ void store_lines(uint8_t const* lines, int line_bytes
   cute::tma_store_arrive();
 }
 
-// A tile's lines of outputs in shared memory: a ring of parts, each of which is stored at once.
-template <int kBlockM, int kLineRows>
-struct LineRing {
-  static constexpr int kAtOnce = store_lines_at_once(kBlockM, kLineRows),
-                       kParts = kLineRows / kAtOnce;
-
-  // Return when the warpgroup may write the part of a tile's lines that begins with `first`, and if
-  // `all` the other parts of the ring, too.
-  static __device__ __forceinline__ void wait(int first, bool all, bool copies, int barrier) {
-    if (!all && first > 0 && first < kParts * kAtOnce) return;  // nothing was there before
-    if (copies) {
-      if (all || first == 0) {
-        cute::tma_store_wait<0>();
-      } else {
-        cute::tma_store_wait<kParts - 1>();
-      }
-    }
-    cutlass::arch::NamedBarrier::sync(128, barrier);
-  }
-  // The line, of those in shared memory, that is the tile's `first`.
-  static __device__ __forceinline__ int line(int first) { return first % (kParts * kAtOnce); }
-};
-
 // The usual outputs: a thread finishes and rounds its own sums, of two rows of the weight;
 // transposing stores make the 64 outputs of each row of x adjacent, in the 128-byte swizzle, and
 // one thread's copy stores them while the next tile begins. A residual is loaded in the same way.
@@ -112,47 +89,41 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
   EpilogueParams const& e = p.epilogue;
   int n = row0 + coord.warpgroup * kRowsPerPanel, barrier = 1 + coord.warpgroup;
   bool copies = coord.warp == 0 && coord.lane == 0;
-  using Lines = LineRing<C::kBlockM, C::kLineRows>;
-  constexpr int kAtOnce = Lines::kAtOnce, kRing = Lines::kParts * kAtOnce;
-  uint8_t* const ring =
+  uint8_t* const lines =
       reinterpret_cast<uint8_t*>(staging) + coord.warpgroup * C::kLineRows * C::kLineBytes;
   // Four 8 x 8 matrices an instruction: rows g and g + 8 of eight rows of x, then of the next
   // eight. Each lane passes the address of one line of one matrix.
   int const matrix = (coord.lane / 16 * 8 + coord.lane % 8) * C::kLineBytes +
                      ((coord.warp * 2 + coord.lane / 8 % 2) ^ coord.lane % 8) * 16;
+  auto const each_matrix = [&](int first, auto const& f) {
 #pragma unroll
-  for (int first = 0; first < C::kBlockM; first += kAtOnce) {
-    uint8_t* const lines = ring + Lines::line(first) * C::kLineBytes;
-    auto const each_matrix = [&](auto const& f) {
+    for (int j = 0; j < C::kLineRows / 16 && first + 16 * j < C::kBlockM; ++j)
+      f(sums + first / 2 + 8 * j, lines + matrix + j * 16 * C::kLineBytes);
+  };
 #pragma unroll
-      for (int j = 0; j < kAtOnce / 16 && first + 16 * j < C::kBlockM; ++j)
-        f(sums + first / 2 + 8 * j, lines + matrix + j * 16 * C::kLineBytes);
-    };
-    bool const adds = !C::kGrouped && e.residual;
-    if (!adds || first % kRing == 0) Lines::wait(first, adds, copies, barrier);
+  for (int first = 0; first < C::kBlockM; first += C::kLineRows) {
+    if (copies) cute::tma_store_wait<0>();  // the previous lines have been read
+    cutlass::arch::NamedBarrier::sync(128, barrier);
     if constexpr (!C::kGrouped) {
-      if (adds) {
-        // All that the ring holds at a time, since all wait for it.
-        if (first % kRing == 0) {
-          load_residual<C, kRing>(ring, e, coord, m0 + first, n);
-          cutlass::arch::NamedBarrier::sync(128, barrier);
-        }
+      if (e.residual) {
+        load_residual<C>(lines, e, coord, m0 + first, n);
+        cutlass::arch::NamedBarrier::sync(128, barrier);
         if (e.residual_type == DataType::kFloat16) {
-          each_matrix([](float* v, uint8_t* at) { add_residual<__half>(v, at); });
+          each_matrix(first, [](float* v, uint8_t* at) { add_residual<__half>(v, at); });
         } else {
-          each_matrix([](float* v, uint8_t* at) { add_residual<__nv_bfloat16>(v, at); });
+          each_matrix(first, [](float* v, uint8_t* at) { add_residual<__nv_bfloat16>(v, at); });
         }
       }
     }
     if (!C::kGrouped && e.limit < HUGE_VALF) {
-      each_matrix([&](float* v, uint8_t*) {
+      each_matrix(first, [&](float* v, uint8_t*) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] = clamp_keeping_nan(v[i], -e.limit, e.limit);
       });
     }
-    store_lines<C, kAtOnce>(
+    store_lines<C, C::kLineRows>(
         lines, C::kLineBytes, map, e, barrier, copies, first, n, m0, end, [&](auto type) {
-          each_matrix([&](float const* v, uint8_t* at) {
+          each_matrix(first, [&](float const* v, uint8_t* at) {
             uint32_t pairs[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
@@ -176,20 +147,18 @@ __device__ __forceinline__ void store_gated(float const (&sums)[C::kSums], float
   constexpr int kLineRows = C::kBlockM < 2 * C::kLineRows ? C::kBlockM : 2 * C::kLineRows;
   int const barrier = 1 + coord.warpgroup;
   bool const copies = coord.warp == 0 && coord.lane == 0;
-  using Lines = LineRing<C::kBlockM, kLineRows>;
-  constexpr int kAtOnce = Lines::kAtOnce;
-  uint8_t* const ring =
+  uint8_t* const lines =
       reinterpret_cast<uint8_t*>(staging) + coord.warpgroup * kLineRows * kLineBytes;
   // Two 8 x 8 matrices an instruction: eight features of eight rows of x, then of the next eight.
   int const line = coord.lane % 16, matrix = line * kLineBytes + (coord.warp ^ line / 2 % 4) * 16;
 #pragma unroll
-  for (int first = 0; first < C::kBlockM; first += kAtOnce) {
-    uint8_t* const lines = ring + Lines::line(first) * kLineBytes;
-    Lines::wait(first, false, copies, barrier);
-    store_lines<C, kAtOnce>(
+  for (int first = 0; first < C::kBlockM; first += kLineRows) {
+    if (copies) cute::tma_store_wait<0>();  // the previous lines have been read
+    cutlass::arch::NamedBarrier::sync(128, barrier);
+    store_lines<C, kLineRows>(
         lines, kLineBytes, map, e, barrier, copies, first, n, m0, end, [&](auto type) {
 #pragma unroll
-          for (int j = 0; j < kAtOnce / 16 && first + 16 * j < C::kBlockM; ++j) {
+          for (int j = 0; j < kLineRows / 16 && first + 16 * j < C::kBlockM; ++j) {
             float const* pair = sums + first / 2 + 8 * j;
             cute::SM90_U16x4_STSM_T::copy(
                 pack_pair<decltype(type)>(pair[0], pair[1]),

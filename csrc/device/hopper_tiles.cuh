@@ -70,7 +70,7 @@ struct TileConfig {
 
   static constexpr int kStoreRows = kCta.store_rows, kStoreStride = kCta.store_stride;
   static constexpr int kLineBytes = kCta.line_bytes, kLineRows = kCta.line_rows;
-  static constexpr int kXBoxRows = lines_of_copy(kBlockM, kLineRows);
+  static constexpr int kXBoxRows = kCta.large ? 16 : kLineRows;  // lines of one copy
   static constexpr int kStoreBytes = kCta.store_bytes;
   static constexpr int kEndScales = kCta.end_scales, kEndZeros = kCta.end_zeros,
                        kEndBytes = kCta.end_bytes;

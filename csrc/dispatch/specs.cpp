@@ -359,22 +359,24 @@ constexpr Candidate wgmma_gemm_a8_of(int block_m, int min_m, int max_m,
   return {tile, min_m, max_m, costs_of("wgmma_gemm_a8", warpgroups == 4 ? 4 : kBits, tile),
           applies};
 }
-// Whether the last cluster's second CTA would have no features, where clusters lie along N.
-bool leaves_a_cta_idle(GemmProblem const& problem, int block_n) {
-  return (padded_rows(problem.weight.n) - 1) % block_n < block_n / 2;
+// Whether the last cluster's second CTA would have no features if clusters were along N.
+bool leaves_a_cta_idle(GemmProblem const& problem) {
+  constexpr int kBlockN = 256;
+  return (padded_rows(problem.weight.n) - 1) % kBlockN < kBlockN / 2;
 }
-// For few features: the CTAs of a cluster along M.
+// For few features: the CTAs of a cluster along M. A CTA then loads its x without multicast, which
+// limits int32 sums over all of K: with more than 640 features these take up to 10 % longer.
 bool a8_along_m(GemmProblem const& problem) {
   if (is_image(problem)) return true;
-  bool const has_instance =
-      no_x_zeros(problem) && (activations_have_blocks(problem) || sums_whole_rows(problem));
-  return has_instance && leaves_a_cta_idle(problem, 256);
+  bool const whole_rows = sums_whole_rows(problem) && padded_rows(problem.weight.n) <= 640;
+  return no_x_zeros(problem) && (activations_have_blocks(problem) || whole_rows) &&
+         leaves_a_cta_idle(problem);
 }
 bool a8_along_m_in_small_tiles(GemmProblem const& problem) {
   return a8_along_m(problem) && small_tiles_have_the_bits(problem);
 }
 bool a16_along_m(GemmProblem const& problem) {
-  return is_image(problem) || leaves_a_cta_idle(problem, 256);
+  return is_image(problem) || leaves_a_cta_idle(problem);
 }
 constexpr Candidate clusters_along_m(Candidate candidate, bool (*applies)(GemmProblem const&)) {
   candidate.tile = along_m(candidate.tile), candidate.applies = applies;

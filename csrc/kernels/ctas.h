@@ -82,19 +82,6 @@ struct BookA16Cta {
       : block_m(block_m_), table_bytes(table_bytes_) {}
 };
 
-// ---- what the wgmma kernels share
-
-// Lines of 16-bit outputs that are stored at a time. Where shared memory holds `line_rows` of a
-// tile's `block_m`, a part of them: the next are written while the copies of those before read.
-constexpr int store_lines_at_once(int block_m, int line_rows) {
-  return line_rows >= block_m ? line_rows : line_rows >= 64 ? 32 : 16;
-}
-// Lines of one copy, which whole tiles consist of.
-constexpr int lines_of_copy(int block_m, int line_rows) {
-  int const lines = store_lines_at_once(block_m, line_rows);
-  return block_m % lines ? 16 : lines;
-}
-
 // ---- wgmma_gemm_a8, wgmma_gemm_a16: hopper::TileConfig
 
 // Threads of the warpgroups that multiply, and of one that loads.

@@ -67,7 +67,7 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
 
   static constexpr int kStoreRows = kCta.store_rows, kStoreStride = kCta.store_stride;
   static constexpr int kLineRows = kCta.line_rows, kLineBytes = kCta.line_bytes;
-  static constexpr int kXBoxRows = kGrouped ? kSlotRows : lines_of_copy(kBlockM, kLineRows);
+  static constexpr int kXBoxRows = kGrouped ? kSlotRows : kBlockM % kLineRows ? 16 : kLineRows;
   static constexpr int kStoreBytes = kCta.store_bytes;
 
   // The layout of a K tile.
