@@ -404,7 +404,15 @@ class ImageProblem:
     ) -> None: ...
     def plan(self, device: Device) -> Plan | None: ...
 
-def mixed_conv(problem: ImageProblem, plan: Plan, workspace_ptr: int, stream: int) -> None: ...
+def mixed_conv(
+    problem: ImageProblem,
+    plan: Plan,
+    x_ptr: int,
+    bias_ptr: int,
+    out_ptr: int,
+    workspace_ptr: int,
+    stream: int,
+) -> None: ...
 
 tap_vector: int  # output channels
 

@@ -36,6 +36,27 @@ def test_the_values_are_the_references(
     check(quantized, x, geometry, act_quant=act_quant, act_symmetric=symmetric, activation="silu")
 
 
+@pytest.mark.parametrize("act_quant", ["none", "token", "block", "tensor"])
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
+def test_a_call_again_has_the_bits_of_a_first(kernel: tuple[int, int], act_quant: str) -> None:
+    """It repeats the launch of the first, with other tensors."""
+    weight = co.quantize(torch.randn(192, 128, *kernel) / 30, bits=8, group_size=128)
+    again, first = (co.reorder(weight).to("cuda") for _ in range(2))
+    padding = kernel[0] // 2
+    for call in range(3):
+        x = torch.randn(2, 128, 15, 17, device="cuda").half()
+        x = x.contiguous(memory_format=torch.channels_last)
+        bias = torch.randn(192, device="cuda")
+        y = co.mixed_conv2d(x, again, bias, 1, padding, act_quant=act_quant, activation="relu")
+        assert len(again.conv_launches) == 1
+        if call == 2:
+            want = co.mixed_conv2d(
+                x, first, bias, 1, padding, act_quant=act_quant, activation="relu"
+            )
+            assert torch.equal(y, want)
+            assert y.stride() == want.stride()
+
+
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dims", [1, 2, 3])

@@ -70,11 +70,15 @@ void register_conv(py::module_& m) {
           py::arg("device"), "How it would be launched; None where no kernel takes it.");
   m.def(
       "mixed_conv",
-      [](GemmProblem const& problem, Plan const& plan, Pointer workspace, Pointer stream) {
+      [](GemmProblem problem, Plan const& plan, Pointer x, Pointer bias, Pointer out,
+         Pointer workspace, Pointer stream) {
+        problem.x = as<void>(x), problem.bias = as<void>(bias), problem.out = as<void>(out);
         check(mixed_gemm(problem, plan, {as<void>(workspace), plan.workspace}, as<void>(stream)));
       },
-      py::arg("problem"), py::arg("plan"), py::arg("workspace_ptr"), py::arg("stream"),
-      "Write the result, as `plan` says, in a workspace of its size, on the current device.");
+      py::arg("problem"), py::arg("plan"), py::arg("x_ptr"), py::arg("bias_ptr"),
+      py::arg("out_ptr"), py::arg("workspace_ptr"), py::arg("stream"),
+      "Write the result of the problem, with these pointers for its own, as `plan` says, in a "
+      "workspace of its size, on the current device. x starts on 16 bytes if the problem's does.");
   m.attr("tap_vector") = kTapVector;
   m.def(
       "depthwise_conv",

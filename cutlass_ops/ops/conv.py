@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
 
 from .. import reference
 from ..reference.conv import Geometry
@@ -276,6 +277,13 @@ def _mixed_conv(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     check_weight(weight, dims)
+    key = None
+    if weight.gpu >= 0 and residual is None and not is_dynamo_compiling():
+        # Types too, since 1, 1.0 and True are one key.
+        described = (dims, *geometry, *map(type, geometry), activation, act_quant, act_symmetric)
+        y, key = conv_gpu.repeat(x, weight, bias, (*described, out_dtype))
+        if y is not None:
+            return y
     arguments.check_float("x", x, weight.device)
     arguments.check_device(weight.device)
     arguments.check_transforms(f"mixed_conv{dims}d", x, bias, residual)
@@ -289,7 +297,8 @@ def _mixed_conv(
     stride, padding, dilation = (
         tuple(value) if isinstance(value, list) else value for value in geometry[:3]
     )
-    described = (
+    checked, shape = check(
+        x.shape,
         weight.kernel_size,
         weight.k // weight.taps,
         weight.n,
@@ -298,7 +307,6 @@ def _mixed_conv(
         dilation,
         geometry[3],
     )
-    checked, shape = check(x.shape, *described)
     if act_quant not in ACT_QUANT:
         raise ValueError(
             f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, ACT_QUANT))}"
@@ -322,16 +330,20 @@ def _mixed_conv(
     dtype = x.dtype if out_dtype is None else out_dtype
     call = Call(bias, *named, residual, dtype, act_quant=act_quant, act_symmetric=act_symmetric)
     if directly:
-        return run_conv(x, weight, checked, call)
+        return run_conv(x, weight, checked, call, key)
     fields = (*library.weight_fields(weight), weight.kernel_size, *checked)
     return cast(Tensor, torch.ops.cutlass_ops.mixed_conv(x, *fields, *OF_CONV.values(call)))
 
 
-def run_conv(x: Tensor, weight: PackedWeight, geometry: Geometry, call: Call) -> Tensor:
-    """The result of :func:`mixed_conv2d`, of any number of dimensions."""
+def run_conv(
+    x: Tensor, weight: PackedWeight, geometry: Geometry, call: Call, key: Any = None
+) -> Tensor:
+    """The result of :func:`mixed_conv2d`, of any number of dimensions. `key`: of
+    :func:`conv_gpu.repeat`.
+    """
     call = call if call.residual is None else call._replace(residual=call.residual.movedim(1, -1))
     with arguments.without_autocast(x.device):
-        y = None if weight.gpu < 0 else conv_gpu.convolve(x.detach(), weight, geometry, call)
+        y = None if weight.gpu < 0 else conv_gpu.convolve(x.detach(), weight, geometry, call, key)
         if y is None:
             y = conv_torch.convolve(x.detach(), weight, geometry, call)
     return y.contiguous().permute(0, -1, *range(1, y.dim() - 1))

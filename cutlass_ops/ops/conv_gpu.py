@@ -9,15 +9,18 @@ of the kernels' tiles empty, torch convolves the dequantised x with the dequanti
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
 
 from .. import _C
 from ..reference.conv import Geometry
 from ..weights import formats
 from ..weights.packed_weight import PackedWeight
-from . import kept, native, products
+from . import arguments, kept, native, products
 from .call import Call
 
 #: The alignment of pixels, in bytes, that copies need.
@@ -32,6 +35,84 @@ _LEAST_SHARE, _LEAST_INT8_SHARE = 0.8, 0.4
 #: With fewer multiplications in the tiles the kernels are faster than torch's convolution and the
 #: launches around it.
 LEAST_TORCH_PRODUCTS = 8 * 10**9
+#: Launches that a weight keeps.
+_MOST_LAUNCHES = 64
+
+
+class Launch(NamedTuple):
+    """One product that computes a whole convolution, without a copy of x.
+
+    Attributes:
+        problem, plan: with the pointers of the call that found them.
+        bias: the address of the weight's bias, or 0.
+        shape: of the result, channels last.
+        order: of the result's dimensions, as torch has them.
+        dtype: of the result.
+    """
+
+    problem: _C.ImageProblem
+    plan: _C.Plan
+    bias: int
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def repeat(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, call: tuple[Any, ...]
+) -> tuple[Tensor | None, Any]:
+    """The result of a convolution ``[B, N, *out]`` by the launch that an earlier call found: the
+    checks and the choice of a kernel take several times as long.
+
+    Args:
+        call: the other arguments of the call.
+
+    Returns:
+        The result and None; or None and the key of this call in the weight's ``conv_launches``,
+        None where torch's modes or the tensors are unusual.
+    """
+    if type(x) not in arguments.TENSORS or not arguments.runs_directly(x, bias):
+        return None, None
+    if (
+        arguments.jit_state() is not None
+        or forward_ad._current_level >= 0
+        or arguments.func_transforms()
+        or arguments.any_autocast()
+    ):
+        return None, None
+    if bias is not None and (bias.get_device() != weight.gpu or not bias.is_contiguous()):
+        return None, None
+    if is_grad_enabled():
+        if x.requires_grad or (bias is not None and bias.requires_grad):
+            return None, None
+        arguments.check_frozen(weight)
+    own = None if bias is None else (bias.dtype, bias.shape)
+    key = (x.shape, x.stride(), x.dtype, x.get_device(), own, call)
+    try:
+        launch: Launch | None = weight.conv_launches.get(key)
+    except TypeError:  # a list among the arguments
+        return None, None
+    start = x.data_ptr()
+    if launch is None or start % _VECTOR or torch.cuda.current_device() != weight.gpu:
+        return None, key
+    y = torch.empty(launch.shape, dtype=launch.dtype, device=weight.device)
+    _run(launch, start, launch.bias if bias is None else bias.data_ptr(), y)
+    return y.permute(launch.order), None
+
+
+def _run(launch: Launch, x: int, bias: int, y: Tensor) -> None:
+    """Write the result to y."""
+    size = launch.plan.workspace
+    workspace = torch.empty(size, dtype=torch.uint8, device=y.device) if size else None
+    _C.mixed_conv(
+        launch.problem,
+        launch.plan,
+        x,
+        bias,
+        y.data_ptr(),
+        native.pointer(workspace),
+        native.current_stream(y.get_device()),
+    )
 
 
 def convolve(
@@ -39,11 +120,13 @@ def convolve(
     weight: PackedWeight,
     geometry: Geometry,
     call: Call,
+    key: Any = None,
 ) -> Tensor | None:
     """What :func:`cutlass_ops.reference.conv.mixed_conv` computes, ``[B, *out, N]``, or None if no
     kernel takes it.
 
-    The call's residual is ``[B, *out, N]``.
+    The call's residual is ``[B, *out, N]``. `key`: where the weight keeps the launch of this call,
+    if it is one product (:func:`repeat`).
     """
     shape = (x.shape[0], *geometry.out(x.shape[2:], weight.kernel_size), weight.n)
     y = torch.empty(shape, dtype=call.out_dtype, device=x.device)
@@ -61,7 +144,7 @@ def convolve(
         call = call._replace(act_quant="none")
     if weight.k == weight.taps:
         _depthwise(x, weight, geometry, y, call)
-    elif not _by_products(x, weight, geometry, y, call):
+    elif not _by_products(x, weight, geometry, y, call, key):
         return None
     return y
 
@@ -159,6 +242,11 @@ def _pixels(x: Tensor, groups: int, pads: bool) -> Tensor:
     return images.clone() if images.data_ptr() % _VECTOR else images
 
 
+def _first(pixels: Tensor, group: int, groups: int) -> int:
+    """The address of a group's first channel in the first pixel."""
+    return pixels.data_ptr() + group * (pixels.shape[-1] // groups) * pixels.element_size()
+
+
 def _problem(
     pixels: Tensor,
     group: int,
@@ -175,7 +263,7 @@ def _problem(
     channels = of_groups // geometry.groups
     return _C.ImageProblem(
         matrix.native,
-        pixels.data_ptr() + group * channels * pixels.element_size(),
+        _first(pixels, group, geometry.groups),
         native.DATA_TYPES[pixels.dtype],
         of_groups,
         batch,
@@ -220,7 +308,7 @@ def _tap_values(weight: PackedWeight, book_type: torch.dtype | None) -> tuple[Te
 
 
 def _by_products(
-    x: Tensor, weight: PackedWeight, geometry: Geometry, y: Tensor, call: Call
+    x: Tensor, weight: PackedWeight, geometry: Geometry, y: Tensor, call: Call, key: Any
 ) -> bool:
     """Write the result to y, a product for each group of the convolution; False if no
     kernel takes one.
@@ -229,7 +317,6 @@ def _by_products(
     if groups > 1 and (n % formats.ROWS_PER_PANEL or call.act_quant in ("token", "tensor")):
         return False
     images = _pixels(x, groups, call.act_quant == "none")
-    stream = native.current_stream(weight.gpu)
     with native.on_device(weight.device):
         device = _C.current_device()
         for group, matrix in enumerate(weight.group_matrices(groups)):
@@ -252,12 +339,16 @@ def _by_products(
             plan = problem.plan(device)
             if plan is None:
                 return False
-            workspace = (
-                torch.empty(plan.workspace, dtype=torch.uint8, device=x.device)
-                if plan.workspace
-                else None
+            order = (0, y.dim() - 1, *range(1, y.dim() - 1))
+            launch = Launch(
+                problem, plan, native.pointer(weight.bias), tuple(y.shape), order, y.dtype
             )
-            _C.mixed_conv(problem, plan, native.pointer(workspace), stream)
+            _run(launch, _first(images, group, groups), native.pointer(own_bias), own_y)
             if own_y is not y:
                 y[..., features] = own_y
+    if key is not None and groups == 1 and images.data_ptr() == x.data_ptr():
+        launches = weight.conv_launches
+        if len(launches) >= _MOST_LAUNCHES:
+            launches.clear()
+        launches[key] = launch
     return True

@@ -352,6 +352,13 @@ class PackedWeight:
         return self._matrices[groups]
 
     @cached_property
+    def conv_launches(self) -> dict[Any, Any]:
+        """What a GPU launches for convolutions with this weight, by how they were called: made by
+        :mod:`cutlass_ops.ops.conv_gpu`.
+        """
+        return {}
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes that the tensors take."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
@@ -488,6 +495,7 @@ class PackedWeight:
             "takes_sums",
             "matrix",
             "_matrices",
+            "conv_launches",
             "eights",
         )
         return {name: value for name, value in self.__dict__.items() if name not in derived}

@@ -1,0 +1,174 @@
+"""A convolution that is called again on a GPU repeats the launch that its first call found; here
+without a GPU, whose calls are recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import cutlass_ops as co
+from cutlass_ops import _C
+from cutlass_ops.ops import conv_gpu, native
+
+CHANNELS = 128
+
+
+class Launched(NamedTuple):
+    """What one call of ``_C.mixed_conv`` was given."""
+
+    problem: _C.ImageProblem
+    plan: _C.Plan
+    x: int
+    bias: int
+    out: int
+    workspace: int
+    stream: int
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+    """Launches of what runs as if the CPU were an H100."""
+    launches: list[Launched] = []
+    device = _C.Device(90, 132, 232448, 3352)
+    monkeypatch.setattr(_C, "current_device", lambda: device)
+    monkeypatch.setattr(_C, "mixed_conv", lambda *args: launches.append(Launched(*args)))
+    monkeypatch.setattr(native, "on_device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(native, "current_stream", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
+    return launches
+
+
+def packed_weight(bias: torch.Tensor | None = None) -> co.PackedWeight:
+    weight = torch.randn(CHANNELS, CHANNELS, 3, 3)
+    quantized = co.quantize(weight, bits=8, group_size=128)
+    packed = co.reorder(dataclasses.replace(quantized, bias=bias))
+    object.__setattr__(packed, "gpu", 0)
+    return packed
+
+
+def image(size: int = 6, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    x = torch.randn(2, CHANNELS, size, size).to(dtype)
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("act_quant", ["none", "token", "block", "tensor"])
+def test_a_call_again_has_the_plan_and_other_tensors(
+    launched: list[Launched], act_quant: str
+) -> None:
+    packed = packed_weight()
+    calls = [(image(), torch.randn(CHANNELS)) for _ in range(2)]
+    results = [co.mixed_conv2d(x, packed, b, 1, 1, act_quant=act_quant) for x, b in calls]
+    first, again = launched
+    assert again.plan is first.plan
+    assert again.problem is first.problem
+    assert [entry.x for entry in launched] == [x.data_ptr() for x, _ in calls]
+    assert [entry.bias for entry in launched] == [b.data_ptr() for _, b in calls]
+    assert [entry.out for entry in launched] == [y.data_ptr() for y in results]
+    assert results[0].shape == results[1].shape == (2, CHANNELS, 6, 6)
+    assert results[0].stride() == results[1].stride()
+    assert results[0].dtype == results[1].dtype == torch.float16
+
+
+def test_the_weights_bias_is_added_again(launched: list[Launched]) -> None:
+    bias = torch.randn(CHANNELS)
+    packed = packed_weight(bias)
+    assert packed.bias is not None
+    for _ in range(2):
+        co.mixed_conv2d(image(), packed, None, 1, 1)
+    assert launched[0].plan is launched[1].plan
+    assert {entry.bias for entry in launched} == {packed.bias.data_ptr()}
+
+
+OTHERS: dict[str, Callable[[Any], torch.Tensor]] = {
+    "stride": lambda w: co.mixed_conv2d(image(), w, None, 2, 1),
+    "padding": lambda w: co.mixed_conv2d(image(), w, None, 1, 0),
+    "dilation": lambda w: co.mixed_conv2d(image(), w, None, 1, 1, 2),
+    "size": lambda w: co.mixed_conv2d(image(7), w, None, 1, 1),
+    "dtype": lambda w: co.mixed_conv2d(image(dtype=torch.bfloat16), w, None, 1, 1),
+    "bias": lambda w: co.mixed_conv2d(image(), w, torch.randn(CHANNELS), 1, 1),
+    "activation": lambda w: co.mixed_conv2d(image(), w, None, 1, 1, activation="relu"),
+    "bounds": lambda w: co.mixed_conv2d(image(), w, None, 1, 1, activation=("clamp", 0.0, 1.0)),
+    "quantised": lambda w: co.mixed_conv2d(image(), w, None, 1, 1, act_quant="token"),
+    "asymmetric": lambda w: co.mixed_conv2d(
+        image(), w, None, 1, 1, act_quant="token", act_symmetric=False
+    ),
+    "out_dtype": lambda w: co.mixed_conv2d(image(), w, None, 1, 1, out_dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_call_has_another_launch(launched: list[Launched], name: str) -> None:
+    packed = packed_weight()
+    y = co.mixed_conv2d(image(), packed, None, 1, 1)
+    other = OTHERS[name](packed)
+    assert launched[1].problem is not launched[0].problem
+    assert len(packed.conv_launches) == 2
+    assert (OTHERS[name](packed).shape, co.mixed_conv2d(image(), packed, None, 1, 1).shape) == (
+        other.shape,
+        y.shape,
+    )
+    assert launched[2].problem is launched[1].problem
+    assert launched[3].problem is launched[0].problem
+
+
+def test_what_a_launch_does_not_tell_is_not_kept(launched: list[Launched]) -> None:
+    packed = packed_weight()
+    copied = image().contiguous()  # in memory the channels come first
+    residual = torch.randn(2, CHANNELS, 6, 6).half()
+    grad = image().requires_grad_()
+    for _ in range(2):
+        co.mixed_conv2d(copied, packed, None, 1, 1)
+        co.mixed_conv2d(image(), packed, None, 1, 1, residual=residual)
+        with torch.autocast("cpu", torch.bfloat16):
+            co.mixed_conv2d(image(), packed, None, 1, 1)
+    assert packed.conv_launches == {}
+    assert len({id(entry.problem) for entry in launched}) == len(launched) == 6
+    # A list is one more way to write it, whose launch is not kept.
+    co.mixed_conv2d(image(), packed, None, [1, 1], [1, 1])
+    assert packed.conv_launches == {}
+    co.mixed_conv2d(image(), packed, None, 1, 1)
+    found, key = conv_gpu.repeat(grad, packed, None, ())
+    assert found is None
+    assert key is None
+
+
+def test_wrong_calls_are_refused_after_right_ones(launched: list[Launched]) -> None:
+    packed = packed_weight()
+    co.mixed_conv2d(image(), packed, None, 1, 1)
+    for stride in (True, 1.0):
+        with pytest.raises(ValueError, match="stride is"):
+            co.mixed_conv2d(image(), packed, None, stride, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kernel"):
+        co.mixed_conv1d(image()[..., 0], packed, None, 1, 1)
+    with pytest.raises(TypeError, match="x is a"):
+        co.mixed_conv2d(None, packed, None, 1, 1)  # type: ignore[arg-type]
+    packed.scales.requires_grad_()
+    with pytest.raises(RuntimeError, match="frozen"):
+        co.mixed_conv2d(image(), packed, None, 1, 1)
+    assert len(launched) == 1
+
+
+def test_copies_of_a_weight_have_launches_of_their_own(launched: list[Launched]) -> None:
+    packed = packed_weight()
+    co.mixed_conv2d(image(), packed, None, 1, 1)
+    for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        assert other.conv_launches == {}
+    assert len(packed.conv_launches) == len(launched) == 1
+
+
+def test_few_launches_are_kept(launched: list[Launched], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv_gpu, "_MOST_LAUNCHES", 3)
+    packed = packed_weight()
+    for size in range(4, 12):
+        co.mixed_conv2d(image(size), packed, None, 1, 1)
+        assert len(packed.conv_launches) <= 3
+    assert len(launched) == 8
