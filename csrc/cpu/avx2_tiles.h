@@ -113,25 +113,26 @@ void add_offsets(CpuProduct const& p, TileMemory& memory, Span::Run const& run, 
 // ---- floats
 
 // Of row block i: [lane][place of the lane][two vectors of rows].
-template <class Format>
+template <class Format, bool kZeros>
 void decode_floats(CpuProduct const& p, Avx2Decoder<Format> const& decoder, Span const& span,
                    uint8_t const* codes, int i, float* tile) {
+  constexpr int kMiddle = 1 << (Format::kBits - 1);
   __m256 zeros[4][2];  // of words j
-  for (int j = 0; j < 4; ++j) {
+  for (int j = 0; kZeros && j < 4; ++j) {
     int const part = std::min(run_of(j, p.run()), span.runs - 1);
     for (int h = 0; h < 2; ++h) {
       __m256i const zero = span.run[part].zeros[2 * i + h];
-      zeros[j][h] =
-          _mm256_cvtepi32_ps(_mm256_add_epi32(zero, _mm256_set1_epi32(1 << (Format::kBits - 1))));
+      zeros[j][h] = _mm256_cvtepi32_ps(_mm256_add_epi32(zero, _mm256_set1_epi32(kMiddle)));
     }
   }
+  __m256 const middle = _mm256_set1_ps(float(kMiddle));
   int const places = span.columns / kLanes;
   for (int f = 0; f < span.columns / kLaneColumns; ++f) {
     for_each_word<Format::kBits>(
         codes + f * (kUnitBytes * Format::kBits / 4), [&](int t, int j, __m256i low, __m256i high) {
           float* const to =
               tile + ((4 * (t % 2) + j) * places + 8 * f + 4 * (t / 2)) * kRowsPerBlock;
-          __m256 const(&zero)[2] = zeros[j];
+          __m256 const zero[2] = {kZeros ? zeros[j][0] : middle, kZeros ? zeros[j][1] : middle};
           _mm256_store_ps(to, decoder.template value<0>(low, zero[0]));
           _mm256_store_ps(to + 8, decoder.template value<0>(high, zero[1]));
           _mm256_store_ps(to + 16, decoder.template value<1>(low, zero[0]));
@@ -142,6 +143,13 @@ void decode_floats(CpuProduct const& p, Avx2Decoder<Format> const& decoder, Span
           _mm256_store_ps(to + 56, decoder.template value<3>(high, zero[1]));
         });
   }
+}
+
+template <class Format>
+void decode_floats(CpuProduct const& p, Avx2Decoder<Format> const& decoder, Span const& span,
+                   uint8_t const* codes, int i, float* tile) {
+  (p.weight.zeros ? decode_floats<Format, true> : decode_floats<Format, false>)(p, decoder, span,
+                                                                                codes, i, tile);
 }
 
 // Sums of one lane: of kRows of x, and of eight rows of the weight and the next eight.

@@ -103,7 +103,7 @@ struct Runs {
   }
 
  private:
-  static constexpr int kGroupsAhead = 2;
+  static constexpr int kGroupsAhead = 4;
 
   // A group's vectors: a panel has few of them, far from those of other groups.
   void prefetch(int64_t at) const {
