@@ -157,7 +157,7 @@ def test_wrong_calls_are_refused_after_right_ones(launched: list[Launched]) -> N
     assert len(launched) == 1
 
 
-def test_copies_of_a_weight_have_launches_of_their_own(launched: list[Launched]) -> None:
+def test_copies_of_a_weight_have_no_launches(launched: list[Launched]) -> None:
     packed = packed_weight()
     co.mixed_conv2d(image(), packed, None, 1, 1)
     for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):

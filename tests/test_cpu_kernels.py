@@ -88,7 +88,7 @@ def test_products_have_the_bits_of_the_reference(kind: str, bits: int, group_siz
     for dtype, (n, k), m in zip(
         TYPES * 2,
         [(70, 203), (64, 384), (1, 33), (130, 576), (65, 1), (3, 300)],
-        [2, 1, 7, 5, 2, 197],
+        [3, 1, 7, 4, 2, 197],
         strict=True,
     ):
         qw = weight_of(n, k, kind, bits, group_size, dtype)
@@ -141,7 +141,7 @@ def test_dequantised_values_of_scales_that_are_nan() -> None:
         assert dequantize(pw, dtype).isnan().all()
 
 
-@pytest.mark.parametrize("m", [0, 1, 2, 3, 7, 33, 97, 200])
+@pytest.mark.parametrize("m", [0, 1, 2, 3, 4, 5, 8, 9, 33, 97, 200])
 def test_rows_and_threads_change_no_bits(m: int) -> None:
     torch.manual_seed(m)
     threads = torch.get_num_threads()

@@ -44,8 +44,9 @@ void dequantize_panel(CpuProduct const& p, int panel, int rows, void* out) {
   uint8_t const* const tiles = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
   Avx2Decoder<Format> const decoder(p);
   alignas(64) float tile[kRowsPerBlock * kKPerTile];
-  for (int begin = 0; begin < w.k; begin += std::max(p.run(), kLaneColumns)) {
-    Span const span(p, panel, begin);
+  for (Runs runs(p, panel); runs.next();) {
+    Span const span(p, runs);
+    int const begin = span.begin;
     uint8_t const* const codes = tiles + int64_t(begin / kKPerTile) * k_tile_bytes(kBits) +
                                  begin % kKPerTile / kLaneColumns * (kUnitBytes * kBits / 4);
     int const places = span.columns / kLanes, columns = std::min(span.columns, w.k - begin);

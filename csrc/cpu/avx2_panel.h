@@ -8,16 +8,31 @@
 namespace cutlass_ops {
 namespace {
 
-// Other products process the rows of x one by one.
-bool tiled(CpuProduct const& p) { return p.m > 1 && (p.has_floats || p.block <= kColumnsOf32Bits); }
+// Rows of x that are multiplied by codes decoded to registers together; and rows up to which that is
+// faster than decoding the codes once, to a tile.
+constexpr int kRowsTogether = 4, kMostFewFloats = 4;
+constexpr ByWidth<int> kMostFewIntegers(8, 2);
+
+bool has_few_rows(CpuProduct const& p) {
+  if (p.has_floats) return p.m <= kMostFewFloats;
+  return p.m <= kMostFewIntegers[info(p.weight.format).bits] || p.block > kColumnsOf32Bits;
+}
+
+void multiply_few(CpuProduct const& p, int panel, int first, int rows) {
+  int const parts = (rows + kRowsTogether - 1) / kRowsTogether;
+  for (int part = 0; part < parts; ++part) {
+    int const row = rows * part / parts, count = rows * (part + 1) / parts - row;
+    (count == 1   ? multiply_rows<1>
+     : count == 2 ? multiply_rows<2>
+     : count == 3 ? multiply_rows<3>
+                  : multiply_rows<4>)(p, panel, first + row);
+  }
+}
 
 template <class Tiles>
 void multiply(CpuProduct const& p, int panel, int first, int rows) {
   KeepDenormals const keep;
-  if (!tiled(p)) {
-    for (int m = first; m < first + rows; ++m) multiply_row(p, panel, m);
-    return;
-  }
+  if (has_few_rows(p)) return multiply_few(p, panel, first, rows);
   if (p.has_floats) {
     return visit(p.weight.format, [&](auto format) {
       multiply_tiles<FloatTiles<decltype(format)>>(p, panel, first, rows);
@@ -34,10 +49,10 @@ CpuKernels::IntegerOrder integer_order(CpuProduct const& p) {
   return with_width(info(p.weight.format).bits, [&](auto width) {
     using W = decltype(width);
     constexpr bool kCentred = Tiles::template Of<W>::kCentred;
-    if (tiled(p))
-      return CpuKernels::IntegerOrder{64, 64, kCentred, kCentred ? half_column : byte_column};
-    return CpuKernels::IntegerOrder{unit_k(W::kBits), 64, RowProducts<W>::kCentred,
-                                    fragment_column<W::kBits>};
+    if (has_few_rows(p))
+      return CpuKernels::IntegerOrder{unit_k(W::kBits), 64, RowProducts<W>::kCentred,
+                                      fragment_column<W::kBits>};
+    return CpuKernels::IntegerOrder{64, 64, kCentred, kCentred ? half_column : byte_column};
   });
 }
 

@@ -1,9 +1,9 @@
-// Products of one row of x, with AVX2. They use the codes in the packed order (layout.h): the 64
-// bytes of the four lanes of a lane group g hold rows g and g + 8 of a fragment, so x is reordered
-// once to match them, and codes are rarely shuffled.
+// Products of few rows of x, with AVX2. They use the codes in the packed order (layout.h): the 64
+// bytes of the four lanes of a lane group g hold rows g and g + 8 of a fragment, so x is put in
+// their order once, and codes are hardly ever shuffled.
 //
-// In group vectors the eight rows of a lane group are adjacent: eight sums of one panel's rows, of
-// all its four row blocks, are reduced together to one vector, which multiplies eight scales.
+// Group vectors have the eight rows of a lane group side by side: eight sums of one panel's rows,
+// of all its four row blocks, are reduced together to one vector, which multiplies eight scales.
 #pragma once
 
 #include "cpu/avx2_vectors.h"
@@ -11,92 +11,22 @@
 namespace cutlass_ops {
 namespace {
 
-struct Ints {
-  using Vector = __m256i;
-  static Vector add(Vector a, Vector b) { return _mm256_add_epi32(a, b); }
-  static Vector add_pairs(Vector a, Vector b) { return _mm256_hadd_epi32(a, b); }
-  static Vector cast(__m256 v) { return _mm256_castps_si256(v); }
-  static __m256 floats(Vector v) { return _mm256_castsi256_ps(v); }
-};
-
-struct Floats {
-  using Vector = __m256;
-  static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
-  static Vector add_pairs(Vector a, Vector b) { return _mm256_hadd_ps(a, b); }
-  static Vector cast(__m256 v) { return v; }
-  static __m256 floats(Vector v) { return v; }
-};
-
-// The sums of the low and of the high 128 bits: four of a, then four of b.
-template <class T>
-typename T::Vector add_halves(typename T::Vector a, typename T::Vector b) {
-  __m256 const x = T::floats(a), y = T::floats(b);
-  return T::add(T::cast(_mm256_permute2f128_ps(x, y, 0x20)),
-                T::cast(_mm256_permute2f128_ps(x, y, 0x31)));
+template <int kSelect>
+__m256 select(__m256 a, __m256 b) {
+  return _mm256_shuffle_ps(a, b, kSelect);
+}
+template <int kSelect>
+__m256i select(__m256i a, __m256i b) {
+  return _mm256_castps_si256(select<kSelect>(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b)));
 }
 
-template <class T, int kSelect>
-typename T::Vector select(typename T::Vector a, typename T::Vector b) {
-  return T::cast(_mm256_shuffle_ps(T::floats(a), T::floats(b), kSelect));
-}
-
-// Eight rows' lanes, 4 * (t % 2) + j, to each row's sums of runs.
-template <class T>
-void reduce(typename T::Vector const (&v)[kRowVectors], int run,
-            typename T::Vector (&sums)[kMostRuns]) {
-  using Vector = typename T::Vector;
-  if (run == 16) {  // of each j
-    Vector rows[4];
-    for (int i = 0; i < 4; ++i) rows[i] = add_halves<T>(v[i], v[i + 4]);
-    Vector const a = select<T, 0x44>(rows[0], rows[1]), b = select<T, 0xee>(rows[0], rows[1]);
-    Vector const c = select<T, 0x44>(rows[2], rows[3]), d = select<T, 0xee>(rows[2], rows[3]);
-    sums[0] = select<T, 0x88>(a, c), sums[1] = select<T, 0xdd>(a, c);
-    sums[2] = select<T, 0x88>(b, d), sums[3] = select<T, 0xdd>(b, d);
-    return;
-  }
-  auto const a = T::add_pairs(v[0], v[1]), b = T::add_pairs(v[2], v[3]);
-  auto const c = T::add_pairs(v[4], v[5]), d = T::add_pairs(v[6], v[7]);
-  sums[0] = add_halves<T>(select<T, 0x88>(a, b), select<T, 0x88>(c, d));
-  sums[1] = add_halves<T>(select<T, 0xdd>(a, b), select<T, 0xdd>(c, d));
-  if (run >= kLaneColumns) sums[0] = T::add(sums[0], sums[1]);
-}
-
-// ---- floats
-
-// Adds the products of 32 columns, eight values of x at a time.
-template <class Decoder>
-void add_products(Decoder const& decoder, __m256i words, __m256 zero, float const* x, __m256& sum) {
-  auto const add = [&](__m256 value, int place) {
-    sum = _mm256_add_ps(sum, _mm256_mul_ps(value, _mm256_loadu_ps(x + place)));
-  };
-  add(decoder.template value<0>(words, zero), 0);
-  add(decoder.template value<1>(words, zero), 8);
-  add(decoder.template value<2>(words, zero), 16);
-  add(decoder.template value<3>(words, zero), 24);
-}
-
-// The steps that follow a scale block's sums.
-struct Totals {
+// The results of a panel and a row of x while they are summed, in the order of group vectors.
+struct RowTotals {
   alignas(32) float total[kRowsPerPanel] = {};
   alignas(32) float offsets[kRowsPerPanel] = {};
-
-  // Lane group g of row m: sums of block `block`, times a scale of the panel's group vector, and
-  // the offsets' part.
-  void add(CpuProduct const& p, int m, int block, int64_t vectors, int g, __m256 sums,
-           bool integers) {
-    PackedWeight const& w = p.weight;
-    int64_t const vector = vectors + 8 * g;
-    int64_t const at = int64_t(m) * p.blocks + block;
-    __m256 scale = load_floats(w.scales, w.scale_type, vector);
-    if (integers) scale = _mm256_mul_ps(_mm256_set1_ps(p.scales[at]), scale);
-    float* const to = total + 8 * g;
-    _mm256_store_ps(to, _mm256_add_ps(_mm256_load_ps(to), _mm256_mul_ps(sums, scale)));
-    if (!w.offsets) return;
-    __m256 const offset = load_floats(w.offsets, w.offset_type, vector);
-    float* const more = offsets + 8 * g;
-    _mm256_store_ps(more, _mm256_add_ps(_mm256_load_ps(more),
-                                        _mm256_mul_ps(_mm256_set1_ps(p.offset_x[at]), offset)));
-  }
+  alignas(32) int32_t pending[kRowsPerPanel] = {};  // sums of a scale block's runs: integers or
+                                                    // floats
+  int64_t large[kRowsPerPanel] = {};                // those that may exceed 32 bits
 
   void store(CpuProduct const& p, int panel, int m) {
     if (p.weight.offsets) {
@@ -106,51 +36,145 @@ struct Totals {
   }
 };
 
+// A panel's sums of a span's runs, in the order of group vectors.
+template <class T>
+struct RunSums {
+  alignas(32) T sums[kMostRuns][kRowsPerPanel];
+};
+
+// Calls use(i) for i = 0, 8, ..., 56: rows of a panel.
+template <class Use>
+[[gnu::always_inline]] inline void for_eights(Use const& use) {
+  for (int i = 0; i < kRowsPerPanel; i += 8) use(i);
+}
+
+// The panel's scales or offsets of a group as floats.
+void load_panel(void const* data, DataType type, int64_t vector, float* out) {
+  auto const all = [&](auto kType) {
+    for_eights([&](int i) { _mm256_store_ps(out + i, load_floats(data, kType, vector + i)); });
+  };
+  if (type == DataType::kFloat32)
+    return all(std::integral_constant<DataType, DataType::kFloat32>());
+  if (type == DataType::kFloat16)
+    return all(std::integral_constant<DataType, DataType::kFloat16>());
+  all(std::integral_constant<DataType, DataType::kBFloat16>());
+}
+
+// The group vectors of a scale block.
+struct BlockVectors {
+  alignas(32) float scales[kRowsPerPanel], offsets[kRowsPerPanel];
+
+  BlockVectors(PackedWeight const& w, int64_t vector) {
+    load_panel(w.scales, w.scale_type, vector, scales);
+    if (w.offsets) load_panel(w.offsets, w.offset_type, vector, offsets);
+  }
+
+  void add_offsets(CpuProduct const& p, int64_t at, RowTotals& row) const {
+    if (!p.weight.offsets) return;
+    __m256 const x_sum = _mm256_set1_ps(p.offset_x[at]);
+    for_eights([&](int i) { add_product(row.offsets + i, x_sum, _mm256_load_ps(offsets + i)); });
+  }
+};
+
+// ---- floats
+
+// The sums of the low and of the high 128 bits: four of a, then four of b.
+inline __m256 add_halves(__m256 a, __m256 b) {
+  return _mm256_add_ps(_mm256_blend_ps(a, b, 0xf0), _mm256_permute2f128_ps(a, b, 0x21));
+}
+
+// Eight rows' lanes, 4 * (t % 2) + j, to each row's sums of runs.
+[[gnu::always_inline]] inline void reduce(__m256 const (&v)[kRowVectors], int run, int g,
+                                          RunSums<float>& out) {
+  auto const store = [&](int part, __m256 sum) { _mm256_store_ps(out.sums[part] + 8 * g, sum); };
+  if (run == 16) {  // of each j
+    __m256 rows[4];
+    for (int i = 0; i < 4; ++i) rows[i] = add_halves(v[i], v[i + 4]);
+    __m256 const a = select<0x44>(rows[0], rows[1]), b = select<0xee>(rows[0], rows[1]);
+    __m256 const c = select<0x44>(rows[2], rows[3]), d = select<0xee>(rows[2], rows[3]);
+    store(0, select<0x88>(a, c)), store(1, select<0xdd>(a, c));
+    store(2, select<0x88>(b, d)), store(3, select<0xdd>(b, d));
+    return;
+  }
+  auto const pairs = [&](int i) {
+    return _mm256_add_ps(select<0x88>(v[i], v[i + 1]), select<0xdd>(v[i], v[i + 1]));
+  };
+  __m256 const a = pairs(0), b = pairs(2), c = pairs(4), d = pairs(6);
+  __m256 const low = add_halves(select<0x88>(a, b), select<0x88>(c, d)),
+               high = add_halves(select<0xdd>(a, b), select<0xdd>(c, d));
+  if (run >= kLaneColumns) return store(0, _mm256_add_ps(low, high));
+  store(0, low), store(1, high);
+}
+
+// Adds the runs' sums of rows m .. m + kRows - 1 of x to their results.
+template <int kRows>
+void promote(CpuProduct const& p, Runs const& runs, int m, RunSums<float> const (&sums)[kRows],
+             RowTotals (&rows)[kRows]) {
+  for (int part = 0; part < runs.count; ++part) {
+    BlockVectors const vectors(p.weight, runs.vector[part]);
+    for (int r = 0; r < kRows; ++r) {
+      RowTotals& row = rows[r];
+      float const* from = sums[r].sums[part];
+      if (p.block > runs.run) {
+        auto* const pending = reinterpret_cast<float*>(row.pending);
+        for_eights([&](int i) {
+          _mm256_store_ps(pending + i,
+                          _mm256_add_ps(_mm256_load_ps(pending + i), _mm256_load_ps(from + i)));
+        });
+        from = pending;
+      }
+      if (!runs.last[part]) continue;
+      for_eights([&](int i) {
+        add_product(row.total + i, _mm256_load_ps(from + i), _mm256_load_ps(vectors.scales + i));
+      });
+      vectors.add_offsets(p, int64_t(m + r) * p.blocks + runs.block[part], row);
+      if (p.block > runs.run) std::memset(row.pending, 0, sizeof row.pending);
+    }
+  }
+}
+
 // Zero points of rows g and g + 8 of row block i, as codes are counted (from 0), for the lanes
 // of their runs; `row`: of a panel's vectors.
+template <bool kZeros>
 struct ZeroPoints {
   __m256 rows[2];
 
-  ZeroPoints(CpuProduct const& p, Runs const& runs, int row, int middle) {
+  [[gnu::always_inline]] ZeroPoints(CpuProduct const& p, Runs const& runs, int row, int middle) {
     rows[0] = rows[1] = _mm256_set1_ps(float(middle));
-    int8_t const* const zeros = p.weight.zeros;
-    if (!zeros) return;
+    if (!kZeros) return;
     for (int h = 0; h < 2; ++h) {
       rows[h] = by_run(runs, [&](int part) {
-        return _mm256_set1_ps(float(middle + zeros[runs.vector[part] + row + h]));
+        return _mm256_set1_ps(float(middle + p.weight.zeros[runs.vector[part] + row + h]));
       });
     }
   }
 };
 
-template <class Format>
+template <class Format, int kRows, bool kZeros>
 void multiply_floats(CpuProduct const& p, int panel, int m) {
   PackedWeight const& w = p.weight;
   constexpr int kBits = Format::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
-  uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
+  uint8_t const* const tiles = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
   Avx2Decoder<Format> const decoder(p);
-  Totals totals;
-  alignas(32) float pending[kRowsPerPanel] = {};  // sums of a scale block's runs
-  int const run = p.run(), span = std::max(run, kLaneColumns), end_k = p.tiles * kKPerTile;
-  for (int begin = 0; begin < end_k && begin / p.block < p.blocks; begin += span) {
-    uint8_t const* const chunk = chunks + int64_t(begin / kKPerTile) * k_tile_bytes(kBits);
-    Runs const runs(p, panel, begin);
+  Prefetch prefetch(tiles);
+  RowTotals rows[kRows];
+  RunSums<float> sums[kRows];
+  int64_t const stride = p.x_stride;
+  for (Runs runs(p, panel); runs.next();) {
+    uint8_t const* const codes = tiles + int64_t(runs.begin / kKPerTile) * k_tile_bytes(kBits) +
+                                 runs.begin % kKPerTile / 64 * (kUnitBytes * kBits / 4);
+    float const* const first = p.x + m * stride + runs.begin;
     for (int g = 0; g < kGroups; ++g) {
-      __m256 lanes[kRowVectors];
-      for (int i = 0; i < kRowBlocks; ++i) {
-        ZeroPoints const zeros(p, runs, 8 * g + 2 * i, 1 << (kBits - 1));
-        __m256 low, high;
-        low = high = _mm256_setzero_ps();
-        float const* x = p.x + m * p.x_stride + begin;
-        uint8_t const* bytes =
-            chunk + i * kBlockBytes + begin % kKPerTile / 64 * (kUnitBytes * kBits / 4) + g * 64;
-        for (int column = 0; column < span;
+      __m256 lanes[kRows][kRowVectors];
+      unrolled<kRowBlocks>([&](auto i) {
+        ZeroPoints<kZeros> const zeros(p, runs, 8 * g + 2 * i, 1 << (kBits - 1));
+        __m256 of_row[kRows][2];
+        unrolled<kRows>([&](auto r) { of_row[r][0] = of_row[r][1] = _mm256_setzero_ps(); });
+        float const* x = first;
+        uint8_t const* bytes = codes + i * kBlockBytes + g * 64;
+        for (int column = 0; column < runs.span;
              column += kLaneColumns, bytes += kUnitBytes * kBits / 4) {
-          for (int unit = 0; unit < kLaneColumns / unit_k(kBits); ++unit) {
-            _mm_prefetch(
-                reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits) + unit * kUnitBytes,
-                _MM_HINT_T0);
-          }
+          for (int unit = 0; unit < kLaneColumns / unit_k(kBits); ++unit) prefetch.line();
           for (int half = 0; half < 2; ++half, x += 32) {
             __m256i a = load(bytes + 32 * half), b;
             if constexpr (byte_rows(kBits) == 2) {
@@ -158,33 +182,35 @@ void multiply_floats(CpuProduct const& p, int panel, int m) {
             } else {
               // Words of both rows, j = 0 and 1, and those of j = 2 and 3.
               __m256i const next = load(bytes + kUnitBytes + 32 * half);
-              b = select<Ints, 0xdd>(a, next), a = select<Ints, 0x88>(a, next);
+              b = select<0xdd>(a, next), a = select<0x88>(a, next);
             }
-            add_products(decoder, a, zeros.rows[0], x, low);
-            add_products(decoder, b, zeros.rows[1], x, high);
+            unrolled<4>([&](auto e) {
+              __m256 const low = decoder.template value<e>(a, zeros.rows[0]),
+                           high = decoder.template value<e>(b, zeros.rows[1]);
+              unrolled<kRows>([&](auto r) {
+                __m256 const factor = _mm256_loadu_ps(x + r * stride + 8 * e);
+                of_row[r][0] = _mm256_add_ps(of_row[r][0], _mm256_mul_ps(low, factor));
+                of_row[r][1] = _mm256_add_ps(of_row[r][1], _mm256_mul_ps(high, factor));
+              });
+            });
           }
         }
-        lanes[2 * i] = low, lanes[2 * i + 1] = high;
-      }
-      __m256 sums[kMostRuns];
-      reduce<Floats>(lanes, run, sums);
-      for (int part = 0; part < runs.count; ++part) {
-        float* const kept = pending + 8 * g;
-        __m256 const sum = _mm256_add_ps(_mm256_load_ps(kept), sums[part]);
-        _mm256_store_ps(kept, runs.last[part] ? _mm256_setzero_ps() : sum);
-        if (runs.last[part]) totals.add(p, m, runs.block[part], runs.vector[part], g, sum, false);
-      }
+        unrolled<kRows>(
+            [&](auto r) { lanes[r][2 * i] = of_row[r][0], lanes[r][2 * i + 1] = of_row[r][1]; });
+      });
+      for (int r = 0; r < kRows; ++r) reduce(lanes[r], runs.run, g, sums[r]);
     }
+    promote<kRows>(p, runs, m, sums, rows);
   }
-  totals.store(p, panel, m);
+  for (int r = 0; r < kRows; ++r) rows[r].store(p, panel, m + r);
 }
 
 // ---- integers
 
-// Products of a span's columns for rows g and g + 8 of a row block. `bytes`: their codes from the
-// span's first unit on; `at`: the position in x; x_zeros: negative zero points in 16 bits, for the
-// lanes of runs. kCentred: x is integers minus their zero points; kAbove: the difference between
-// stored and centred codes.
+// Products of a span's columns for rows g and g + 8 of a row block: lanes of kRows rows of x, and
+// behind them, where x has zero points, of the codes. `bytes`: the codes from the span's
+// first unit on; `at`: of x. kCentred: x is integers less their zero points; kAbove: what codes are
+// above centred ones. Lanes are added, and then extended to 32 bits.
 template <class Width>
 struct RowProducts;
 
@@ -193,35 +219,41 @@ struct RowProducts<Nibbles> {
   static constexpr bool kCentred = false;
   static constexpr int kBits = Nibbles::kBits, kAbove = 1 << (kBits - 1);
 
-  [[gnu::always_inline]] static void add(CpuProduct const& p, __m256i x_zeros, int span,
-                                         uint8_t const* bytes, int64_t at, __m256i (&rows)[2]) {
+  // 15 * 128 * 2 a product of pairs; eight of them are added: 30720 fits into 16 bits.
+  static __m256i add(__m256i a, __m256i b) { return _mm256_add_epi16(a, b); }
+  static __m256i to_32_bits(__m256i lanes) {
+    return _mm256_madd_epi16(lanes, _mm256_set1_epi16(1));
+  }
+
+  template <int kRows, bool kXZeros>
+  [[gnu::always_inline]] static void multiply(CpuProduct const& p, Prefetch& prefetch, int span,
+                                              uint8_t const* bytes, int64_t at,
+                                              __m256i (&out)[kRows + kXZeros][2]) {
     __m256i const nibbles = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(char(0x88));
-    __m256i const one_bytes = _mm256_set1_epi8(1), ones = _mm256_set1_epi16(1);
-    __m256i low, high;
-    low = high = _mm256_setzero_si256();
-    __m256i codes_low = _mm256_setzero_si256(), codes_high = codes_low;
-    for (int column = 0; column < span; column += unit_k(kBits), bytes += kUnitBytes, at += 64) {
-      _mm_prefetch(reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits), _MM_HINT_T0);
-      for (int half = 0; half < 2; ++half) {
+    __m256i sums[kRows + kXZeros][2];
+    unrolled<2 * (kRows + kXZeros)>([&](auto v) { sums[v / 2][v % 2] = _mm256_setzero_si256(); });
+    int8_t const* x = p.codes + at;
+    for (int column = 0; column < span; column += unit_k(kBits), bytes += kUnitBytes, x += 64) {
+      prefetch.line();
+      unrolled<2>([&](auto half) {
         __m256i const words = _mm256_xor_si256(load(bytes + 32 * half), flip);
-        __m256i const a = _mm256_and_si256(words, nibbles);
-        __m256i const b = _mm256_and_si256(_mm256_srli_epi16(words, 4), nibbles);
-        if (p.zeros)
-          codes_low = _mm256_add_epi8(codes_low, a), codes_high = _mm256_add_epi8(codes_high, b);
-        // 15 * 128 * 2 a product; four of them are added: 15360 fits into 16 bits.
-        __m256i const x = load(p.codes + at + 32 * half);
-        low = _mm256_add_epi16(low, _mm256_maddubs_epi16(a, x));
-        high = _mm256_add_epi16(high, _mm256_maddubs_epi16(b, x));
-      }
+        __m256i const low = _mm256_and_si256(words, nibbles);
+        __m256i const high = _mm256_and_si256(_mm256_srli_epi16(words, 4), nibbles);
+        unrolled<kRows>([&](auto r) {
+          __m256i const factors = load(x + r * p.x_stride + 32 * half);
+          sums[r][0] = add(sums[r][0], _mm256_maddubs_epi16(low, factors));
+          sums[r][1] = add(sums[r][1], _mm256_maddubs_epi16(high, factors));
+        });
+        if constexpr (kXZeros) {  // bytes, for now
+          sums[kRows][0] = _mm256_add_epi8(sums[kRows][0], low);
+          sums[kRows][1] = _mm256_add_epi8(sums[kRows][1], high);
+        }
+      });
     }
-    __m256i const pairs_low = _mm256_maddubs_epi16(codes_low, one_bytes);
-    __m256i const pairs_high = _mm256_maddubs_epi16(codes_high, one_bytes);
-    __m256i a = _mm256_madd_epi16(low, ones), b = _mm256_madd_epi16(high, ones);
-    if (p.zeros) {
-      a = _mm256_add_epi32(a, _mm256_madd_epi16(pairs_low, x_zeros));
-      b = _mm256_add_epi32(b, _mm256_madd_epi16(pairs_high, x_zeros));
+    if constexpr (kXZeros) {
+      for (__m256i& sum : sums[kRows]) sum = _mm256_maddubs_epi16(sum, _mm256_set1_epi8(1));
     }
-    rows[0] = a, rows[1] = b;
+    unrolled<2 * (kRows + kXZeros)>([&](auto v) { out[v / 2][v % 2] = sums[v / 2][v % 2]; });
   }
 };
 
@@ -230,114 +262,189 @@ struct RowProducts<WholeBytes> {
   static constexpr bool kCentred = true;
   static constexpr int kBits = WholeBytes::kBits, kAbove = 0;
 
-  [[gnu::always_inline]] static void add(CpuProduct const& p, __m256i, int span,
-                                         uint8_t const* bytes, int64_t at, __m256i (&rows)[2]) {
+  static __m256i add(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
+  static __m256i to_32_bits(__m256i lanes) { return lanes; }
+
+  template <int kRows, bool kXZeros>
+  [[gnu::always_inline]] static void multiply(CpuProduct const& p, Prefetch& prefetch, int span,
+                                              uint8_t const* bytes, int64_t at,
+                                              __m256i (&out)[kRows][2]) {
     // Fragments of the first 32 columns of each 64, and of the others: in lanes j = 0
     // and 1, and 2 and 3.
-    __m256i sums[2][2] = {};
-    for (int column = 0; column < span; column += unit_k(kBits), bytes += kUnitBytes, at += 64) {
-      _mm_prefetch(reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits), _MM_HINT_T0);
-      int const f = column / unit_k(kBits) % 2;
-      for (int half = 0; half < 2; ++half) {
-        __m256i const words = load(bytes + 32 * half);
-        __m256i const a = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(words));
-        __m256i const b = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(words, 1));
-        int16_t const* const x = p.centred + at + 32 * half;
-        // Pairs of bytes of the words of row g (j = 0), row g + 8, row g (j = 1), row g + 8.
-        sums[f][0] = _mm256_add_epi32(sums[f][0], _mm256_madd_epi16(a, load(x)));
-        sums[f][1] = _mm256_add_epi32(sums[f][1], _mm256_madd_epi16(b, load(x + 16)));
-      }
+    __m256i sums[kRows][2];
+    unrolled<2 * kRows>([&](auto v) { sums[v / 2][v % 2] = _mm256_setzero_si256(); });
+    int16_t const* x = p.centred + at;
+    for (int column = 0; column < span; column += kLaneColumns) {
+      unrolled<2>([&](auto f) {
+        prefetch.line();
+        unrolled<4>([&](auto quarter) {
+          // Pairs of bytes of the words of row g (j = 0), row g + 8, row g (j = 1), row g + 8.
+          __m256i const codes = _mm256_cvtepi8_epi16(
+              _mm_loadu_si128(reinterpret_cast<__m128i const*>(bytes + 16 * quarter)));
+          unrolled<kRows>([&](auto r) {
+            __m256i const factors = load(x + r * p.x_stride + 16 * quarter);
+            sums[r][f] = add(sums[r][f], _mm256_madd_epi16(codes, factors));
+          });
+        });
+        bytes += kUnitBytes, x += 64;
+      });
     }
     // Eight lanes a fragment, two neighbours a word; words of a row are two apart. They
     // become lanes j and 4 + j.
-    __m256i const first = _mm256_add_epi32(sums[0][0], sums[0][1]);
-    __m256i const second = _mm256_add_epi32(sums[1][0], sums[1][1]);
     __m256i const in_turn = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7);
-    rows[0] = _mm256_permutevar8x32_epi32(select<Ints, 0x44>(first, second), in_turn);
-    rows[1] = _mm256_permutevar8x32_epi32(select<Ints, 0xee>(first, second), in_turn);
+    unrolled<kRows>([&](auto r) {
+      __m256i const first = sums[r][0], second = sums[r][1];
+      out[r][0] = _mm256_permutevar8x32_epi32(select<0x44>(first, second), in_turn);
+      out[r][1] = _mm256_permutevar8x32_epi32(select<0xee>(first, second), in_turn);
+    });
   }
 };
 
-template <class Width>
-void multiply_integers(CpuProduct const& p, int panel, int m) {
+// The sums of the low and of the high 128 bits: four of a, then four of b.
+template <class Products>
+__m256i add_halves(__m256i a, __m256i b) {
+  return Products::add(_mm256_blend_epi32(a, b, 0xf0), _mm256_permute2x128_si256(a, b, 0x21));
+}
+
+// Lanes j of rows i and i + 4 of a lane group, to each row's sums of runs.
+[[gnu::always_inline]] inline void reduce(__m256i const (&rows)[4], int run, int g,
+                                          RunSums<int32_t>& out) {
+  auto const store = [&](int part, __m256i sum) { store_ints(out.sums[part] + 8 * g, sum); };
+  if (run == 16) {
+    __m256i const a = select<0x44>(rows[0], rows[1]), b = select<0xee>(rows[0], rows[1]);
+    __m256i const c = select<0x44>(rows[2], rows[3]), d = select<0xee>(rows[2], rows[3]);
+    store(0, select<0x88>(a, c)), store(1, select<0xdd>(a, c));
+    store(2, select<0x88>(b, d)), store(3, select<0xdd>(b, d));
+    return;
+  }
+  auto const pairs = [&](int i) {
+    return _mm256_add_epi32(select<0x88>(rows[i], rows[i + 1]), select<0xdd>(rows[i], rows[i + 1]));
+  };
+  __m256i const a = pairs(0), b = pairs(2);
+  __m256i const low = select<0x88>(a, b), high = select<0xdd>(a, b);
+  if (run >= kLaneColumns) return store(0, _mm256_add_epi32(low, high));
+  store(0, low), store(1, high);
+}
+
+// Adds the runs' sums of rows m .. m + kRows - 1 of x to their results. Behind them, where x has
+// zero points, are sums of the codes. kAbove: what codes are above centred ones.
+template <int kAbove, int kRows, int kSums>
+void promote(CpuProduct const& p, Runs const& runs, int m, RunSums<int32_t> (&sums)[kSums],
+             RowTotals (&rows)[kRows]) {
   PackedWeight const& w = p.weight;
-  constexpr int kBits = Width::kBits, kColumns = unit_k(kBits),
-                kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
-  uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
-  Totals totals;
-  alignas(32) int32_t pending[kRowsPerPanel] = {};
-  int64_t wide[kRowsPerPanel] = {};
   bool const overflows = p.block > kColumnsOf32Bits;
-  int const run = p.run(), span = std::max(run, kLaneColumns), end_k = p.tiles * kKPerTile;
-  for (int begin = 0; begin < end_k && begin / p.block < p.blocks; begin += span) {
-    uint8_t const* const chunk = chunks + int64_t(begin / kKPerTile) * k_tile_bytes(kBits);
-    Runs const runs(p, panel, begin);
-    __m256i x_zeros = _mm256_setzero_si256();
-    if (p.zeros) {
-      int32_t const* const zeros = p.zeros + int64_t(m) * p.blocks + runs.block[0];
-      x_zeros = _mm256_castps_si256(by_run(runs, [&](int part) {
-        return _mm256_castsi256_ps(_mm256_set1_epi16(short(-zeros[part])));
-      }));
-    }
-    for (int g = 0; g < kGroups; ++g) {
-      __m256i lanes[kRowVectors];
-      for (int i = 0; i < kRowBlocks; ++i) {
-        uint8_t const* const bytes =
-            chunk + i * kBlockBytes + begin % kKPerTile / kColumns * kUnitBytes + g * 64;
-        int64_t const at = m * p.x_stride + int64_t(begin) / kColumns * 64;
-        __m256i rows[2];
-        RowProducts<Width>::add(p, x_zeros, span, bytes, at, rows);
-        lanes[2 * i] = rows[0], lanes[2 * i + 1] = rows[1];
+  for (int part = 0; part < runs.count; ++part) {
+    bool const last = runs.last[part];
+    BlockVectors const vectors(w, runs.vector[part]);
+    int8_t const* const zeros = w.zeros ? w.zeros + runs.vector[part] : nullptr;
+    for (int r = 0; r < kRows; ++r) {
+      RowTotals& row = rows[r];
+      int64_t const at = int64_t(m + r) * p.blocks + runs.block[part], x_sum = p.sums[at];
+      int32_t* sum = sums[r].sums[part];
+      if constexpr (kSums > kRows) {
+        int32_t const* const codes = sums[kRows].sums[part];
+        __m256i const zero = _mm256_set1_epi32(p.zeros[at]);
+        for_eights([&](int i) {
+          __m256i const more = _mm256_mullo_epi32(zero, load_ints(codes + i));
+          store_ints(sum + i, _mm256_sub_epi32(load_ints(sum + i), more));
+        });
       }
-      __m256i sums[kMostRuns];
-      reduce<Ints>(lanes, run, sums);
-      for (int part = 0; part < runs.count; ++part) {
-        int const end = begin + (part + 1) * run, block = runs.block[part];
-        auto* const kept = reinterpret_cast<__m256i*>(pending + 8 * g);
-        __m256i const sum = _mm256_add_epi32(_mm256_load_si256(kept), sums[part]);
-        bool const last = runs.last[part];
-        _mm256_store_si256(kept, last ? _mm256_setzero_si256() : sum);
-        int64_t* const large = wide + 8 * g;
-        if (overflows && (last || end % kColumnsOf32Bits == 0)) {
-          alignas(32) int32_t values[8];
-          _mm256_store_si256(reinterpret_cast<__m256i*>(values), sum);
-          _mm256_store_si256(kept, _mm256_setzero_si256());
-          for (int j = 0; j < 8; ++j) large[j] += values[j];
-        }
-        if (!last) continue;
-        int64_t const vector = runs.vector[part] + 8 * g;
-        int64_t const x_sum = p.sums[int64_t(m) * p.blocks + block];
-        __m256i zero = _mm256_set1_epi32(RowProducts<Width>::kAbove);
-        if (w.zeros) {
-          __m128i const bytes = _mm_loadl_epi64(reinterpret_cast<__m128i const*>(w.zeros + vector));
-          zero = _mm256_add_epi32(zero, _mm256_cvtepi8_epi32(bytes));
-        }
-        __m256 integers;
-        if (overflows) {
-          alignas(32) int32_t zeros[8];
-          alignas(32) float values[8];
-          _mm256_store_si256(reinterpret_cast<__m256i*>(zeros), zero);
-          for (int j = 0; j < 8; ++j) values[j] = float(large[j] - zeros[j] * x_sum), large[j] = 0;
-          integers = _mm256_load_ps(values);
-        } else {
-          integers = _mm256_cvtepi32_ps(
-              _mm256_sub_epi32(sum, _mm256_mullo_epi32(zero, _mm256_set1_epi32(int(x_sum)))));
-        }
-        totals.add(p, m, block, runs.vector[part], g, integers, true);
+      if (p.block > runs.run) {
+        for_eights([&](int i) {
+          store_ints(row.pending + i,
+                     _mm256_add_epi32(load_ints(row.pending + i), load_ints(sum + i)));
+        });
+        sum = row.pending;
       }
+      if (overflows && (last || (runs.begin + runs.span) % kColumnsOf32Bits == 0)) {
+        for (int i = 0; i < kRowsPerPanel; ++i) row.large[i] += sum[i], sum[i] = 0;
+      }
+      if (!last) continue;
+      __m256 const x_scale = _mm256_set1_ps(p.scales[at]);
+      auto const add = [&](int i, __m256 integers) {
+        __m256 const scale = _mm256_mul_ps(x_scale, _mm256_load_ps(vectors.scales + i));
+        add_product(row.total + i, integers, scale);
+      };
+      if (overflows) {
+        alignas(32) float values[kRowsPerPanel];
+        for (int i = 0; i < kRowsPerPanel; ++i) {
+          values[i] = float(row.large[i] - (kAbove + (zeros ? zeros[i] : 0)) * x_sum);
+          row.large[i] = 0;
+        }
+        for_eights([&](int i) { add(i, _mm256_load_ps(values + i)); });
+      } else if (zeros) {
+        __m256i const factor = _mm256_set1_epi32(int(x_sum)), above = _mm256_set1_epi32(kAbove);
+        for_eights([&](int i) {
+          __m128i const bytes = _mm_loadl_epi64(reinterpret_cast<__m128i const*>(zeros + i));
+          __m256i const zero = _mm256_add_epi32(above, _mm256_cvtepi8_epi32(bytes));
+          __m256i const less = _mm256_mullo_epi32(zero, factor);
+          add(i, _mm256_cvtepi32_ps(_mm256_sub_epi32(load_ints(sum + i), less)));
+        });
+      } else {
+        __m256i const less = _mm256_set1_epi32(kAbove * int(x_sum));
+        for_eights(
+            [&](int i) { add(i, _mm256_cvtepi32_ps(_mm256_sub_epi32(load_ints(sum + i), less))); });
+      }
+      vectors.add_offsets(p, at, row);
+      if (p.block > runs.run) std::memset(row.pending, 0, sizeof row.pending);
     }
   }
-  totals.store(p, panel, m);
 }
 
-void multiply_row(CpuProduct const& p, int panel, int m) {
-  if (!p.has_floats)
-    return with_width(info(p.weight.format).bits,
-                      [&](auto width) { multiply_integers<decltype(width)>(p, panel, m); });
-  visit(p.weight.format, [&](auto format) { multiply_floats<decltype(format)>(p, panel, m); });
+template <class Width, int kRows, bool kXZeros>
+void multiply_integers(CpuProduct const& p, int panel, int m) {
+  using Products = RowProducts<Width>;
+  PackedWeight const& w = p.weight;
+  constexpr int kBits = Width::kBits, kColumns = unit_k(kBits), kSums = kRows + kXZeros,
+                kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
+  uint8_t const* const tiles = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
+  Prefetch prefetch(tiles);
+  RowTotals totals[kRows];
+  RunSums<int32_t> sums[kSums];
+  for (Runs runs(p, panel); runs.next();) {
+    uint8_t const* const codes = tiles + int64_t(runs.begin / kKPerTile) * k_tile_bytes(kBits) +
+                                 runs.begin % kKPerTile / kColumns * kUnitBytes;
+    int64_t const x = m * p.x_stride + int64_t(runs.begin) / kColumns * 64;
+    for (int g = 0; g < kGroups; ++g) {
+      __m256i rows[kSums][4];
+      unrolled<2>([&](auto i) {
+        __m256i lanes[2][kSums][2];  // of row blocks i and i + 2
+        unrolled<2>([&](auto other) {
+          Products::template multiply<kRows, kXZeros>(
+              p, prefetch, runs.span, codes + (i + 2 * other) * kBlockBytes + g * 64, x,
+              lanes[other]);
+        });
+        unrolled<kSums>([&](auto s) {
+          for (int h = 0; h < 2; ++h)
+            rows[s][2 * i + h] =
+                Products::to_32_bits(add_halves<Products>(lanes[0][s][h], lanes[1][s][h]));
+        });
+      });
+      unrolled<kSums>([&](auto s) { reduce(rows[s], runs.run, g, sums[s]); });
+    }
+    promote<Products::kAbove, kRows, kSums>(p, runs, m, sums, totals);
+  }
+  for (int r = 0; r < kRows; ++r) totals[r].store(p, panel, m + r);
 }
 
-// The parts of a fragment's 64 bytes: lane t's sixteen, words, bytes.
+template <int kRows>
+void multiply_rows(CpuProduct const& p, int panel, int m) {
+  visit(p.weight.format, [&](auto format) {
+    using Format = decltype(format);
+    using W = Width<Format::kBits>;
+    if (p.has_floats) {
+      p.weight.zeros ? multiply_floats<Format, kRows, true>(p, panel, m)
+                     : multiply_floats<Format, kRows, false>(p, panel, m);
+    } else if constexpr (!RowProducts<W>::kCentred) {
+      p.zeros ? multiply_integers<W, kRows, true>(p, panel, m)
+              : multiply_integers<W, kRows, false>(p, panel, m);
+    } else {
+      multiply_integers<W, kRows, false>(p, panel, m);
+    }
+  });
+}
+
+// Of a fragment's 64 bytes: lane t's sixteen, words, bytes.
 template <int kBits>
 int fragment_column(int place) {
   return place / 4 % 4 / words_of_16_k(kBits) * 16 + place / 16 * 2 + place % 4 / 2 + place % 2 * 8;

@@ -3,12 +3,11 @@
 // multiplied by it.
 //
 // Vectors hold eight rows of the weight, and a value of x is broadcast: no vector is ever reduced.
-// Each lane of the order of sums (lane_column) is a separate sum here, and eight of them are added
-// as in the scalar kernel's reduce().
+// What is a lane of the sums' order (lane_column) is a separate sum here, and eight of them are
+// added as the scalar kernel's reduce() does.
 #pragma once
 
 #include <memory>
-#include <utility>
 
 #include "cpu/avx2_vectors.h"
 
@@ -55,10 +54,8 @@ struct Span {
   int begin, columns, runs = 0;
   Run run[kMostRuns];
 
-  Span(CpuProduct const& p, int panel, int first)
-      : begin(first), columns(std::max(p.run(), kLaneColumns)) {
+  Span(CpuProduct const& p, Runs const& found) : begin(found.begin), columns(found.span) {
     PackedWeight const& w = p.weight;
-    Runs const found(p, panel, begin);
     for (; runs < found.count; ++runs) {
       Run& r = run[runs];
       r.block = found.block[runs], r.last = found.last[runs];
@@ -101,69 +98,41 @@ struct TileMemory {
   }
 };
 
-// use(0) .. use(kCount - 1) with constants: arrays stay in registers only with constant indices.
-template <class Use, int... kIndices>
-[[gnu::always_inline]] inline void unrolled(std::integer_sequence<int, kIndices...>,
-                                            Use const& use) {
-  (use(std::integral_constant<int, kIndices>()), ...);
-}
-template <int kCount, class Use>
-[[gnu::always_inline]] inline void unrolled(Use const& use) {
-  unrolled(std::make_integer_sequence<int, kCount>(), use);
-}
-
-// Adds sums of a scale block: of rows m .. m + kRows - 1 of x, which are `row` and so on of their
-// chunk, and of row block i.
-template <int kRows>
-void add_block(CpuProduct const& p, TileMemory& memory, Span::Run const& run, int m, int row, int i,
-               __m256 const (&sums)[kRows][2]) {
-  int64_t const stride = p.blocks, at = m * stride + run.block;
-  float const* const x_scales = p.scales;
-  __m256 const scales[2] = {run.scales[2 * i], run.scales[2 * i + 1]};
-  float* const total = memory.total[row] + 16 * i;
-  bool const integers = !p.has_floats;
-  unrolled<kRows>([&](auto r) {
-    __m256 const x_scale =
-        integers ? _mm256_set1_ps(x_scales[at + r * stride]) : _mm256_setzero_ps();
-    for (int h = 0; h < 2; ++h) {
-      __m256 const scale = integers ? _mm256_mul_ps(x_scale, scales[h]) : scales[h];
-      float* const to = total + r * kRowsPerPanel + 8 * h;
-      _mm256_store_ps(to, _mm256_add_ps(_mm256_load_ps(to), _mm256_mul_ps(sums[r][h], scale)));
-    }
-  });
+// The offsets' part of a scale block: of `rows` rows of x, whose first is `row` of its chunk and has
+// the block's vectors at `at`, and of row block i.
+void add_offsets(CpuProduct const& p, TileMemory& memory, Span::Run const& run, int64_t at, int i,
+                 int row, int rows) {
   if (!p.weight.offsets) return;
-  for (int r = 0; r < kRows; ++r) {
-    __m256 const x_sum = _mm256_set1_ps(p.offset_x[at + r * stride]);
-    for (int h = 0; h < 2; ++h) {
-      float* const to = memory.offsets[row + r] + 16 * i + 8 * h;
-      _mm256_store_ps(
-          to, _mm256_add_ps(_mm256_load_ps(to), _mm256_mul_ps(x_sum, run.offsets[2 * i + h])));
-    }
+  for (int r = 0; r < rows; ++r) {
+    __m256 const x_sum = _mm256_set1_ps(p.offset_x[at + int64_t(r) * p.blocks]);
+    for (int h = 0; h < 2; ++h)
+      add_product(memory.offsets[row + r] + 16 * i + 8 * h, x_sum, run.offsets[2 * i + h]);
   }
 }
 
 // ---- floats
 
-// Codes of row block i: [lane][place of the lane][two vectors of rows].
-template <class Format>
+// Of row block i: [lane][place of the lane][two vectors of rows].
+template <class Format, bool kZeros>
 void decode_floats(CpuProduct const& p, Avx2Decoder<Format> const& decoder, Span const& span,
                    uint8_t const* codes, int i, float* tile) {
+  constexpr int kMiddle = 1 << (Format::kBits - 1);
   __m256 zeros[4][2];  // of words j
-  for (int j = 0; j < 4; ++j) {
+  for (int j = 0; kZeros && j < 4; ++j) {
     int const part = std::min(run_of(j, p.run()), span.runs - 1);
     for (int h = 0; h < 2; ++h) {
       __m256i const zero = span.run[part].zeros[2 * i + h];
-      zeros[j][h] =
-          _mm256_cvtepi32_ps(_mm256_add_epi32(zero, _mm256_set1_epi32(1 << (Format::kBits - 1))));
+      zeros[j][h] = _mm256_cvtepi32_ps(_mm256_add_epi32(zero, _mm256_set1_epi32(kMiddle)));
     }
   }
+  __m256 const middle = _mm256_set1_ps(float(kMiddle));
   int const places = span.columns / kLanes;
   for (int f = 0; f < span.columns / kLaneColumns; ++f) {
     for_each_word<Format::kBits>(
         codes + f * (kUnitBytes * Format::kBits / 4), [&](int t, int j, __m256i low, __m256i high) {
           float* const to =
               tile + ((4 * (t % 2) + j) * places + 8 * f + 4 * (t / 2)) * kRowsPerBlock;
-          __m256 const(&zero)[2] = zeros[j];
+          __m256 const zero[2] = {kZeros ? zeros[j][0] : middle, kZeros ? zeros[j][1] : middle};
           _mm256_store_ps(to, decoder.template value<0>(low, zero[0]));
           _mm256_store_ps(to + 8, decoder.template value<0>(high, zero[1]));
           _mm256_store_ps(to + 16, decoder.template value<1>(low, zero[0]));
@@ -174,6 +143,13 @@ void decode_floats(CpuProduct const& p, Avx2Decoder<Format> const& decoder, Span
           _mm256_store_ps(to + 56, decoder.template value<3>(high, zero[1]));
         });
   }
+}
+
+template <class Format>
+void decode_floats(CpuProduct const& p, Avx2Decoder<Format> const& decoder, Span const& span,
+                   uint8_t const* codes, int i, float* tile) {
+  (p.weight.zeros ? decode_floats<Format, true> : decode_floats<Format, false>)(p, decoder, span,
+                                                                                codes, i, tile);
 }
 
 // Sums of one lane: of kRows of x, and of eight rows of the weight and the next eight.
@@ -245,16 +221,20 @@ void multiply_tile(CpuProduct const& p, TileMemory& memory, Span const& span, in
       sum_32_columns<kRows>(tile, x, p.x_stride, places, 1, more);
       add_to<kRows>(sums, more);
     }
-    auto* const pending = reinterpret_cast<float*>(memory.pending[row]) + 16 * i;
     if (!run.whole) {
-      unrolled<2 * kRows>([&](auto v) {
-        float* const to = pending + v / 2 * kRowsPerPanel + v % 2 * 8;
+      for (int v = 0; v < 2 * kRows; ++v) {
+        float* const to =
+            reinterpret_cast<float*>(memory.pending[row + v / 2]) + 16 * i + v % 2 * 8;
         __m256& sum = sums[v / 2][v % 2];
         sum = _mm256_add_ps(_mm256_load_ps(to), sum);
         _mm256_store_ps(to, run.last ? _mm256_setzero_ps() : sum);
-      });
+      }
     }
-    if (run.last) add_block<kRows>(p, memory, run, m, row, i, sums);
+    if (!run.last) continue;
+    for (int v = 0; v < 2 * kRows; ++v)
+      add_product(memory.total[row + v / 2] + 16 * i + v % 2 * 8, sums[v / 2][v % 2],
+                  run.scales[2 * i + v % 2]);
+    add_offsets(p, memory, run, int64_t(m) * p.blocks + run.block, i, row, kRows);
   }
 }
 
@@ -277,10 +257,10 @@ struct FloatTiles {
 
 // ---- integers
 
-// Words of 16 adjacent columns, and the number of words that are summed in 16 bits.
+// Words of 16 columns, side by side; and as many as are summed in 16 bits.
 constexpr int kWordsOf16 = 4, kDrainedWords = 8;
 
-// Unsigned bytes of codes times int8, by the instructions of Dot.
+// Bytes of codes from 0 on, times int8; Dot says how.
 template <int kCodeBits, class Dot>
 struct ByteTiles {
   // what codes are above centred ones
@@ -295,7 +275,7 @@ struct ByteTiles {
   using Product = Dot;
 };
 
-// Centred codes of 16 bits times integers of 16 bits.
+// Centred codes of 16 bits, times such.
 struct HalfProduct {
   static constexpr bool kDrains = false;
   static __m256i add(__m256i sum, __m256i a, __m256i b) {
@@ -337,16 +317,20 @@ template <class Dot, int kRows>
   unrolled<2 * kRows>([&](auto v) { out[v / 2][v % 2] = sums[v / 2][v % 2]; });
 }
 
-// Adds the sums of at most kDrainedWords words. It uses all registers: the 32-bit sums are in
-// memory meanwhile.
+// The same where sums are of 16 bits, which are added to those of 32 bits before they overflow. It
+// has all registers: the sums of 32 bits are in memory meanwhile.
 template <class Dot, int kRows>
-[[gnu::noinline]] void add_drained(__m256i const* codes, char const* x, int64_t stride, int words,
+[[gnu::noinline]] void sum_drained(__m256i const* codes, char const* x, int64_t stride, int words,
                                    __m256i (&sums)[kRows][2]) {
-  __m256i more[kRows][2];
-  sum_words<Dot, kRows>(codes, x, stride, words, more);
-  unrolled<2 * kRows>([&](auto v) {
-    sums[v / 2][v % 2] = _mm256_add_epi32(sums[v / 2][v % 2], Dot::words(more[v / 2][v % 2]));
-  });
+  for (int begin = 0; begin < words; begin += kDrainedWords) {
+    __m256i more[kRows][2];
+    sum_words<Dot, kRows>(codes + 2 * begin, x + 4 * begin, stride,
+                          std::min(words - begin, kDrainedWords), more);
+    unrolled<2 * kRows>([&](auto v) {
+      __m256i const sum = Dot::words(more[v / 2][v % 2]);
+      sums[v / 2][v % 2] = begin == 0 ? sum : _mm256_add_epi32(sums[v / 2][v % 2], sum);
+    });
+  }
 }
 
 template <class Codes>
@@ -401,52 +385,56 @@ struct IntegerTiles {
     x += m * stride + span.begin * kBytes;
     int const steps = p.run() / 16 * kStepsOf16;
     for (int part = 0; part < span.runs; ++part) {
-      Span::Run const& run = span.run[part];
       __m256i sums[kRows][2];
       if constexpr (Dot::kDrains) {
-        unrolled<2 * kRows>([&](auto v) { sums[v / 2][v % 2] = _mm256_setzero_si256(); });
-        for (int step = 0; step < steps; step += kDrainedWords) {
-          add_drained<Dot, kRows>(codes + 2 * step, x + 4 * step, stride,
-                                  std::min(steps - step, kDrainedWords), sums);
-        }
+        sum_drained<Dot, kRows>(codes, x, stride, steps, sums);
       } else {
         sum_words<Dot, kRows>(codes, x, stride, steps, sums);
       }
       codes += 2 * steps, x += 4 * steps;
-      int64_t const blocks = p.blocks, at = m * blocks + run.block;
-      if (!Codes::kCentred && p.zeros) {
-        int32_t const* const x_zeros = p.zeros + at;
-        __m256i const colsum[2] = {colsums[part][0], colsums[part][1]};
-        unrolled<2 * kRows>([&](auto v) {
-          __m256i const zero = _mm256_set1_epi32(x_zeros[v / 2 * blocks]);
-          sums[v / 2][v % 2] =
-              _mm256_sub_epi32(sums[v / 2][v % 2], _mm256_mullo_epi32(zero, colsum[v % 2]));
-        });
-      }
-      if (!run.whole) {
-        unrolled<2 * kRows>([&](auto v) {
-          auto* const to =
-              reinterpret_cast<__m256i*>(memory.pending[row + v / 2] + 16 * i + 8 * (v % 2));
-          __m256i& sum = sums[v / 2][v % 2];
-          sum = _mm256_add_epi32(_mm256_load_si256(to), sum);
-          _mm256_store_si256(to, run.last ? _mm256_setzero_si256() : sum);
-        });
-      }
-      if (!run.last) continue;
-      int64_t const* const x_sums = p.sums + at;
-      __m256i const zero[2] = {zeros[part][0], zeros[part][1]};
-      __m256 centred[kRows][2];
-      unrolled<2 * kRows>([&](auto v) {
-        __m256i const above =
-            _mm256_mullo_epi32(zero[v % 2], _mm256_set1_epi32(int(x_sums[v / 2 * blocks])));
-        centred[v / 2][v % 2] = _mm256_cvtepi32_ps(_mm256_sub_epi32(sums[v / 2][v % 2], above));
-      });
-      add_block<kRows>(p, memory, run, m, row, i, centred);
+      promote(p, memory, span.run[part], part, i, m, row, kRows, sums);
     }
+  }
+
+  // Adds a run's sums of `rows` rows of x from m on to their results.
+  void promote(CpuProduct const& p, TileMemory& memory, Span::Run const& run, int part, int i,
+               int m, int row, int rows, __m256i (*sums)[2]) const {
+    int64_t const blocks = p.blocks, at = m * blocks + run.block;
+    if (!Codes::kCentred && p.zeros) {
+      for (int r = 0; r < rows; ++r) {
+        __m256i const zero = _mm256_set1_epi32(p.zeros[at + r * blocks]);
+        for (int h = 0; h < 2; ++h)
+          sums[r][h] = _mm256_sub_epi32(sums[r][h], _mm256_mullo_epi32(zero, colsums[part][h]));
+      }
+    }
+    if (!run.whole) {
+      for (int r = 0; r < rows; ++r) {
+        for (int h = 0; h < 2; ++h) {
+          int32_t* const to = memory.pending[row + r] + 16 * i + 8 * h;
+          sums[r][h] = _mm256_add_epi32(load_ints(to), sums[r][h]);
+          store_ints(to, run.last ? _mm256_setzero_si256() : sums[r][h]);
+        }
+      }
+    }
+    if (!run.last) return;
+    int64_t const* x_sum = p.sums + at;
+    float const* x_scale = p.scales + at;
+    float* to = memory.total[row] + 16 * i;
+    __m256 const scales[2] = {run.scales[2 * i], run.scales[2 * i + 1]};
+    __m256i const zero[2] = {zeros[part][0], zeros[part][1]};
+    for (int r = 0; r < rows; ++r, x_sum += blocks, x_scale += blocks, to += kRowsPerPanel) {
+      __m256 const factor = _mm256_set1_ps(*x_scale);
+      __m256i const less = _mm256_set1_epi32(int(*x_sum));
+      for (int h = 0; h < 2; ++h) {
+        __m256i const integers = _mm256_sub_epi32(sums[r][h], _mm256_mullo_epi32(zero[h], less));
+        add_product(to + 8 * h, _mm256_cvtepi32_ps(integers), _mm256_mul_ps(factor, scales[h]));
+      }
+    }
+    add_offsets(p, memory, run, at, i, row, rows);
   }
 };
 
-// Order of bytes in words: unchanged, or the pairs of bytes 0 and 2, 1 and 3.
+// Places of words: bytes as they are, or pairs of bytes 0 and 2, 1 and 3.
 int word_column(int place, int element) {
   int const word = place / 4, j = word / kWordsOf16, t = word % kWordsOf16;
   return 16 * j + 2 * t + element / 2 + 8 * (element % 2);
@@ -456,7 +444,7 @@ int half_column(int place) { return word_column(place, place % 4 / 2 + place % 2
 
 // ---- a panel
 
-// Writes eight sums plus the bias to a row of the result; sums that are not finite become NaN.
+// Eight sums to a result's row, plus the bias; what is not finite becomes NaN.
 void store_vector(CpuProduct const& p, int m, int column, __m256 value) {
   __m256 const nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
   __m256 const finite = _mm256_cmp_ps(_mm256_sub_ps(value, value), _mm256_setzero_ps(), _CMP_EQ_OQ);
@@ -488,13 +476,14 @@ void multiply_tiles(CpuProduct const& p, int panel, int first, int rows) {
   memory->clear(rows, with_offsets);
   uint8_t const* const chunks = p.weight.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
   int const blocks = (rows + kTileRows - 1) / kTileRows;
+  Prefetch prefetch(chunks);
   Tiles tiles(p);
-  for (int begin = 0; begin < p.tiles * kKPerTile && begin / p.block < p.blocks;
-       begin += std::max(p.run(), kLaneColumns)) {
-    Span const span(p, panel, begin);
-    uint8_t const* const codes = chunks + int64_t(begin / kKPerTile) * k_tile_bytes(kBits) +
-                                 begin % kKPerTile / kLaneColumns * (kUnitBytes * kBits / 4);
+  for (Runs runs(p, panel); runs.next();) {
+    Span const span(p, runs);
+    uint8_t const* const codes = chunks + int64_t(span.begin / kKPerTile) * k_tile_bytes(kBits) +
+                                 span.begin % kKPerTile / kLaneColumns * (kUnitBytes * kBits / 4);
     for (int i = 0; i < kRowBlocks; ++i) {
+      prefetch.lines(span.columns * kRowsPerBlock * kBits / 8 / 64);
       tiles.decode(p, *memory, span, codes + i * kBlockBytes, i);
       for (int block = 0; block < blocks; ++block) {
         int const row = rows * block / blocks, m = first + row;

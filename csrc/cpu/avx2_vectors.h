@@ -1,11 +1,12 @@
-// Loads and transpositions for the AVX2 kernels. Each source file that includes this has its own
-// copy, compiled for its instruction set.
+// What kernels for AVX2 share: loads and transpositions. Each source file that includes this
+// has its own copy, compiled for its instruction set.
 #pragma once
 
 #include <immintrin.h>
 
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #include "cpu/avx2_mantissa.h"
 #include "formats/formats.h"
@@ -17,10 +18,22 @@ constexpr int kGroups = 8;      // lane groups of a panel
 constexpr int kRowBlocks = 4;   // of a panel
 constexpr int kRowVectors = 8;  // rows of a lane group: two of each row block
 
-// Sums of this many columns fit into 32 bits: 255 * 255 * 2^14 < 2^31.
+// So many columns' sums fit into 32 bits: 255 * 255 * 2^14 < 2^31.
 constexpr int kColumnsOf32Bits = 1 << 14;
 
 __m256i load(void const* from) { return _mm256_loadu_si256(static_cast<__m256i const*>(from)); }
+
+__m256i load_ints(int32_t const* from) {
+  return _mm256_load_si256(reinterpret_cast<__m256i const*>(from));
+}
+void store_ints(int32_t* to, __m256i value) {
+  _mm256_store_si256(reinterpret_cast<__m256i*>(to), value);
+}
+
+// to += a * b
+void add_product(float* to, __m256 a, __m256 b) {
+  _mm256_store_ps(to, _mm256_add_ps(_mm256_load_ps(to), _mm256_mul_ps(a, b)));
+}
 
 __m256 load_floats(void const* data, DataType type, int64_t index) {
   if (type == DataType::kFloat32) return _mm256_loadu_ps(static_cast<float const*>(data) + index);
@@ -28,6 +41,17 @@ __m256 load_floats(void const* data, DataType type, int64_t index) {
       _mm_loadu_si128(reinterpret_cast<__m128i const*>(static_cast<char const*>(data) + 2 * index));
   if (type == DataType::kFloat16) return _mm256_cvtph_ps(halves);
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+
+// use(0) .. use(kCount - 1), with constants: arrays with such indices alone are kept in registers.
+template <class Use, int... kIndices>
+[[gnu::always_inline]] inline void unrolled(std::integer_sequence<int, kIndices...>,
+                                            Use const& use) {
+  (use(std::integral_constant<int, kIndices>()), ...);
+}
+template <int kCount, class Use>
+[[gnu::always_inline]] inline void unrolled(Use const& use) {
+  unrolled(std::make_integer_sequence<int, kCount>(), use);
 }
 
 // Vector j of rows becomes row j of vectors. Inlined, as a call would pass the
@@ -51,24 +75,51 @@ __m256 load_floats(void const* data, DataType type, int64_t index) {
 }
 
 // The runs of a span of columns, which is one, or 64 columns of shorter ones (CpuProduct::run):
-// their scale blocks, and the place of the panel's group vectors. Found once for all rows: a
+// their scale blocks, and the place of the panel's group vectors. Counted from span to span: a
 // division takes as long as the products of 64 columns.
 struct Runs {
-  int run, count = 0, block[kMostRuns] = {};
+  int const run, span;
+  int begin = 0, count = 0, block[kMostRuns] = {};
   bool last[kMostRuns] = {};  // of the scale block
   int64_t vector[kMostRuns] = {};
 
-  Runs(CpuProduct const& p, int panel, int begin) : run(p.run()) {
-    int const span = std::max(run, kLaneColumns), end_k = p.tiles * kKPerTile;
-    for (int part = 0; part < span / run; ++part) {
-      int const end = begin + (part + 1) * run;
-      block[part] = (end - 1) / p.block, last[part] = end % p.block == 0 || end == end_k;
-      if (block[part] >= p.blocks) break;
-      vector[part] =
-          int64_t(block[part] / p.group_blocks) * padded_rows(p.weight.n) + panel * kRowsPerPanel;
-      ++count;
+  Runs(CpuProduct const& p, int panel)
+      : run(p.run()), span(std::max(run, kLaneColumns)), p_(p), at_(panel * kRowsPerPanel) {}
+
+  // The next span; false behind the last.
+  [[gnu::noinline]] bool next() {
+    begin = end_;
+    for (count = 0; end_ < begin + span && block_ < p_.blocks; ++count) {
+      end_ += run, columns_ += run;
+      bool const done = columns_ == p_.block || end_ == p_.tiles * kKPerTile;
+      block[count] = block_, last[count] = done, vector[count] = at_;
+      if (!done) continue;
+      columns_ = 0, ++block_;
+      if (++group_block_ < p_.group_blocks) continue;
+      group_block_ = 0, at_ += stride_;
+      prefetch(at_ + kGroupsAhead * stride_);
     }
+    return count > 0;
   }
+
+ private:
+  static constexpr int kGroupsAhead = 4;
+
+  // A group's vectors: a panel has few of them, far from those of other groups.
+  void prefetch(int64_t at) const {
+    PackedWeight const& w = p_.weight;
+    auto const panel = [&](void const* data, int bytes) {
+      for (int line = 0; line < bytes; ++line)
+        _mm_prefetch(static_cast<char const*>(data) + at * bytes + 64 * line, _MM_HINT_T0);
+    };
+    panel(w.scales, w.scale_type == DataType::kFloat32 ? 4 : 2);
+    if (w.zeros) panel(w.zeros, 1);
+    if (w.offsets) panel(w.offsets, w.offset_type == DataType::kFloat32 ? 4 : 2);
+  }
+
+  CpuProduct const& p_;
+  int end_ = 0, columns_ = 0, block_ = 0, group_block_ = 0;
+  int64_t at_, stride_ = padded_rows(p_.weight.n);
 };
 
 // of(part), a vector of one number, in the lanes 4 * (t % 2) + j of each run's columns.
@@ -88,7 +139,22 @@ template <class Of>
   return all;
 }
 
-// Denormal numbers keep their values here, whatever mode the caller's thread has set.
+// Prefetches the codes of a panel one cache line at a time, in the order of memory, in which the
+// hardware's prefetcher does not see them used.
+class Prefetch {
+ public:
+  explicit Prefetch(uint8_t const* codes) : next_(reinterpret_cast<char const*>(codes) + kAhead) {}
+  void line() { _mm_prefetch(next_, _MM_HINT_T0), next_ += 64; }
+  void lines(int count) {
+    for (int i = 0; i < count; ++i) line();
+  }
+
+ private:
+  static constexpr int kAhead = 4096;  // bytes
+  char const* next_;
+};
+
+// Denormal numbers are what they are, whatever the caller's thread does with them.
 class KeepDenormals {
  public:
   KeepDenormals() { _mm_setcsr(before_ & ~0x8040u); }

@@ -46,7 +46,7 @@ class Launch(NamedTuple):
         problem, plan: with the pointers of the call that found them.
         bias: the address of the weight's bias, or 0.
         shape: of the result, channels last.
-        order: of the result's dimensions, as torch has them.
+        order: of the result's dimensions, for torch's order of them.
         dtype: of the result.
     """
 
