@@ -489,8 +489,8 @@ Status launch_strips(Params const& all, int planes, Stream stream) {
     return ceil_div(planes * ceil_div(image.out[1], lines) * p.segments * p.vectors,
                     int64_t(kThreads));
   };
-  // Instructions for a line of x, for a line of the result, and for the start of a strip, counted
-  // and not fitted.
+  // Instructions for a line of x, for a line of the result, and for the start of a strip: estimates
+  // that are not fitted.
   constexpr int kRead = 30, kLine = 200, kBegin = 300;
   int64_t least = std::numeric_limits<int64_t>::max();
   for (int strips = 1; strips <= image.out[1]; ++strips) {
