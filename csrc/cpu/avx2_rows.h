@@ -1,9 +1,9 @@
 // Products of few rows of x, with AVX2. They use the codes in the packed order (layout.h): the 64
-// bytes of the four lanes of a lane group g hold rows g and g + 8 of a fragment, so x is put in
-// their order once, and codes are hardly ever shuffled.
+// bytes of the four lanes of a lane group g hold rows g and g + 8 of a fragment, so x is reordered
+// once to match them, and codes are rarely shuffled.
 //
-// Group vectors have the eight rows of a lane group side by side: eight sums of one panel's rows,
-// of all its four row blocks, are reduced together to one vector, which multiplies eight scales.
+// In group vectors the eight rows of a lane group are adjacent: eight sums of one panel's rows, of
+// all its four row blocks, are reduced together to one vector, which multiplies eight scales.
 #pragma once
 
 #include "cpu/avx2_vectors.h"
@@ -76,6 +76,15 @@ struct BlockVectors {
   }
 };
 
+// Lanes j and 4 + j of rows i and i + 4, to the rows' lanes of each j: store(j, lanes).
+template <class Vector, class Store>
+[[gnu::always_inline]] inline void store_lanes(Vector const (&rows)[4], Store const& store) {
+  Vector const a = select<0x44>(rows[0], rows[1]), b = select<0xee>(rows[0], rows[1]);
+  Vector const c = select<0x44>(rows[2], rows[3]), d = select<0xee>(rows[2], rows[3]);
+  store(0, select<0x88>(a, c)), store(1, select<0xdd>(a, c));
+  store(2, select<0x88>(b, d)), store(3, select<0xdd>(b, d));
+}
+
 // ---- floats
 
 // The sums of the low and of the high 128 bits: four of a, then four of b.
@@ -90,11 +99,7 @@ inline __m256 add_halves(__m256 a, __m256 b) {
   if (run == 16) {  // of each j
     __m256 rows[4];
     for (int i = 0; i < 4; ++i) rows[i] = add_halves(v[i], v[i + 4]);
-    __m256 const a = select<0x44>(rows[0], rows[1]), b = select<0xee>(rows[0], rows[1]);
-    __m256 const c = select<0x44>(rows[2], rows[3]), d = select<0xee>(rows[2], rows[3]);
-    store(0, select<0x88>(a, c)), store(1, select<0xdd>(a, c));
-    store(2, select<0x88>(b, d)), store(3, select<0xdd>(b, d));
-    return;
+    return store_lanes(rows, store);
   }
   auto const pairs = [&](int i) {
     return _mm256_add_ps(select<0x88>(v[i], v[i + 1]), select<0xdd>(v[i], v[i + 1]));
@@ -209,8 +214,8 @@ void multiply_floats(CpuProduct const& p, int panel, int m) {
 
 // Products of a span's columns for rows g and g + 8 of a row block: lanes of kRows rows of x, and
 // behind them, where x has zero points, of the codes. `bytes`: the codes from the span's
-// first unit on; `at`: of x. kCentred: x is integers less their zero points; kAbove: what codes are
-// above centred ones. Lanes are added, and then extended to 32 bits.
+// first unit on; `at`: of x. kCentred: x is integers minus their zero points; kAbove: the
+// difference between stored and centred codes. Lanes are added, and then extended to 32 bits.
 template <class Width>
 struct RowProducts;
 
@@ -310,13 +315,7 @@ __m256i add_halves(__m256i a, __m256i b) {
 [[gnu::always_inline]] inline void reduce(__m256i const (&rows)[4], int run, int g,
                                           RunSums<int32_t>& out) {
   auto const store = [&](int part, __m256i sum) { store_ints(out.sums[part] + 8 * g, sum); };
-  if (run == 16) {
-    __m256i const a = select<0x44>(rows[0], rows[1]), b = select<0xee>(rows[0], rows[1]);
-    __m256i const c = select<0x44>(rows[2], rows[3]), d = select<0xee>(rows[2], rows[3]);
-    store(0, select<0x88>(a, c)), store(1, select<0xdd>(a, c));
-    store(2, select<0x88>(b, d)), store(3, select<0xdd>(b, d));
-    return;
-  }
+  if (run == 16) return store_lanes(rows, store);
   auto const pairs = [&](int i) {
     return _mm256_add_epi32(select<0x88>(rows[i], rows[i + 1]), select<0xdd>(rows[i], rows[i + 1]));
   };
@@ -327,7 +326,7 @@ __m256i add_halves(__m256i a, __m256i b) {
 }
 
 // Adds the runs' sums of rows m .. m + kRows - 1 of x to their results. Behind them, where x has
-// zero points, are sums of the codes. kAbove: what codes are above centred ones.
+// zero points, are sums of the codes. kAbove: the difference between stored and centred codes.
 template <int kAbove, int kRows, int kSums>
 void promote(CpuProduct const& p, Runs const& runs, int m, RunSums<int32_t> (&sums)[kSums],
              RowTotals (&rows)[kRows]) {
@@ -444,7 +443,7 @@ void multiply_rows(CpuProduct const& p, int panel, int m) {
   });
 }
 
-// Of a fragment's 64 bytes: lane t's sixteen, words, bytes.
+// The parts of a fragment's 64 bytes: lane t's sixteen, words, bytes.
 template <int kBits>
 int fragment_column(int place) {
   return place / 4 % 4 / words_of_16_k(kBits) * 16 + place / 16 * 2 + place % 4 / 2 + place % 2 * 8;

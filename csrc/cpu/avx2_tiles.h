@@ -3,8 +3,8 @@
 // multiplied by it.
 //
 // Vectors hold eight rows of the weight, and a value of x is broadcast: no vector is ever reduced.
-// What is a lane of the sums' order (lane_column) is a separate sum here, and eight of them are
-// added as the scalar kernel's reduce() does.
+// Each lane of the order of sums (lane_column) is a separate sum here, and eight of them are added
+// as in the scalar kernel's reduce().
 #pragma once
 
 #include <memory>
@@ -112,7 +112,7 @@ void add_offsets(CpuProduct const& p, TileMemory& memory, Span::Run const& run, 
 
 // ---- floats
 
-// Of row block i: [lane][place of the lane][two vectors of rows].
+// Codes of row block i: [lane][place of the lane][two vectors of rows].
 template <class Format, bool kZeros>
 void decode_floats(CpuProduct const& p, Avx2Decoder<Format> const& decoder, Span const& span,
                    uint8_t const* codes, int i, float* tile) {
@@ -257,10 +257,10 @@ struct FloatTiles {
 
 // ---- integers
 
-// Words of 16 columns, side by side; and as many as are summed in 16 bits.
+// Words of 16 adjacent columns, and the number of words that are summed in 16 bits.
 constexpr int kWordsOf16 = 4, kDrainedWords = 8;
 
-// Bytes of codes from 0 on, times int8; Dot says how.
+// Unsigned bytes of codes times int8, by the instructions of Dot.
 template <int kCodeBits, class Dot>
 struct ByteTiles {
   // what codes are above centred ones
@@ -275,7 +275,7 @@ struct ByteTiles {
   using Product = Dot;
 };
 
-// Centred codes of 16 bits, times such.
+// Centred codes of 16 bits times integers of 16 bits.
 struct HalfProduct {
   static constexpr bool kDrains = false;
   static __m256i add(__m256i sum, __m256i a, __m256i b) {
@@ -434,7 +434,7 @@ struct IntegerTiles {
   }
 };
 
-// Places of words: bytes as they are, or pairs of bytes 0 and 2, 1 and 3.
+// Order of bytes in words: unchanged, or the pairs of bytes 0 and 2, 1 and 3.
 int word_column(int place, int element) {
   int const word = place / 4, j = word / kWordsOf16, t = word % kWordsOf16;
   return 16 * j + 2 * t + element / 2 + 8 * (element % 2);
@@ -444,7 +444,7 @@ int half_column(int place) { return word_column(place, place % 4 / 2 + place % 2
 
 // ---- a panel
 
-// Eight sums to a result's row, plus the bias; what is not finite becomes NaN.
+// Writes eight sums plus the bias to a row of the result; sums that are not finite become NaN.
 void store_vector(CpuProduct const& p, int m, int column, __m256 value) {
   __m256 const nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
   __m256 const finite = _mm256_cmp_ps(_mm256_sub_ps(value, value), _mm256_setzero_ps(), _CMP_EQ_OQ);

@@ -1,5 +1,5 @@
-// What kernels for AVX2 share: loads and transpositions. Each source file that includes this
-// has its own copy, compiled for its instruction set.
+// Loads and transpositions for the AVX2 kernels. Each source file that includes this has its own
+// copy, compiled for its instruction set.
 #pragma once
 
 #include <immintrin.h>
@@ -18,7 +18,7 @@ constexpr int kGroups = 8;      // lane groups of a panel
 constexpr int kRowBlocks = 4;   // of a panel
 constexpr int kRowVectors = 8;  // rows of a lane group: two of each row block
 
-// So many columns' sums fit into 32 bits: 255 * 255 * 2^14 < 2^31.
+// Sums of this many columns fit into 32 bits: 255 * 255 * 2^14 < 2^31.
 constexpr int kColumnsOf32Bits = 1 << 14;
 
 __m256i load(void const* from) { return _mm256_loadu_si256(static_cast<__m256i const*>(from)); }
@@ -154,7 +154,7 @@ class Prefetch {
   char const* next_;
 };
 
-// Denormal numbers are what they are, whatever the caller's thread does with them.
+// Denormal numbers keep their values here, whatever mode the caller's thread has set.
 class KeepDenormals {
  public:
   KeepDenormals() { _mm_setcsr(before_ & ~0x8040u); }

@@ -13,9 +13,9 @@ __m512i add_quarters(__m512i a, __m512i b) {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
 }
 
-// The products of a span of columns with the rows of a lane group: in words of one row (4 bits:
-// two vectors of each row block), or of both in turn (8 bits: one, of the columns of even and
-// of odd fragments).
+// The products of a span of columns with the rows of a lane group. 4 bits: words of one row, two
+// vectors for each row block. 8 bits: words of both rows alternate, one vector for the columns of
+// even and of odd fragments.
 template <int kBits>
 struct LaneSums {
   static constexpr int kSets = words_of_16_k(kBits);
@@ -84,8 +84,8 @@ void multiply_vnni(CpuProduct const& p, int panel, int m) {
   constexpr int kColumns = unit_k(kBits), kRowsOfByte = byte_rows(kBits), kSums = kRows + kXZeros,
                 kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
   uint8_t const* const tiles = p.weight.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
-  // A row's code in a byte, and its sign bit. Nibbles of rows g + 8 stay where they are: their sums
-  // are 16 times as large, which 32 bits hold.
+  // A row's code in a byte, and its sign bit. Nibbles of rows g + 8 are not shifted: their sums are
+  // 16 times as large, which 32 bits hold.
   constexpr int kCode = (1 << kBits) - 1, kRowShift = 8 - kBits;
   __m512i const flip = _mm512_set1_epi8(char(0xff / kCode << (kBits - 1))),
                 ones = _mm512_set1_epi8(1);

@@ -1,5 +1,5 @@
-// Kernels for CPUs with AVX-512 VNNI: those for AVX2, with sums of four products of bytes by one
-// instruction, and one for few rows of int8 x.
+// Kernels for CPUs with AVX-512 VNNI: the AVX2 kernels with one instruction for the sum of four
+// products of bytes, and a kernel for few rows of int8 x.
 #include "cpu/avx2_dequantize.h"
 #include "cpu/avx2_panel.h"
 #include "cpu/avx512_rows.h"
