@@ -35,7 +35,7 @@ class Launched(NamedTuple):
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
-    """Launches of what runs as if the CPU were an H100."""
+    """Record launches instead of making them; the CPU passes for an H100."""
     launches: list[Launched] = []
     device = _C.Device(90, 132, 232448, 3352)
     monkeypatch.setattr(_C, "current_device", lambda: device)
@@ -120,7 +120,7 @@ def test_another_call_has_another_launch(launched: list[Launched], name: str) ->
     assert launched[3].problem is launched[0].problem
 
 
-def test_what_a_launch_does_not_tell_is_not_kept(launched: list[Launched]) -> None:
+def test_unusual_calls_keep_no_launch(launched: list[Launched]) -> None:
     packed = packed_weight()
     copied = image().contiguous()  # in memory the channels come first
     residual = torch.randn(2, CHANNELS, 6, 6).half()

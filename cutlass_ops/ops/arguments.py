@@ -29,6 +29,13 @@ NO_TANGENTS = (
 )
 
 
+def modes_are_active() -> bool:
+    """Whether torch.jit.trace, forward-mode differentiation or a transform of torch.func is
+    active.
+    """
+    return jit_state() is not None or forward_ad._current_level >= 0 or func_transforms()
+
+
 def runs_directly(
     a: Tensor, b: Tensor | None = None, c: Tensor | None = None, d: Tensor | None = None
 ) -> bool:

@@ -283,7 +283,7 @@ def _mixed_conv(
         described = (dims, *geometry, *map(type, geometry), activation, act_quant, act_symmetric)
         y, key = conv_gpu.repeat(x, weight, bias, (*described, out_dtype))
         if y is not None:
-            return y
+            return _channels_second(y)
     arguments.check_float("x", x, weight.device)
     arguments.check_device(weight.device)
     arguments.check_transforms(f"mixed_conv{dims}d", x, bias, residual)
@@ -346,7 +346,12 @@ def run_conv(
         y = None if weight.gpu < 0 else conv_gpu.convolve(x.detach(), weight, geometry, call, key)
         if y is None:
             y = conv_torch.convolve(x.detach(), weight, geometry, call)
-    return y.contiguous().permute(0, -1, *range(1, y.dim() - 1))
+    return _channels_second(y.contiguous())
+
+
+def _channels_second(y: Tensor) -> Tensor:
+    """A result ``[B, *out, N]`` in torch's order of dimensions."""
+    return y.permute(0, -1, *range(1, y.dim() - 1))
 
 
 # ---- torch.library

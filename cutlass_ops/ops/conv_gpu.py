@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
-from torch.autograd import forward_ad
 
 from .. import _C
 from ..reference.conv import Geometry
@@ -45,23 +44,20 @@ class Launch(NamedTuple):
     Attributes:
         problem, plan: with the pointers of the call that found them.
         bias: the address of the weight's bias, or 0.
-        shape: of the result, channels last.
-        order: of the result's dimensions, for torch's order of them.
-        dtype: of the result.
+        shape, dtype: of the result, channels last.
     """
 
     problem: _C.ImageProblem
     plan: _C.Plan
     bias: int
     shape: tuple[int, ...]
-    order: tuple[int, ...]
     dtype: torch.dtype
 
 
 def repeat(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, call: tuple[Any, ...]
 ) -> tuple[Tensor | None, Any]:
-    """The result of a convolution ``[B, N, *out]`` by the launch that an earlier call found: the
+    """The result of a convolution ``[B, *out, N]`` by the launch that an earlier call found: the
     checks and the choice of a kernel take several times as long.
 
     Args:
@@ -73,12 +69,7 @@ def repeat(
     """
     if type(x) not in arguments.TENSORS or not arguments.runs_directly(x, bias):
         return None, None
-    if (
-        arguments.jit_state() is not None
-        or forward_ad._current_level >= 0
-        or arguments.func_transforms()
-        or arguments.any_autocast()
-    ):
+    if arguments.modes_are_active() or arguments.any_autocast():
         return None, None
     if bias is not None and (bias.get_device() != weight.gpu or not bias.is_contiguous()):
         return None, None
@@ -96,17 +87,18 @@ def repeat(
     if launch is None or start % _VECTOR or torch.cuda.current_device() != weight.gpu:
         return None, key
     y = torch.empty(launch.shape, dtype=launch.dtype, device=weight.device)
-    _run(launch, start, launch.bias if bias is None else bias.data_ptr(), y)
-    return y.permute(launch.order), None
+    address = launch.bias if bias is None else bias.data_ptr()
+    _run(launch.problem, launch.plan, start, address, y)
+    return y, None
 
 
-def _run(launch: Launch, x: int, bias: int, y: Tensor) -> None:
-    """Write the result to y."""
-    size = launch.plan.workspace
+def _run(problem: _C.ImageProblem, plan: _C.Plan, x: int, bias: int, y: Tensor) -> None:
+    """Write the problem's result for x and bias at these addresses to y."""
+    size = plan.workspace
     workspace = torch.empty(size, dtype=torch.uint8, device=y.device) if size else None
     _C.mixed_conv(
-        launch.problem,
-        launch.plan,
+        problem,
+        plan,
         x,
         bias,
         y.data_ptr(),
@@ -339,16 +331,13 @@ def _by_products(
             plan = problem.plan(device)
             if plan is None:
                 return False
-            order = (0, y.dim() - 1, *range(1, y.dim() - 1))
-            launch = Launch(
-                problem, plan, native.pointer(weight.bias), tuple(y.shape), order, y.dtype
-            )
-            _run(launch, _first(images, group, groups), native.pointer(own_bias), own_y)
+            _run(problem, plan, _first(images, group, groups), native.pointer(own_bias), own_y)
             if own_y is not y:
                 y[..., features] = own_y
-    if key is not None and groups == 1 and images.data_ptr() == x.data_ptr():
-        launches = weight.conv_launches
-        if len(launches) >= _MOST_LAUNCHES:
-            launches.clear()
-        launches[key] = launch
+            elif key is not None and images.data_ptr() == x.data_ptr():
+                launches = weight.conv_launches
+                if len(launches) >= _MOST_LAUNCHES:
+                    launches.clear()
+                bias = native.pointer(weight.bias)
+                launches[key] = Launch(problem, plan, bias, tuple(y.shape), y.dtype)
     return True

@@ -12,7 +12,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from .. import _C, reference
@@ -31,8 +30,7 @@ from .arguments import (
     check_residual,
     check_transforms,
     dtype_names,
-    func_transforms,
-    jit_state,
+    modes_are_active,
     requires_grad,
     runs_directly,
 )
@@ -186,9 +184,7 @@ def mixed_gemm(
         product: Tensor | None = _C.product(weight, x, act_quant, act_symmetric, None)
         if product is not None:
             return product
-    if not dynamo and (
-        jit_state() is not None or forward_ad._current_level >= 0 or func_transforms()
-    ):
+    if not dynamo and modes_are_active():
         check_transforms("mixed_gemm", x, bias, residual)
     differentiable = False
     if is_grad_enabled():
