@@ -141,15 +141,15 @@ constexpr int half_x_rows(int m) {
 // if the CTAs have different rows, all rows of its tile.
 template <class C>
 struct XRowsShare {
-  int first, loaded;  // in the tile; loaded: of it in all
-  uint16_t ctas;      // a bit each
+  int first, copied, loaded;  // in the tile; loaded: of it in all
+  uint16_t ctas;              // a bit each
 
   __device__ __forceinline__ XRowsShare(Params const& p, int rank) {
     if (C::kSplitsRows && p.splits_rows) {
-      first = 0, loaded = C::kBlockM, ctas = uint16_t(1 << rank);
+      first = 0, copied = loaded = C::kBlockM, ctas = uint16_t(1 << rank);
     } else {
-      int const half = C::kShortTiles ? p.half_x_rows : C::kBlockM / C::kCluster;
-      first = rank * half, loaded = C::kCluster * half, ctas = (1 << C::kCluster) - 1;
+      copied = C::kShortTiles ? p.half_x_rows : C::kBlockM / C::kCluster;
+      first = rank * copied, loaded = C::kCluster * copied, ctas = (1 << C::kCluster) - 1;
     }
   }
 };
@@ -204,7 +204,8 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
           x_rows.copy_next(
               leader, map, full, share.ctas,
               stage + C::kActivations + panel * C::kPanelBytes + share.first * C::kSwizzleBytes,
-              k * kKPerTile + panel * C::kPanelColumns);
+              k * kKPerTile + panel * C::kPanelColumns, p.weight.k,
+              share.copied * C::kSwizzleBytes);
         if (leader) {
           int64_t vector = int64_t(k) * p.x.stride + m0;
           if (scaled)

@@ -15,10 +15,16 @@
 
 namespace cutlass_ops::hopper {
 
+// Zeros for copies of up to 256 rows of 128 bytes. TMA fills what is beyond a tensor at 8 bytes a
+// clock, and copies these several times as fast.
+static __device__ uint4 missing_columns[256 * 128 / 16];
+
 // kColumns: of a copy; it divides kKPerTile. kImages: whether x may be an image.
 template <int kColumns, bool kImages>
 class XRows {
   static constexpr auto kHint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  // Whether a copy may have no column of x. (Codes are padded to whole K tiles.)
+  static constexpr bool kMayMiss = kColumns < kKPerTile;
 
   ImageTiles const& image_;
   int row_;       // the first; of an image, the number of the image
@@ -38,15 +44,23 @@ class XRows {
     }
   }
 
-  // Copies the next columns, from `column` of K on, to `ctas` of the cluster, a bit each. All lanes
-  // call this; `copies`: whether this lane issues the copy.
+  // Copies the next columns, from `column` of `columns` on, to `ctas` of the cluster, a bit each.
+  // All lanes call this; `copies`: whether this lane issues the copy, of so many bytes.
   __device__ __forceinline__ void copy_next(bool copies, CUtensorMap const& map, uint64_t* full,
-                                            uint16_t ctas, uint8_t* to, int column) {
+                                            uint16_t ctas, uint8_t* to, int column, int columns,
+                                            int bytes) {
     if (!kImages || image_.columns == 0) {
-      if (copies) cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, ctas, kHint, to, column, row_);
+      if (!copies) return;
+      if (kMayMiss && column >= columns) {
+        bulk_copy_multicast(missing_columns, full, ctas, to, bytes);
+      } else {
+        cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, ctas, kHint, to, column, row_);
+      }
       return;
     }
-    if (copies) {
+    if (kMayMiss && tap_.channel >= image_.channels) {
+      if (copies) bulk_copy_multicast(missing_columns, full, ctas, to, bytes);
+    } else if (copies) {
       auto const offset = [&](int axis) {
         return uint16_t(tap_.tap[axis] * image_.dilation[axis]);
       };

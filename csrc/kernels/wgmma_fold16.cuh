@@ -221,7 +221,7 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
       if (leader) TransactionBarrier::arrive_and_expect_tx(full, C::kCluster * half * 128);
       x_rows.copy_next(leader, map, full, kEveryBlock,
                        shared + ring.stage * C::kPanelBytes + rank * half * 128,
-                       step * C::kKSlices * 16);
+                       step * C::kKSlices * 16, p.weight.k, half * 128);
     }
   }
 }
