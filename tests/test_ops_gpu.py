@@ -398,6 +398,33 @@ def test_few_features(
     check_small_batches(fmt, n, k, HALF, (40, 129, 360, 1000, 2304, 60007), act_quant)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+@pytest.mark.parametrize(
+    ("n", "k", "group_size", "act_quant"),
+    [(64, 256, 128, "block"), (100, 1032, 128, "block"), (128, 56, -1, "token")],
+)
+def test_tiles_that_quantise_their_own_x(
+    n: int, k: int, group_size: int, act_quant: str, dtype: torch.dtype, bits: int
+) -> None:
+    """Their bits are those of the product with the quantiser's codes; rows with NaN and with zeros
+    alone are among them.
+    """
+    fmt = Format(bits, "symmetric", group_size, dtype)
+    packed = co.reorder(make_weight(fmt, n, k, exact=False))
+    for m in (20001, 31999):
+        x = make_floats(m, k, dtype) * torch.rand(m, 1, device=GPU).to(dtype)
+        x[m // 2] = 0
+        x[m // 3, k - 1] = float("nan")
+        assert "quantize_activations" not in co.explain(x, packed, act_quant).launches
+        codes = co.quantize_activations(x, 128 if act_quant == "block" else -1)
+        y = multiply(x, packed, act_quant=act_quant)
+        want = multiply(codes, packed)
+        assert torch.equal(y.isnan(), want.isnan())
+        assert y[m // 3].isnan().all()
+        assert torch.equal(y.nan_to_num(), want.nan_to_num())
+
+
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize(("bits", "scales"), [(4, HALF), (8, BFLOAT), (8, FLOAT)])
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map,
   auto& barriers = *reinterpret_cast<Barriers<C>*>(stages + C::kSharedBytes - 256);
   int rank = int(cute::block_rank_in_cluster()), warpgroup = threadIdx.x / 128;
   int const preparing_warps = C::kImages && p.image.columns ? kPixelWarps : 1;
+  int const preparing = C::kQuantizes ? kQuantizingWarps + 1 : 32 * preparing_warps;
   bool const index = by_index<C>(p);
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
@@ -55,14 +56,15 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map,
       // an index.
       TransactionBarrier::init(&barriers.full[i], index ? 1 + 32 * kIndexWarps : 2);
       ClusterBarrier::init(&barriers.empty[i], C::kCluster * C::kWarpgroups * 4);
-      ClusterBarrier::init(&barriers.prepared[i], 32 * preparing_warps);  // the lanes
+      // The lanes; or the warps that quantise, and the one that prepares the weights' scales.
+      ClusterBarrier::init(&barriers.prepared[i], preparing);
     }
     cutlass::arch::fence_barrier_init();
   }
   cute::cluster_arrive_relaxed();
   cute::cluster_wait();
   if (index) pdl_wait();  // the previous kernel writes the tiles
-  if (warpgroup == 0) {
+  if (warpgroup < C::kLoadingWarpgroups) {
     cutlass::arch::warpgroup_reg_dealloc<C::kLoadingRegisters>();
     // Provably the same in all lanes: then a role's addresses stay in the uniform registers that
     // copies need. Otherwise every copy becomes a loop over the lanes that might differ, and its
@@ -73,7 +75,10 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map,
     if constexpr (C::kGrouped) {
       if (index && warp % 2 == 1) produce_rows_by_index<C>(stages, barriers, p, warp / 2);
     }
-    if constexpr (C::kLoadTokenScales) {
+    if constexpr (C::kQuantizes) {
+      if (warp == 2) prepare_all_weight_scales<C>(stages, barriers, p);
+      if (warp >= 4) quantize_x_rows<C>(stages, barriers, p, warp - 4);
+    } else if constexpr (C::kLoadTokenScales) {
       if (index) {
         if constexpr (C::kGrouped) {
           if (warp == 2) prepare_scales_by_index<C>(stages, barriers, p);
@@ -88,7 +93,8 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map,
     cutlass::arch::warpgroup_reg_alloc<C::kRegisters>();
     if constexpr (C::kShortTiles) clear_missing_x_rows<C>(stages, p);
     pdl_wait_and_launch_dependents();
-    C::consume(stages, staging, barriers, out_map, p, ThreadCoord<C>(p, rank, warpgroup - 1));
+    C::consume(stages, staging, barriers, out_map, p,
+               ThreadCoord<C>(p, rank, warpgroup - C::kLoadingWarpgroups));
     cute::tma_store_wait<0>();
   }
   // A block must not exit before its neighbour's last arrivals and copies.
@@ -182,7 +188,8 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Pa
       along_m ? C::kBlockM / C::kCluster : half_x_rows<C>(problem.m),
       false,
       along_m,
-      ImageTiles(problem)};
+      ImageTiles(problem),
+      problem.x_type};
   int const tiles = p.row_pairs * p.m_tiles;
   if (plan.slices > 1 && plan.tail_tiles == 0) p.split_tiles = tiles;  // split-K
   p.whole_tiles = tiles - p.split_tiles;

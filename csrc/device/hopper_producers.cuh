@@ -4,6 +4,7 @@
 
 #include "device/hopper_tiles.cuh"
 #include "device/launch.cuh"
+#include "device/quantize.cuh"
 
 namespace cutlass_ops::hopper {
 
@@ -170,7 +171,7 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
     if constexpr (!C::kGrouped) prefetch_residual<C>(p, first_feature<C>(work.pair, rank, p), m0);
     // prepare_pixels() loads the scales of an image. In a cluster along M, all rows of a CTA's tile
     // may be beyond the last row of x.
-    int scaled = !C::kLoadTokenScales || (C::kImages && p.image.columns)
+    int scaled = !C::kLoadTokenScales || C::kQuantizes || (C::kImages && p.image.columns)
                      ? 0
                      : min(C::kBlockM, max(0, p.x.stride - m0));
     int bytes =
@@ -300,11 +301,13 @@ __device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& bar
   }
 }
 
-// Moves the scale of a tile's row of x to its place in that order.
+// The place of a tile's row of x in that order.
+__device__ __forceinline__ unsigned factor_place(unsigned row) {
+  return row / 16 * 16 + row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2;
+}
 template <class C>
 __device__ __forceinline__ void store_factor(float* factors, int row, float scale) {
-  int const place = row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2;
-  if (row < C::kBlockM) factors[row / 16 * 16 + place] = scale;
+  if (row < C::kBlockM) factors[factor_place(unsigned(row))] = scale;
 }
 
 // The same for an image, by kPixelWarps warps: the scales of the pixels under a tile's tap, from
@@ -356,6 +359,89 @@ __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& bar
       ClusterBarrier::arrive(&barriers.prepared[ring.stage]);
     }
   }
+}
+
+// Calls f with each stage of x and weights that a CTA receives, in turn.
+template <class C, class F>
+__device__ __forceinline__ void for_each_stage(uint8_t* stages, Barriers<C>& barriers,
+                                               typename C::Params const& p, F const& f) {
+  Ring<C::kStages> ring;
+  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
+  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
+    typename C::Work const work(index, p);
+#pragma unroll 1
+    for (int k = work.first_k(p), end = work.end_k(p); k < end; ++k, ring.advance()) {
+      TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+      f(stages + ring.stage * C::kStageBytes);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) ClusterBarrier::arrive(&barriers.prepared[ring.stage]);
+    }
+  }
+}
+
+// A warp prepares the weights' scales where others quantise x.
+template <class C>
+__device__ __forceinline__ void prepare_all_weight_scales(uint8_t* stages, Barriers<C>& barriers,
+                                                          typename C::Params const& p) {
+  for_each_stage<C>(stages, barriers, p,
+                    [&](uint8_t* stage) { prepare_weight_scales<C>(stage, p, threadIdx.x % 32); });
+}
+
+// The codes of four rows of a stage's x in place of their floats, and their scales in the
+// accumulators' order. `row`: this lane's row. Lanes share a row by eights: each has 16 columns, of
+// 64 in a panel. A row's codes lie where its first panel was. `given`: the range of all x, if
+// `is_given`.
+template <class C, class T>
+__device__ __forceinline__ void quantize_four_rows(uint8_t* stage, int row, bool is_given,
+                                                   Range<true> const& given) {
+  int const sixteen = threadIdx.x % 8, panel = sixteen / 4;
+  // Lanes of the second panel load their halves in the other order: both panels have the same banks.
+  int const half = sixteen % 4 * 2 + panel;
+  uint8_t* const codes = stage + C::kActivations + row * C::kSwizzleBytes;
+  Columns<T> columns;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    uint4 const v = *reinterpret_cast<uint4 const*>(codes + panel * C::kPanelBytes +
+                                                    (((half ^ h) ^ row % 8) << 4));
+    columns.words[4 * h] = v.x, columns.words[4 * h + 1] = v.y;
+    columns.words[4 * h + 2] = v.z, columns.words[4 * h + 3] = v.w;
+  }
+  Span<T, true> span;
+  span.add(columns);
+#pragma unroll
+  for (int distance = 4; distance > 0; distance /= 2) span.add(span.of_lane(distance));
+  __syncwarp();
+  Quantizer<true> const quantizer(is_given ? given : span.range());
+  *reinterpret_cast<uint4*>(codes + ((sixteen ^ row % 8) << 4)) =
+      codes_of(columns, quantizer, panel == 1);
+  if (sixteen == 0)
+    reinterpret_cast<float*>(stage + C::kTokenFactors)[factor_place(row)] = quantizer.scale;
+}
+
+// Quantises a tile's rows of x in blocks of a K tile's columns, or by the range of all x, by
+// kQuantizingWarps warps, as quantize_activations does.
+constexpr int kQuantizingWarps = 12;
+template <class C>
+__device__ __forceinline__ void quantize_x_rows(uint8_t* stages, Barriers<C>& barriers,
+                                                typename C::Params const& p, int warp) {
+  constexpr int kRows = C::kBlockM / kQuantizingWarps;
+  static_assert(C::kBlockM % kQuantizingWarps == 0 && kRows % 4 == 0);
+  int const first = warp * kRows + threadIdx.x % 32 / 8;
+  bool const is_given = p.x.range;
+  Range<true> given{};
+  if (is_given) {
+    pdl_wait();
+    given = given_range<true>(p.x.range);
+  }
+  auto const quantize = [&](auto type) {
+    for_each_stage<C>(stages, barriers, p, [&](uint8_t* stage) {
+#pragma unroll 1
+      for (int row = first; row < first + kRows; row += 4)
+        quantize_four_rows<C, decltype(type)>(stage, row, is_given, given);
+      cutlass::arch::fence_view_async_shared();  // before the products read the codes
+    });
+  };
+  p.x_type == DataType::kFloat16 ? quantize(__half()) : quantize(__nv_bfloat16());
 }
 
 // The same for experts' rows that are read through an index, by one warp.

@@ -22,8 +22,10 @@ struct Params;
 //   kZeros         whether every stage brings the weights' zero points
 //   kTokenScales   whether every stage brings scales of the rows of x
 //   kTokenZeros    whether activations have zero points, which come with their scales
+//   kQuantizes     whether x arrives as 16-bit floats, which become codes in their place
 template <int kBits_, int kBlockM_, int kElementBytes, bool kScales_, bool kTokenScales_,
-          bool kTokenZeros_, bool kZeros_, int kStages_, int kWarpgroups_ = 2>
+          bool kTokenZeros_, bool kZeros_, int kStages_, int kWarpgroups_ = 2,
+          bool kQuantizes_ = false>
 struct TileConfig {
   static constexpr int kBits = kBits_;
   static constexpr int kBlockM = kBlockM_;
@@ -46,23 +48,26 @@ struct TileConfig {
   static constexpr int kWindowTiles = 0;            // tiles of K between one compensation
                                                     // (zero_compensation.h) and the next; 0: none
   static constexpr int kWarpgroups = kWarpgroups_;  // that multiply
-  static constexpr int kThreads = wgmma_threads(kWarpgroups);
-  // Registers of a thread in the loading warpgroup, and in the others, which share the rest.
+  static constexpr bool kQuantizes = kQuantizes_;
+  static constexpr int kLoadingWarpgroups = loading_warpgroups(kQuantizes);
+  static constexpr int kThreads = wgmma_threads(kWarpgroups, kQuantizes);
+  // Registers of a thread in a loading warpgroup, and in the others, which share the rest.
   static constexpr int kLoadingRegisters = kWarpgroups > 2 ? 32 : 40;
   static constexpr int kRegisters =
-      ((65536 / kThreads / 8 * 8) * (kWarpgroups + 1) - kLoadingRegisters) / kWarpgroups / 8 * 8;
+      ((65536 / kThreads / 8 * 8) * (kThreads / 128) - kLoadingRegisters * kLoadingWarpgroups) /
+      kWarpgroups / 8 * 8;
   static constexpr int kRows = kRowsPerPanel * kWarpgroups;
   static constexpr int kCluster = 2;
   static constexpr int kSums = kBlockM / 2;  // registers of a thread
 
   static constexpr int kSwizzleBytes = 128;  // of a row of x, side by side in shared memory
   // a stage's rows of x: [panel][x_row][128 B]
-  static constexpr int kColumnPanels = kKPerTile * kElementBytes / kSwizzleBytes;
+  static constexpr int kColumnPanels = kKPerTile * (kQuantizes ? 2 : kElementBytes) / kSwizzleBytes;
   static constexpr int kPanelColumns = kKPerTile / kColumnPanels;
   static constexpr int kPanelBytes = kBlockM * kSwizzleBytes;
 
-  static constexpr WgmmaCta kCta{kBits,        kBlockM, kElementBytes, kScales_,    kTokenScales_,
-                                 kTokenZeros_, kZeros_, kStages_,      kWarpgroups_};
+  static constexpr WgmmaCta kCta{kBits,        kBlockM, kElementBytes, kScales_,     kTokenScales_,
+                                 kTokenZeros_, kZeros_, kStages_,      kWarpgroups_, kQuantizes_};
   static constexpr int kActivations = 0, kWeights = kCta.weights, kTokenScales = kCta.x_scales,
                        kTokenZeros = kCta.x_zeros, kTokenFactors = kCta.x_factors,
                        kScales = kCta.scales, kZeroPoints = kCta.zeros;
@@ -104,6 +109,7 @@ struct Params {
                       // is one
   bool splits_rows;   // a cluster's CTAs have the same features and neighbouring tiles of rows of x
   ImageTiles image;   // whose pixels are the rows of x, if they are
+  DataType x_type;    // of x that is quantised here
 };
 
 // For kernels whose stages along K are tiles and, after each window of tiles, a compensation

@@ -130,11 +130,13 @@ struct Quantizer {
     return kSymmetric ? q : fminf(fmaxf(q + zero, -128.0f), 127.0f) - zero;
   }
 
-  // The codes of a.x, b.x, a.y, b.y from the lowest byte on.
-  __device__ __forceinline__ uint32_t codes(float2 a, float2 b) const {
+  // The codes of a.x, b.x, a.y, b.y from the lowest byte on; symmetric, if `swapped`, of b.x, a.x,
+  // b.y, a.y.
+  __device__ __forceinline__ uint32_t codes(float2 a, float2 b, bool swapped = false) const {
     uint32_t q[4] = {rounded(a.x), rounded(b.x), rounded(a.y), rounded(b.y)}, word;
     if (kSymmetric) {
-      word = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
+      word = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040),
+                         swapped ? 0x4501 : 0x5410);
     } else {
       asm("{ .reg .b32 upper;\n"
           "cvt.pack.sat.s8.s32.b32 upper, %4, %3, 0;\n"
@@ -257,14 +259,18 @@ struct Span<float, kSymmetric> {
   __device__ __forceinline__ Range<kSymmetric> range() const { return all; }
 };
 
-// The codes of 16 columns in kernel order: 0, 8, 1, 9, ..., 7, 15.
+// The codes of 16 columns in kernel order: 0, 8, 1, 9, ..., 7, 15. `swapped`: columns 8 to 15 come
+// first in c.
 template <class T, bool kSymmetric>
 __device__ __forceinline__ uint4 codes_of(Columns<T> const& c,
-                                          Quantizer<kSymmetric> const& quantizer) {
+                                          Quantizer<kSymmetric> const& quantizer,
+                                          bool swapped = false) {
   static_assert(activation_position(0) == 0 && activation_position(8) == 1 &&
                 activation_position(1) == 2 && activation_position(15) == 15);
-  return make_uint4(quantizer.codes(c.pair(0), c.pair(4)), quantizer.codes(c.pair(1), c.pair(5)),
-                    quantizer.codes(c.pair(2), c.pair(6)), quantizer.codes(c.pair(3), c.pair(7)));
+  return make_uint4(quantizer.codes(c.pair(0), c.pair(4), swapped),
+                    quantizer.codes(c.pair(1), c.pair(5), swapped),
+                    quantizer.codes(c.pair(2), c.pair(6), swapped),
+                    quantizer.codes(c.pair(3), c.pair(7), swapped));
 }
 
 // The sum of 16 codes.

@@ -26,6 +26,7 @@ int slice_count(GemmProblem const& problem, Device const& device, KernelSpec con
 
 // The index in kCards of the card whose costs a device has.
 int card_of(Device const& device);
+int bandwidth_of(Device const& device);  // that card's, GB/s
 
 // The cost of a tile for K = 4096 that applies.
 int TileCost::* cost_kind(GemmProblem const& problem, Device const& device,

@@ -31,7 +31,7 @@ void persistent_grid(GemmProblem const& problem, Device const& device, Candidate
   int const work = tiles - tail_split + tail_split * (plan->tail.parts - 1) + plan->tail.last;
   plan->grid_x = std::min(work, clusters) * tile.cluster_size;
   plan->cluster_size = tile.cluster_size;
-  plan->threads = wgmma_threads(warpgroups(tile));
+  plan->threads = wgmma_threads(warpgroups(tile), plan->quantizes);
 }
 
 }  // namespace
@@ -96,12 +96,13 @@ bool shape_wgmma_gemm_a8(GemmProblem const& problem, Device const& device,
   WgmmaCta const cta{bits,
                      cta_block_m(tile),
                      1,
-                     !sums_whole_rows(problem) && !sums_whole_taps(problem),
-                     blocks,
+                     plan->quantizes || (!sums_whole_rows(problem) && !sums_whole_taps(problem)),
+                     blocks || plan->quantizes,
                      zeros,
                      w.zeros && !compensates_weight_zeros(problem),
                      tile.stages,
-                     warpgroups(tile)};
+                     warpgroups(tile),
+                     plan->quantizes};
   plan->shared_bytes = cta.shared_bytes;
   int tiles = int(k_tiles(w));
   if (candidate.compensates && blocks) tiles += compensation_windows(tiles, bits);

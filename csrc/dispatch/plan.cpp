@@ -19,9 +19,9 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
     size_t const vectors = size_t(blocks) * layout.stride;
     layout.zeros = layout.scales + align_256(vectors * sizeof(float));
     layout.splitk_workspace = layout.zeros + (problem.act_symmetric ? 0 : align_256(vectors));
-    if (problem.act_quant == ActQuant::kTensor)
-      layout.range = layout.splitk_workspace, layout.splitk_workspace += 256;
   }
+  layout.ranges = problem.act_quant == ActQuant::kTensor && !problem.quantized.codes;
+  if (layout.ranges) layout.range = layout.splitk_workspace, layout.splitk_workspace += 256;
   if (upcasts && !plan->quantizes && (multiplies_int8(problem) || is_irregular(problem))) {
     layout.upcasts = true, layout.upcast = layout.splitk_workspace;
     layout.splitk_workspace = layout.upcast + align_256(size_t(x_rows) * k_pad * 2);
@@ -75,7 +75,7 @@ Status plan(GemmProblem const& problem, Device const& device, Plan* plan) {
 // In the order of mixed_gemm (ops.cpp).
 std::vector<char const*> launches(Plan const& plan) {
   std::vector<char const*> names;
-  if (plan.layout.block) {
+  if (plan.layout.block || plan.layout.ranges) {
     names.push_back("quantize_activations");
   } else if (plan.layout.upcasts) {
     names.push_back("upcast_activations");

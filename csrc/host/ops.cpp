@@ -117,24 +117,24 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
     ready.quantized.upcast = base + layout.upcast, ready.quantized.upcast_type = problem.x_type;
     ready.quantized.upcast_row_scales = is_image(problem);  // another one under each tap
   }
+  if (layout.ranges) ready.quantized.range = reinterpret_cast<uint32_t*>(base + layout.range);
   if (layout.compensates) {
     ready.quantized.zero_values = base + layout.zero_values;
     ready.quantized.zero_scales = reinterpret_cast<float*>(base + layout.zero_scales);
   }
   Status status;
   if (layout.sums) place_colsums(&ready.weight, base + layout.colsums);
-  if (status.ok() && layout.block) {
-    QuantizeProblem quantize{
-        problem.x,
-        problem.x_type,
-        problem.x_stride,
-        int(stored_rows(problem)),
-        stored_columns(problem),
-        problem.weight.perm,
-        ready.quantized,
-        layout.range ? reinterpret_cast<uint32_t*>(base + layout.range) : nullptr};
-    if (quantize.range) status = launch_find_range(quantize, problem.act_symmetric, stream);
-    if (status.ok())
+  if (status.ok() && (layout.block || layout.ranges)) {
+    QuantizeProblem const quantize{problem.x,
+                                   problem.x_type,
+                                   problem.x_stride,
+                                   int(stored_rows(problem)),
+                                   stored_columns(problem),
+                                   problem.weight.perm,
+                                   ready.quantized,
+                                   ready.quantized.range};
+    if (layout.ranges) status = launch_find_range(quantize, problem.act_symmetric, stream);
+    if (status.ok() && layout.block)
       status = launch_quantize_activations(
           quantize, stream, {chosen.quantizer_starts_early, chosen.quantizer_spreads});
   } else if (status.ok() && layout.upcasts) {

@@ -84,8 +84,12 @@ struct BookA16Cta {
 
 // ---- wgmma_gemm_a8, wgmma_gemm_a16: hopper::TileConfig
 
-// Threads of the warpgroups that multiply, and of one that loads.
-constexpr int wgmma_threads(int warpgroups) { return 128 * (warpgroups + 1); }
+// Warpgroups that load: three more quantise 16-bit x.
+constexpr int loading_warpgroups(bool quantizes) { return quantizes ? 4 : 1; }
+// Threads of the warpgroups that multiply, and of those that load.
+constexpr int wgmma_threads(int warpgroups, bool quantizes = false) {
+  return 128 * (warpgroups + loading_warpgroups(quantizes));
+}
 
 struct WgmmaCta {
   int bits, block_m;
@@ -95,12 +99,13 @@ struct WgmmaCta {
   bool x_has_zeros;
   bool has_zeros;  // the weights have zero points
   int stages, warpgroups;
+  bool quantizes;  // x arrives as 16-bit floats, which the CTA quantises in their place
 
   bool load_x_zeros = x_has_zeros && load_x_scales;  // with each stage
   // Offsets in a stage: activations, then
-  int weights = block_m * kKPerTile * x_bytes;
+  int weights = block_m * kKPerTile * (quantizes ? 2 : x_bytes);
   int x_scales = weights + warpgroups * k_tile_bytes(bits);
-  int x_zeros = x_scales + (load_x_scales ? block_m * 4 : 0);
+  int x_zeros = x_scales + (load_x_scales && !quantizes ? block_m * 4 : 0);
   // what prepare_x_rows() makes of both
   int x_factors = x_zeros + (load_x_zeros ? block_m : 0);
   int scales = x_factors + (load_x_scales ? block_m * 4 : 0) + (load_x_zeros ? block_m * 4 : 0);
@@ -112,10 +117,11 @@ struct WgmmaCta {
   // 16-bit outputs. Stages of more than 176 rows of x leave little room, least with two-byte
   // elements.
   bool large = block_m > 176 && x_bytes == 2;
-  int store_rows = large ? 16 : block_m % 32 ? block_m / 2 : 32;
-  int line_rows = block_m <= 176 ? block_m
-                  : x_bytes == 2 ? ByWidth<int>(112, 64)[bits]
-                                 : ByWidth<int>(block_m, block_m / 2)[bits];
+  int store_rows = large || quantizes ? 16 : block_m % 32 ? block_m / 2 : 32;
+  int line_rows = quantizes        ? block_m / 2
+                  : block_m <= 176 ? block_m
+                  : x_bytes == 2   ? ByWidth<int>(112, 64)[bits]
+                                   : ByWidth<int>(block_m, block_m / 2)[bits];
   // The distance between rows of x, in floats; it avoids bank conflicts of the transposing writes.
   int store_stride = kRowsPerPanel + 4;
   int line_bytes = kRowsPerPanel * 2;
@@ -133,7 +139,8 @@ struct WgmmaCta {
   int shared_bytes = stages * stage_bytes + store_bytes + end_bytes + 256;
 
   constexpr WgmmaCta(int bits_, int block_m_, int x_bytes_, bool load_scales_, bool load_x_scales_,
-                     bool x_has_zeros_, bool has_zeros_, int stages_, int warpgroups_)
+                     bool x_has_zeros_, bool has_zeros_, int stages_, int warpgroups_,
+                     bool quantizes_ = false)
       : bits(bits_),
         block_m(block_m_),
         x_bytes(x_bytes_),
@@ -142,7 +149,8 @@ struct WgmmaCta {
         x_has_zeros(x_has_zeros_),
         has_zeros(has_zeros_),
         stages(stages_),
-        warpgroups(warpgroups_) {}
+        warpgroups(warpgroups_),
+        quantizes(quantizes_) {}
 };
 
 // ---- wgmma_fold16

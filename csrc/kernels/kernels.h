@@ -64,11 +64,15 @@ Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* s
 // rows of x, and kFourWarpgroups. 144 rows are for activations without zero points, 256 for int32
 // sums over all of K, which need no second set of sums.
 constexpr ByWidth<bool> kFourWarpgroups(true, false);
-constexpr Tile wgmma_gemm_a8_tile(int bits, int block_m, int warpgroups = 2) {
+constexpr Tile wgmma_gemm_a8_tile(int bits, int block_m, int warpgroups = 2,
+                                  bool quantizes = false) {
   int const few_rows = ByWidth<int>(warpgroups == 4 ? 8 : 10, 9)[bits];
   int stages = block_m >= 128 ? 4 : block_m >= 64 ? 6 : few_rows;
+  if (quantizes) stages = ByWidth<int>(6, 5)[bits];
   return {128 * warpgroups, block_m, stages, 1, kHopperSharedBytes, 2};
 }
+// Rows of x of a CTA that quantises them itself, in blocks of a K tile's columns.
+constexpr int kQuantizingHeight = 96;
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                             Stream stream);
 // For experts: tile heights are kGroupedInt8Heights, with two warpgroups.

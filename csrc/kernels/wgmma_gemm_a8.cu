@@ -8,8 +8,9 @@ template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
   CUtensorMap map;
-  Status status = hopper::encode_codes(
-      problem, plan.ctas_along_m > 1 ? C::kBlockM : C::kBlockM / C::kCluster, &map);
+  int const box_x_rows = plan.ctas_along_m > 1 ? C::kBlockM : C::kBlockM / C::kCluster;
+  Status status = C::kQuantizes ? hopper::encode_x(problem, box_x_rows, &map)
+                                : hopper::encode_codes(problem, box_x_rows, &map);
   return status.ok() ? hopper::launch_persistent<C>(wgmma_gemm_a8<C>, problem, plan,
                                                     splitk_workspace, map, stream)
                      : status;
@@ -105,6 +106,12 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
     }
   }
   int const block_m = plan.block_m / plan.ctas_along_m;
+  if (plan.quantizes) {
+    return launch_height<kQuantizingHeight>(plan, block_m, [&](auto height) {
+      using C = Config<Format, height(), Promotion::kBlock, false, false, 2, false, false, true>;
+      return launch_config<C>(problem, plan, splitk_workspace, stream);
+    });
+  }
   return launch_height<32, 64, 96, 128, 144, 176, 256>(plan, block_m, [&](auto height) {
     return launch_plain<Format, height()>(problem, plan, splitk_workspace, stream);
   });

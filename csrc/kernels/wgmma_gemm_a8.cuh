@@ -23,12 +23,12 @@ namespace cutlass_ops {
 namespace {
 
 template <class Format, int kBlockM, Promotion kPromotion, bool kZeros, bool kAsymmetric,
-          int kWarpgroups, bool kCompensates, bool kGrouped>
+          int kWarpgroups, bool kCompensates, bool kGrouped, bool kQuantizes>
 __device__ __forceinline__ void
-Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensates,
-       kGrouped>::consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
-                          CUtensorMap const& out_map, Params const& p,
-                          hopper::ThreadCoord<Config> const& coord) {
+Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensates, kGrouped,
+       kQuantizes>::consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
+                            CUtensorMap const& out_map, Params const& p,
+                            hopper::ThreadCoord<Config> const& coord) {
   using C = Config;
   constexpr bool kBlock = kPromotion == Promotion::kBlock, kTap = kPromotion == Promotion::kTap;
   constexpr bool kChannel = kPromotion == Promotion::kChannel;
@@ -139,6 +139,8 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
                                C::kActivations);
         [[maybe_unused]] ZeroPointProduct<C> zero_point_product;
         if constexpr (C::kMultipliesZeroPoints) zero_point_product.add(a);
+        if constexpr (C::kQuantizes)
+          ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
 #pragma unroll
         for (int k_slice = 0; k_slice < 4; ++k_slice) fence_registers(a[k_slice]);
         fence_registers(integers);
@@ -153,7 +155,7 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
         // While the products run.
         if constexpr (kAsymmetric && kChannel) add_weights(a, total_colsum);
         if constexpr (C::kMultipliesZeroPoints) zero_point_product.spread();
-        if (C::kLoadTokenScales && !C::kStartsFromZeroPoints)
+        if (C::kLoadTokenScales && !C::kStartsFromZeroPoints && !C::kQuantizes)
           ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
         if constexpr (C::kPrepareScales) {
           raw.load_prepared_scales(stage, coord);

@@ -23,12 +23,14 @@ enum class Promotion {
 };
 
 template <class Format, int kBlockM, Promotion kPromotion_, bool kZeros, bool kAsymmetric_,
-          int kWarpgroups = 2, bool kCompensates = false, bool kGrouped_ = false>
+          int kWarpgroups = 2, bool kCompensates = false, bool kGrouped_ = false,
+          bool kQuantizes = false>
 struct Config
-    : hopper::TileConfig<
-          Format::kBits, kBlockM, 1, (kPromotion_ < Promotion::kTap),
-          kPromotion_ == Promotion::kBlock || kPromotion_ == Promotion::kTap, kAsymmetric_, kZeros,
-          wgmma_gemm_a8_tile(Format::kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
+    : hopper::TileConfig<Format::kBits, kBlockM, 1, (kPromotion_ < Promotion::kTap),
+                         kPromotion_ == Promotion::kBlock || kPromotion_ == Promotion::kTap,
+                         kAsymmetric_, kZeros,
+                         wgmma_gemm_a8_tile(Format::kBits, kBlockM, kWarpgroups, kQuantizes).stages,
+                         kWarpgroups, kQuantizes> {
   static constexpr bool kGrouped = kGrouped_;  // rows of x and weights are experts'
   static constexpr bool kImages =
       !kAsymmetric_ && !kCompensates && kPromotion_ != Promotion::kToken && !kGrouped;
@@ -56,7 +58,7 @@ struct Config
   // reason stages are then addressed without the block's rank in its cluster. (Measured on an H200,
   // where it is done.)
   static constexpr bool kPrepareScales =
-      kPromotion_ == Promotion::kBlock && !kAsymmetric && !kZeros && kBlockM >= 128;
+      kPromotion_ == Promotion::kBlock && !kAsymmetric && !kZeros && (kBlockM >= 128 || kQuantizes);
   // Whether a warp's lanes synchronise before they release a stage. It is not necessary, but
   // changes the compiler's schedule of the main loop. With one scale a block tiles of 176 rows and
   // int4 weights without zero points take less time; others take as long or longer. Where zero
@@ -82,9 +84,10 @@ struct Config
   static constexpr bool kConvertsScalesEarly =
       kPromotion == Promotion::kToken && !kAsymmetric &&
       (kZeros || ByWidth<bool>(false, true)[Format::kBits]);
-  static_assert(Config::kSharedBytes <=
-                    wgmma_gemm_a8_tile(Format::kBits, kBlockM, kWarpgroups).shared_bytes,
-                "its tile promises less shared memory");
+  static_assert(
+      Config::kSharedBytes <=
+          wgmma_gemm_a8_tile(Format::kBits, kBlockM, kWarpgroups, kQuantizes).shared_bytes,
+      "its tile promises less shared memory");
 
   static __device__ void consume(uint8_t* stages, float* staging,
                                  hopper::Barriers<Config>& barriers, CUtensorMap const& out_map,

@@ -51,7 +51,8 @@ TEST(ImagePlans, PutTheCtasOfAClusterAlongMForFewOutputChannels) {
           for (int n : {64, 128, 256, 320, 640}) {
             GemmProblem const p = convolution(batch, size, 128, n, bits, act_quant);
             Plan const chosen = planned(p);
-            EXPECT_EQ(chosen.threads, 128 * (chosen.block_n * chosen.ctas_along_m / 128 + 1));
+            int const loading = chosen.quantizes ? 4 : 1;
+            EXPECT_EQ(chosen.threads, 128 * (chosen.block_n * chosen.ctas_along_m / 128 + loading));
             used.emplace(chosen.kernel, chosen.block_n, chosen.block_m, chosen.ctas_along_m);
             for (Candidate const& c : chosen.spec->candidates(p))
               if (c.tile.ctas_along_m > 1)
@@ -84,6 +85,48 @@ TEST(MatrixPlans, OfFewFeaturesPutTheCtasOfAClusterAlongM) {
     EXPECT_EQ(ctas(n, ActQuant::kBlock, false, 128), 1);
   }
   for (int n : {192, 256, 512}) EXPECT_EQ(ctas(n, ActQuant::kNone, true, 128), 1);
+}
+
+TEST(MatrixPlans, OfFewFeaturesQuantiseXInTheProduct) {
+  auto const of = [](int n, int k, ActQuant act_quant) {
+    GemmProblem p = convolution(0, 0, k, n, 8, act_quant);
+    p.m = 60000, p.weight.k = k;
+    return p;
+  };
+  for (int n : {64, 128}) {
+    Plan const p = planned(of(n, 1024, ActQuant::kBlock));
+    EXPECT_TRUE(p.quantizes);
+    EXPECT_EQ(p.threads, 768);
+    EXPECT_EQ(p.layout.block, 0);
+    EXPECT_TRUE(planned(of(n, 128, ActQuant::kToken)).quantizes);
+  }
+  // An image's pixels under one tap, and not under several.
+  GemmProblem image = convolution(16, 64, 128, 128, 8, ActQuant::kTensor);
+  EXPECT_FALSE(planned(image).quantizes);
+  for (int axis : {1, 2}) {
+    image.image.taps[axis] = 1, image.image.padding[axis] = 0, image.image.stride[axis] = 2,
+    image.image.out[axis] = 32;
+  }
+  image.m = 16 * 32 * 32, image.weight.k = 128;
+  Plan const strided = planned(image);
+  EXPECT_TRUE(strided.quantizes);
+  EXPECT_TRUE(strided.layout.ranges);
+  EXPECT_EQ(launches(strided), (std::vector<char const*>{"quantize_activations", strided.kernel}));
+  // A row's scale needs all of its K tiles.
+  EXPECT_FALSE(planned(of(64, 256, ActQuant::kToken)).quantizes);
+  // Each tile of features quantises x again.
+  EXPECT_FALSE(planned(of(4096, 1024, ActQuant::kBlock)).quantizes);
+  auto const changed = [&](auto change) {
+    GemmProblem p = of(64, 1024, ActQuant::kBlock);
+    change(p);
+    return planned(p).quantizes;
+  };
+  EXPECT_FALSE(changed([](GemmProblem& p) { p.act_symmetric = false; }));
+  EXPECT_FALSE(changed([](GemmProblem& p) { p.x_type = DataType::kFloat32; }));
+  EXPECT_FALSE(changed([](GemmProblem& p) { p.x_stride = 1026; }));
+  EXPECT_FALSE(changed([](GemmProblem& p) {
+    p.weight.format = Format::kInt4, p.weight.zeros = reinterpret_cast<int8_t*>(some_bytes);
+  }));
 }
 
 // 320 of 384 features, and not of 512.

@@ -14,6 +14,7 @@ struct WorkspaceLayout {
   int stride = 0;        // QuantizedActivations::stride
   int rows = 0;          // QuantizedActivations::rows
   int block = 0;         // QuantizedActivations::block; 0: nothing is quantised before the product
+  bool ranges = false;   // all of x has one scale, whose range is found before the product
   bool upcasts = false;  // x is made rows of 16-bit floats that a tensor map describes
   bool compensates = false;  // zero points of x, or of W, become operands of a product
                              // (zero_compensation.h)

@@ -69,6 +69,9 @@ struct QuantizedActivations {
   int stride = 0;           // elements from one block's scales to the next's; a multiple of 16
   int rows = 0;             // allocated rows of codes, if more than m: a kernel may read them all
 
+  // The range of all x, [2] on the device, for a kernel that quantises x with one scale.
+  uint32_t* range = nullptr;
+
   // What mixed_gemm makes of them, or has made instead of codes, for a kernel that multiplies
   // 16-bit floats: their values, [m][k_pad] in the order of columns.
   void* upcast = nullptr;
