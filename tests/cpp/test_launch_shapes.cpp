@@ -105,6 +105,24 @@ TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
   EXPECT_EQ(stages(8, 28672, 4096, ActQuant::kBlock), 3);
 }
 
+// The next launch's CTAs start beside those of decode_gemm, unless the launch is long.
+TEST(Dispatch, LeavesNoRoomBesideTheCtasOfALongDecodingLaunch) {
+  KernelSpec const& spec = *find_kernel("decode_gemm");
+  auto const leaves_room = [&](int n, int k, int bits, Device const& device) {
+    GemmProblem const p = problem(1, n, k, bits);
+    Plan shaped;
+    EXPECT_TRUE(plan_candidate(p, device, spec, *spec.candidates(p).begin(), &shaped));
+    return 2 * (shaped.shared_bytes + 1024) <= device.shared_memory;
+  };
+  Device slower = kHopper;
+  slower.memory_bandwidth = 3352;
+  EXPECT_TRUE(leaves_room(4096, 4096, 4, kHopper));
+  EXPECT_TRUE(leaves_room(28672, 4096, 4, kHopper));
+  EXPECT_FALSE(leaves_room(28672, 4096, 4, slower));
+  EXPECT_FALSE(leaves_room(28672, 4096, 8, kHopper));
+  EXPECT_FALSE(leaves_room(57344, 4096, 4, kHopper));
+}
+
 // Another kernel decodes where it was measured to be faster: int8 activations and M > 8 with large
 // weights.
 TEST(Dispatch, DecodesUpTo16Rows) {
