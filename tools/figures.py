@@ -295,7 +295,7 @@ def whole_layers() -> str:
         for by_m in [layers[f"{name}, W4A16"]]
         for m in README_MS
     ]
-    rows = {row["layer"]: row for row in read("convolutions_h200.json")["mixed"]}
+    rows = {row["layer"]: row for row in read("convolutions_h100.json")["mixed"]}
     lines += [
         [
             f"{layer}, {mode}",
@@ -417,7 +417,7 @@ def static_layers() -> str:
     """Static int8 layers by the chosen plan and by the best, beside torch's in fp16: those that the
     peers' table lacks.
     """
-    rows = read("convolutions_h200.json")["rows"]
+    rows = read("convolutions_h100.json")["rows"]
     plain = {row["layer"]: row for row in rows if not row["zero_point"]}
     lines = []
     for row in plain.values():
@@ -442,14 +442,14 @@ def static_layers() -> str:
                 [name, digits(row["us"]), "", digits(plain[row["layer"]]["torch_fp16_us"])]
             )
     return (
-        f"{about('convolutions_h200.json')} "
+        f"{about('convolutions_h100.json')} "
         f"Microseconds.\n\n{markdown(['layer', 'chosen plan', 'best plan', 'torch fp16'], lines)}"
     )
 
 
 def mixed_convolutions() -> str:
     """Mixed convolutions in every mode, beside torch's in fp16."""
-    rows = read("convolutions_h200.json")["mixed"]
+    rows = read("convolutions_h100.json")["mixed"]
     modes = list(rows[0]["us"])
     lines = [
         [
@@ -463,7 +463,7 @@ def mixed_convolutions() -> str:
         for row in rows
     ]
     table = markdown(["layer", "torch fp16, us", *modes], lines)
-    return f"{about('convolutions_h200.json')}\n\n{table}"
+    return f"{about('convolutions_h100.json')}\n\n{table}"
 
 
 def engine_files() -> dict[str, dict[str, Any]]:
@@ -860,7 +860,7 @@ def draw_experts(path: Path) -> None:
 
 def draw_convolutions(path: Path) -> None:
     """Layers over modes; the last mode is static int8."""
-    result = read("convolutions_h200.json")
+    result = read("convolutions_h100.json")
     static = {
         row["layer"]: row["us"] / row["torch_fp16_us"]
         for row in result["rows"]
