@@ -1,6 +1,7 @@
 """Convolutions of floats, or of activations that are quantised in the call, with packed weights.
 
-``conv_gpu.py`` computes on a GPU, ``conv_torch.py`` on a CPU.
+``conv_gpu.py`` computes on a GPU, ``conv_cpu.py`` on a CPU; ``conv_torch.py`` has torch compute the
+convolutions that neither takes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import reference
 from ..reference.conv import Geometry
 from ..weights.packed_weight import PackedWeight
-from . import activations, arguments, conv_gpu, conv_torch, library, native
+from . import activations, arguments, conv_cpu, conv_gpu, conv_torch, library, native
 from .call import Call, CallSchema
 
 __all__ = ["mixed_conv1d", "mixed_conv2d", "mixed_conv3d"]
@@ -343,9 +344,13 @@ def run_conv(
     """
     call = call if call.residual is None else call._replace(residual=call.residual.movedim(1, -1))
     with arguments.without_autocast(x.device):
-        y = None if weight.gpu < 0 else conv_gpu.convolve(x.detach(), weight, geometry, call, key)
+        x, y = x.detach(), None
+        if weight.gpu >= 0:
+            y = conv_gpu.convolve(x, weight, geometry, call, key)
+        elif conv_cpu.takes(weight, geometry.groups, call.act_quant):
+            y = conv_cpu.convolve(x, weight, geometry, call)
         if y is None:
-            y = conv_torch.convolve(x.detach(), weight, geometry, call)
+            y = conv_torch.convolve(x, weight, geometry, call)
     return _channels_second(y.contiguous())
 
 
