@@ -44,9 +44,10 @@ def check(runs: dict[str, Run], cycle: int) -> None:
         ValueError: a result is wrong.
     """
     for _ in range(cycle):
-        expected = runs["torch"]()
-        for name, run in runs.items():
-            error = float((run() - expected).norm() / expected.norm())
+        results = {name: run() for name, run in runs.items()}
+        expected = results["torch"]
+        for name, found in results.items():
+            error = float((found - expected).norm() / expected.norm())
             if not error < (0.03 if "A8" in name else 1e-5):
                 raise ValueError(f"the relative error of {name} is {error}")
 
