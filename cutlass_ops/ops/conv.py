@@ -193,7 +193,8 @@ def mixed_conv2d(
 ) -> Tensor:
     """``activation(conv2d(x, W) + bias) + residual`` with a packed weight.
 
-    Sums are fp32, whatever the types; the result is rounded once. On a GPU the kernels of products
+    Sums are fp32, whatever the types; the result is rounded once. On a CPU integer kernels multiply
+    quantised activations of many channels, and torch convolves everything else in fp32. On a GPU the kernels of products
     take the pixels under each tap straight from x. torch's convolution of the dequantised operands
     is used where x is fp32 and not quantised, where the number of output channels of a group is no
     multiple of 64, and where few channels would leave much of the kernels' tiles empty (large
