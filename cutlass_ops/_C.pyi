@@ -315,7 +315,7 @@ def cpu_mixed_gemm(
 def cpu_grouped_gemm(
     weight: PackedWeight,
     n: int,
-    groups: list[tuple[int, int, int]],
+    groups: Sequence[Sequence[int]],
     x_type: DataType,
     x_ptr: int,
     x_stride: int,

@@ -194,16 +194,16 @@ def mixed_conv2d(
     """``activation(conv2d(x, W) + bias) + residual`` with a packed weight.
 
     Sums are fp32, whatever the types; the result is rounded once. On a CPU integer kernels multiply
-    quantised activations of many channels, and torch convolves everything else in fp32. On a GPU the kernels of products
-    take the pixels under each tap straight from x. torch's convolution of the dequantised operands
-    is used where x is fp32 and not quantised, where the number of output channels of a group is no
-    multiple of 64, and where few channels would leave much of the kernels' tiles empty (large
-    results of x's dtype). There sums are rounded to x's dtype before bias, activation and residual,
-    and an infinite sum stays infinite if none of them follows. Weights and quantised activations
-    may be rounded once to x's dtype where the result has it too, as in
-    :func:`cutlass_ops.mixed_gemm`. Depthwise convolutions (one input channel a group) round only
-    the result. The first call with a depthwise weight dequantises it to fp32, keeps the values as
-    long as ``weight.codes`` lives, and waits for the GPU; later calls do not wait. The next call
+    quantised activations of many channels, and torch convolves everything else in fp32. On a GPU
+    the kernels of products take the pixels under each tap straight from x. torch's convolution of
+    the dequantised operands is used where x is fp32 and not quantised, where the number of output
+    channels of a group is no multiple of 64, and where few channels would leave much of the
+    kernels' tiles empty (large results of x's dtype). There sums are rounded to x's dtype before
+    bias, activation and residual, and an infinite sum stays infinite if none of them follows.
+    Weights and quantised activations may be rounded once to x's dtype where the result has it too,
+    as in :func:`cutlass_ops.mixed_gemm`. Depthwise convolutions (one input channel a group) round
+    only the result. The first call with a depthwise weight dequantises it to fp32, keeps the values
+    as long as ``weight.codes`` lives, and waits for the GPU; later calls do not wait. The next call
     sees writes to the weight's tensors; captured CUDA graphs do not. Under ``torch.autocast`` an
     fp32 x is cast to the autocast dtype first.
 
