@@ -149,8 +149,8 @@ def test_a_convolution_is_the_references_product_of_rows_of_pixels(
     kernel, space, geometry = CASES[case]
     n = 256 * geometry.groups
     packed = packed_weight(n, 128, kernel, bits, group_size)
-    assert conv_cpu.takes(packed, geometry.groups, act_quant)
     x = image(2, 128 * geometry.groups, *space)
+    assert conv_cpu.takes(x.shape, packed, geometry, act_quant)
     options = {"act_quant": act_quant, "act_symmetric": symmetric}
     found = MIXED[len(space)](x, packed, None, *geometry, **options)
     assert_same_bits(found, specified(x, packed, geometry, act_quant, symmetric))
@@ -163,8 +163,8 @@ def test_a_convolution_is_the_references_product_of_rows_of_pixels(
 def test_padded_channels_add_nothing(channels: int, act_quant: str, symmetric: bool) -> None:
     kernel, space, geometry = CASES["3x3"]
     packed = packed_weight(130, channels, kernel)
-    assert conv_cpu.takes(packed, 1, act_quant)
     x = image(1, channels, *space)
+    assert conv_cpu.takes(x.shape, packed, geometry, act_quant)
     options = {"act_quant": act_quant, "act_symmetric": symmetric}
     found = co.mixed_conv2d(x, packed, None, *geometry, **options)
     assert_same_bits(found, specified(x, packed, geometry, act_quant, symmetric))
@@ -217,25 +217,26 @@ def test_no_images_and_values_that_are_not_finite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "channels", "groups", "act_quant", "bits"),
+    ("n", "channels", "groups", "act_quant", "bits", "batch"),
     [
-        (128, 128, 1, "none", 4),
-        (64, 128, 1, "block", 4),
-        (128, 128, 1, "block", 8),
-        (128, 64, 1, "block", 4),
-        (128, 3, 1, "token", 4),
-        (128, 100, 1, "tensor", 4),
-        (256, 100, 2, "token", 4),
-        (2 * 130, 128, 2, "block", 4),
+        (128, 128, 1, "none", 4, 1),
+        (64, 128, 1, "block", 4, 1),
+        (128, 128, 1, "block", 8, 1),
+        (128, 64, 1, "block", 4, 1),
+        (128, 3, 1, "token", 4, 1),
+        (128, 100, 1, "tensor", 4, 1),
+        (256, 100, 2, "token", 4, 1),
+        (2 * 130, 128, 2, "block", 4, 1),
+        (256, 128, 1, "block", 8, 13),
     ],
 )
 def test_what_torch_convolves(
-    n: int, channels: int, groups: int, act_quant: str, bits: int
+    n: int, channels: int, groups: int, act_quant: str, bits: int, batch: int
 ) -> None:
     packed = packed_weight(n, channels, (3, 3), bits)
-    assert not conv_cpu.takes(packed, groups, act_quant)
     geometry = Geometry((1, 1), (1, 1), (1, 1), groups)
-    x = image(1, channels * groups, 4, 5)
+    x = image(batch, channels * groups, 4, 5)
+    assert not conv_cpu.takes(x.shape, packed, geometry, act_quant)
     found = co.mixed_conv2d(x, packed, None, *geometry, act_quant=act_quant)
     expected = reference_conv.mixed_conv(x, packed.unpack(), geometry, act_quant=act_quant)
     torch.testing.assert_close(found.movedim(1, -1), expected, rtol=1e-5, atol=1e-4)

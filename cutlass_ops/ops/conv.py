@@ -348,7 +348,7 @@ def run_conv(
         x, y = x.detach(), None
         if weight.gpu >= 0:
             y = conv_gpu.convolve(x, weight, geometry, call, key)
-        elif conv_cpu.takes(weight, geometry.groups, call.act_quant):
+        elif conv_cpu.takes(x.shape, weight, geometry, call.act_quant):
             y = conv_cpu.convolve(x, weight, geometry, call)
         if y is None:
             y = conv_torch.convolve(x, weight, geometry, call)

@@ -28,14 +28,19 @@ _ROWS = 16
 #: With fewer output channels in a group, gathering takes longer than the products save: by the bits
 #: of a weight.
 _LEAST_OUTPUTS = {4: 128, 8: 256}
+#: Places of the result up to which torch takes longer to dequantise a weight of 8 bits than its
+#: faster product saves.
+_MOST_PLACES_OF_BYTES = 256
 
 
-def takes(weight: PackedWeight, groups: int, act_quant: str) -> bool:
-    """Whether products are faster than torch's fp32 convolution, and exist: quantised activations
-    with many output channels, and channels that fill most of a tap's columns.
+def takes(shape: Sequence[int], weight: PackedWeight, geometry: Geometry, act_quant: str) -> bool:
+    """Whether products are faster than torch's fp32 convolution of an x of this shape, and exist:
+    quantised activations with many output channels, and channels that fill most of a tap's columns.
     """
     if act_quant == "none":
         return False
+    groups = geometry.groups
+    places = shape[0] * math.prod(geometry.out(shape[2:], weight.kernel_size))
     channels, columns = weight.k // weight.taps, formats.padded_k(weight.k, weight.taps)
     columns //= weight.taps
     # Codes of several groups, and of "tensor", lie side by side without padding.
@@ -43,6 +48,7 @@ def takes(weight: PackedWeight, groups: int, act_quant: str) -> bool:
     outputs = weight.n // groups
     return (
         not padded
+        and (weight.bits == 4 or places <= _MOST_PLACES_OF_BYTES)
         and 4 * channels >= 3 * columns
         and outputs >= _LEAST_OUTPUTS[weight.bits]
         and (groups == 1 or outputs % formats.ROWS_PER_PANEL == 0)
