@@ -312,6 +312,22 @@ def cpu_mixed_gemm(
     out_type: DataType,
     threads: int,
 ) -> None: ...
+def cpu_grouped_gemm(
+    weight: PackedWeight,
+    n: int,
+    groups: Sequence[Sequence[int]],
+    x_type: DataType,
+    x_ptr: int,
+    x_stride: int,
+    act_quant: ActQuant,
+    symmetric: bool,
+    perms_ptr: int,
+    bias_ptr: int,
+    bias_type: DataType,
+    out_ptr: int,
+    out_type: DataType,
+    threads: int,
+) -> None: ...
 def dequantize(
     weight: PackedWeight,
     out_ptr: int,

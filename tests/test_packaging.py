@@ -43,11 +43,8 @@ def signature(function: ast.FunctionDef) -> str:
         r"typing\.Supports(Int|Float)( \| typing\.SupportsIndex)?", lambda m: m[1].lower(), text
     )
     # It also gives the length of an array.
-    text = re.sub(
-        r"typing\.Annotated\[(?:collections\.abc\.)?(Sequence\[\w+\]), 'FixedSize\(\d+\)'\]",
-        r"\1",
-        text,
-    )
+    text = text.replace("collections.abc.", "")
+    text = re.sub(r"typing\.Annotated\[(Sequence\[\w+\]), 'FixedSize\(\d+\)'\]", r"\1", text)
     return text.replace("cutlass_ops._C.", "")
 
 

@@ -3,6 +3,7 @@
     tools/bench_cpu.py --out results/cpu_smollm2-135m.json
                        [--llama-python /path/to/a/venv/bin/python]
     tools/bench_cpu.py --products --out results/cpu-products-MACHINE.json
+    tools/bench_cpu.py --layers --out results/cpu-layers-MACHINE.json
 
 The model is the demo's, SmolLM2-135M-Instruct from a GGUF file: once with the file's own codes
 (Q4_1: 4 bits, groups of 32, offsets), otherwise with its dequantised weights quantised again. The
@@ -15,12 +16,16 @@ install ".[bench]"; llama-cpp-python is compiled when it is installed). A time i
 rounds, in each of which every peer multiplies in turn, after a rest, by copies of the weight that
 together exceed twice the last cache. Every product is compared with that of the dequantised weight
 before it is timed. One thread's time is the CPU time of the process, several threads' is elapsed.
+
+--layers times the layers of tools/cpu_layers.py in the same way, but that torch's dense fp32 is the
+only peer.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import os
 import platform
@@ -32,6 +37,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import cpu_layers
 import cpu_peers
 import torch
 
@@ -246,6 +252,27 @@ def time_products(arguments: argparse.Namespace) -> None:
                 write(arguments.out, result)
 
 
+@torch.inference_mode()
+def time_layers(arguments: argparse.Namespace) -> None:
+    """Print and write the results of layers of experts and of convolutions."""
+    result = heading() | {"rows": []}
+    print(", ".join(f"{name} {value}" for name, value in result.items() if name != "rows"))
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        clock = time.process_time if threads == 1 else time.perf_counter
+        layers = (cpu_layers.experts(arguments.ms), cpu_layers.convolutions(cold_bytes()))
+        for layer in itertools.chain(*layers):
+            found = medians(layer.runs, arguments.rounds, clock, REST_SECONDS)
+            us = {name: round(1e6 * seconds, 1) for name, seconds in found.items()}
+            result["rows"].append({"layer": layer.name, "threads": threads, "us": us})
+            print(f"{layer.name}, {threads} threads, us:")
+            best = min(time for name, time in us.items() if name.startswith("torch"))
+            for name, time_us in us.items():
+                print(f"  {name:24s} {time_us:10.1f} {time_us / best:6.2f}", flush=True)
+            write(arguments.out, result)
+
+
 def time_model(arguments: argparse.Namespace) -> None:
     """Print and write the results of the demo's model."""
     path = run_demo.fetch_model(run_demo.default_folder())
@@ -303,8 +330,10 @@ def main() -> None:
     products.add_argument("--groups", type=integers, default=[32, 128], help="group sizes")
     products.add_argument("--ms", type=integers, default=[1, 8, 128], help="rows of x")
     products.add_argument("--rounds", type=int, default=15)
+    products.add_argument("--layers", action="store_true", help="time layers, not the model")
     arguments = parser.parse_args()
-    (time_products if arguments.products else time_model)(arguments)
+    run = time_layers if arguments.layers else time_products
+    (run if arguments.layers or arguments.products else time_model)(arguments)
 
 
 if __name__ == "__main__":

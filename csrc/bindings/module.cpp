@@ -200,6 +200,28 @@ PYBIND11_MODULE(_C, m) {
       py::arg("bias_type"), py::arg("out_ptr"), py::arg("out_type"), py::arg("threads"),
       "x @ W^T + bias in host memory, of floats or, if given, quantized codes.");
   m.def(
+      "cpu_grouped_gemm",
+      [](Weight const& weight, int n, std::vector<std::array<int, 3>> const& groups,
+         DataType x_type, Pointer x, std::int64_t x_stride, ActQuant act_quant, bool symmetric,
+         Pointer perms, Pointer bias, DataType bias_type, Pointer out, DataType out_type,
+         int threads) {
+        GemmProblem problem;
+        problem.weight = weight;
+        problem.x = as<void>(x), problem.x_type = x_type, problem.x_stride = x_stride;
+        problem.act_quant = act_quant, problem.act_symmetric = symmetric;
+        problem.bias = as<void>(bias), problem.bias_type = bias_type;
+        problem.out = as<void>(out), problem.out_type = out_type;
+        std::vector<ExpertRows> rows;
+        for (auto const& [expert, first, count] : groups) rows.push_back({expert, first, count});
+        py::gil_scoped_release release;
+        cpu_grouped_gemm(problem, n, rows, as<int32_t>(perms), threads);
+      },
+      py::arg("weight"), py::arg("n"), py::arg("groups"), py::arg("x_type"), py::arg("x_ptr"),
+      py::arg("x_stride"), py::arg("act_quant"), py::arg("symmetric"), py::arg("perms_ptr"),
+      py::arg("bias_ptr"), py::arg("bias_type"), py::arg("out_ptr"), py::arg("out_type"),
+      py::arg("threads"),
+      "The products of experts in host memory; groups: expert, first row and number of rows.");
+  m.def(
       "cpu_dequantize",
       [](Weight const& weight, Pointer out, DataType type, int first_row, int rows, int threads) {
         py::gil_scoped_release release;

@@ -119,7 +119,7 @@ struct Runs {
 
   CpuProduct const& p_;
   int end_ = 0, columns_ = 0, block_ = 0, group_block_ = 0;
-  int64_t at_, stride_ = padded_rows(p_.weight.n);
+  int64_t at_, stride_ = p_.vector_stride;
 };
 
 // of(part), a vector of one number, in the lanes 4 * (t % 2) + j of each run's columns.

@@ -25,6 +25,7 @@ constexpr int lane_column(int place) {
 // shares all scales.
 struct CpuProduct {
   PackedWeight weight;
+  int64_t vector_stride = 0;  // elements from a group's scales, zeros and offsets to the next's
   float const* codebook = nullptr;  // values by code (not centred), rounded to x's type; null
                                     // for integer codes
   int m = 0;

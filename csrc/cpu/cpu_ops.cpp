@@ -281,48 +281,110 @@ void cpu_quantize_activations(QuantizeProblem const& problem, int threads) {
   });
 }
 
-void cpu_mixed_gemm(GemmProblem const& given, int threads) {
-  PackedWeight const& w = given.weight;
-  CpuKernels const& kernels = *chosen().load();
-  if (given.m == 0) return;
-  GemmProblem problem = given;
-  Quantized quantized;
-  if (!given.quantized.codes && given.act_quant != ActQuant::kNone) {
-    problem.quantized = quantized.make_room(
-        given.m, w.k, given.act_quant == ActQuant::kToken ? -1 : activation_block(w.group_size),
-        given.act_symmetric);
-    cpu_quantize_activations(
-        {given.x, given.x_type, given.x_stride, given.m, w.k, w.perm, problem.quantized}, threads);
-  }
+namespace {
+
+// A product whose activations are prepared, and their memory.
+struct Product {
   CpuProduct p;
-  p.weight = w, p.m = problem.m, p.out = problem.out, p.out_type = problem.out_type;
-  p.has_floats = !problem.quantized.codes;
-  p.tiles = int(padded_k(w.k) / kKPerTile);
-  int const group = columns_of_group(w);
-  p.block = problem.quantized.codes && problem.quantized.block != -1
-                ? std::min(group, problem.quantized.block)
-                : group;
-  p.blocks = int(ceil_div(w.k, p.block));
-  p.group_blocks = group / p.block;
+  Quantized quantized;
   Prepared memory;
-  if (problem.bias) {
-    memory.bias.resize(size_t(w.n));
-    load_row(problem.bias, problem.bias_type, 0, w.n, memory.bias.data());
-    p.bias = memory.bias.data();
+
+  void prepare(GemmProblem const& given, int64_t vector_stride, CpuKernels const& kernels,
+               int threads) {
+    PackedWeight const& w = given.weight;
+    GemmProblem problem = given;
+    if (!given.quantized.codes && given.act_quant != ActQuant::kNone) {
+      problem.quantized = quantized.make_room(
+          given.m, w.k, given.act_quant == ActQuant::kToken ? -1 : activation_block(w.group_size),
+          given.act_symmetric);
+      cpu_quantize_activations(
+          {given.x, given.x_type, given.x_stride, given.m, w.k, w.perm, problem.quantized},
+          threads);
+    }
+    p.weight = w, p.vector_stride = vector_stride;
+    p.m = problem.m, p.out = problem.out, p.out_type = problem.out_type;
+    p.has_floats = !problem.quantized.codes;
+    p.tiles = int(padded_k(w.k) / kKPerTile);
+    int const group = columns_of_group(w);
+    p.block = problem.quantized.codes && problem.quantized.block != -1
+                  ? std::min(group, problem.quantized.block)
+                  : group;
+    p.blocks = int(ceil_div(w.k, p.block));
+    p.group_blocks = group / p.block;
+    if (problem.bias) {
+      memory.bias.resize(size_t(w.n));
+      load_row(problem.bias, problem.bias_type, 0, w.n, memory.bias.data());
+      p.bias = memory.bias.data();
+    }
+    prepare_codebook(problem.x_type, p, memory);
+    problem.quantized.codes ? prepare_integers(problem, kernels, p, memory, threads)
+                            : prepare_floats(problem, p, memory, threads);
   }
-  prepare_codebook(problem.x_type, p, memory);
-  problem.quantized.codes ? prepare_integers(problem, kernels, p, memory, threads)
-                          : prepare_floats(problem, p, memory, threads);
-  // Starting threads takes less time than this many products.
+
+  // Calls of a kernel: a row panel of the weight and one of these parts of the rows of x each.
+  int64_t panels() const { return padded_rows(p.weight.n) / kRowsPerPanel; }
+  int64_t parts() const { return ceil_div(p.m, kMostRows); }
+};
+
+// All products, whose calls of kernels the threads share.
+void multiply(Product const* products, size_t count, CpuKernels const& kernels, int threads) {
+  std::vector<int64_t> ends(count);  // of each product's calls
+  int64_t calls = 0, work = 0;
+  for (size_t i = 0; i < count; ++i) {
+    ends[i] = calls += products[i].panels() * products[i].parts();
+    work += padded_size(products[i].p.weight) * products[i].p.m;
+  }
+  // Starting threads takes less time than this many multiplications.
   constexpr int64_t kProductsOfThread = 1 << 17;
-  int const used = int(
-      std::min<int64_t>(threads, std::max<int64_t>(1, padded_size(w) * p.m / kProductsOfThread)));
-  int64_t const panels = padded_rows(w.n) / kRowsPerPanel, parts = ceil_div(p.m, kMostRows);
-  int64_t const batch = std::max<int64_t>(1, panels * parts / (8 * used));
-  for_each_index(panels * parts, batch, used, [&](int64_t index) {
-    int64_t const part = index / panels, first = p.m * part / parts;
-    kernels.multiply(p, int(index % panels), int(first), int(p.m * (part + 1) / parts - first));
+  int const used = int(std::min<int64_t>(threads, std::max<int64_t>(1, work / kProductsOfThread)));
+  for_each_index(calls, std::max<int64_t>(1, calls / (8 * used)), used, [&](int64_t index) {
+    size_t const i = size_t(std::upper_bound(ends.begin(), ends.end(), index) - ends.begin());
+    CpuProduct const& p = products[i].p;
+    int64_t const panels = products[i].panels(), parts = products[i].parts();
+    int64_t const call = index - (ends[i] - panels * parts), part = call / panels;
+    int64_t const first = p.m * part / parts, last = p.m * (part + 1) / parts;
+    kernels.multiply(p, int(call % panels), int(first), int(last - first));
   });
+}
+
+void const* offset_by(void const* data, int64_t elements, DataType type) {
+  return data ? static_cast<char const*>(data) + elements * bytes_of(type) : nullptr;
+}
+
+}  // namespace
+
+void cpu_mixed_gemm(GemmProblem const& problem, int threads) {
+  if (problem.m == 0) return;
+  Product product;
+  product.prepare(problem, padded_rows(problem.weight.n), *chosen().load(), threads);
+  multiply(&product, 1, *chosen().load(), threads);
+}
+
+void cpu_grouped_gemm(GemmProblem const& problem, int n, std::vector<ExpertRows> const& groups,
+                      int32_t const* perms, int threads) {
+  PackedWeight const& w = problem.weight;
+  CpuKernels const& kernels = *chosen().load();
+  int64_t const n_pad = padded_rows(n);
+  std::vector<Product> products(groups.size());
+  // Preparing a row takes little time: threads have several experts each.
+  int64_t const count = int64_t(groups.size()), batch = ceil_div(count, 4 * threads);
+  for_each_index(count, batch, threads, [&](int64_t index) {
+    ExpertRows const& group = groups[size_t(index)];
+    int64_t const row = n_pad * group.expert;  // of the weight
+    GemmProblem one = problem;
+    one.m = group.rows;
+    one.x = offset_by(problem.x, group.first * problem.x_stride, problem.x_type);
+    one.out = const_cast<void*>(offset_by(problem.out, int64_t(group.first) * n, problem.out_type));
+    one.bias = offset_by(problem.bias, row, problem.bias_type);
+    one.weight.n = n;
+    one.weight.codes += packed_bytes(row, w.k, info(w.format).bits);
+    one.weight.scales = offset_by(w.scales, row, w.scale_type);
+    one.weight.offsets = offset_by(w.offsets, row, w.offset_type);
+    if (w.zeros) one.weight.zeros += row;
+    one.weight.perm = perms ? perms + int64_t(group.expert) * w.k : nullptr;
+    products[size_t(index)].prepare(one, padded_rows(w.n), kernels, count == 1 ? threads : 1);
+  });
+  multiply(products.data(), products.size(), kernels, threads);
 }
 
 Status cpu_gemm(GemmProblem const& problem, int threads) {
@@ -349,7 +411,7 @@ void cpu_dequantize(DequantizeProblem const& problem, int threads) {
   PackedWeight const& w = problem.weight;
   CpuKernels const& kernels = *chosen().load();
   CpuProduct p;
-  p.weight = w;
+  p.weight = w, p.vector_stride = padded_rows(w.n);
   p.tiles = int(padded_k(w.k) / kKPerTile);
   p.block = columns_of_group(w), p.blocks = int(ceil_div(w.k, p.block)), p.group_blocks = 1;
   Prepared memory;

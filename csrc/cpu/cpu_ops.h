@@ -21,6 +21,18 @@ constexpr int kCpuPanelRows = 32;
 // no activation, no residual, and does not saturate; the weight is not gated.
 void cpu_mixed_gemm(GemmProblem const& problem, int threads);
 
+// Rows of x that an expert multiplies: first .. first + rows - 1, at least one.
+struct ExpertRows {
+  int expert, first, rows;
+};
+
+// The products of experts, each with cpu_mixed_gemm's bits, in the same rows of out as of x; other
+// rows of out are left as they are. The weight and the bias have padded_rows(n) rows for each
+// expert, of which n are outputs; perms: [experts][k], or null. m and the weight's n, k and act
+// order are those of all experts together.
+void cpu_grouped_gemm(GemmProblem const& problem, int n, std::vector<ExpertRows> const& groups,
+                      int32_t const* perms, int threads);
+
 // The weight's values, act order undone: fp32 arithmetic, rounded once.
 void cpu_dequantize(DequantizeProblem const& problem, int threads);
 

@@ -53,7 +53,7 @@ template <class X, class Sum, class Wide>
 void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) {
   constexpr bool kFloats = sizeof(X) == 4;
   PackedWeight const& w = p.weight;
-  int64_t const n_pad = padded_rows(w.n);
+  int64_t const n_pad = p.vector_stride;
   int const bits = info(w.format).bits;
   uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(bits);
   int const run = p.run(), span = std::max(run, kLaneColumns), middle = 1 << (bits - 1);
@@ -136,7 +136,7 @@ void dequantize(CpuProduct const& p, int panel, int rows, void* out, DataType ty
       if (column >= w.k) continue;
       for (int i = 0; i < rows; ++i) {
         int const row = group_row(i), code = tile[row][place];
-        int64_t const vector = column / p.block * padded_rows(w.n) + panel * kRowsPerPanel + row;
+        int64_t const vector = column / p.block * p.vector_stride + panel * kRowsPerPanel + row;
         float value =
             p.codebook ? p.codebook[code + middle] : float(code - (w.zeros ? w.zeros[vector] : 0));
         value *= load_float(w.scales, w.scale_type, vector);

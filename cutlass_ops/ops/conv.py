@@ -1,6 +1,7 @@
 """Convolutions of floats, or of activations that are quantised in the call, with packed weights.
 
-``conv_gpu.py`` computes on a GPU, ``conv_torch.py`` on a CPU.
+``conv_gpu.py`` computes on a GPU, ``conv_cpu.py`` on a CPU; ``conv_torch.py`` has torch compute the
+convolutions that neither takes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import reference
 from ..reference.conv import Geometry
 from ..weights.packed_weight import PackedWeight
-from . import activations, arguments, conv_gpu, conv_torch, library, native
+from . import activations, arguments, conv_cpu, conv_gpu, conv_torch, library, native
 from .call import Call, CallSchema
 
 __all__ = ["mixed_conv1d", "mixed_conv2d", "mixed_conv3d"]
@@ -192,16 +193,17 @@ def mixed_conv2d(
 ) -> Tensor:
     """``activation(conv2d(x, W) + bias) + residual`` with a packed weight.
 
-    Sums are fp32, whatever the types; the result is rounded once. On a GPU the kernels of products
-    take the pixels under each tap straight from x. torch's convolution of the dequantised operands
-    is used where x is fp32 and not quantised, where the number of output channels of a group is no
-    multiple of 64, and where few channels would leave much of the kernels' tiles empty (large
-    results of x's dtype). There sums are rounded to x's dtype before bias, activation and residual,
-    and an infinite sum stays infinite if none of them follows. Weights and quantised activations
-    may be rounded once to x's dtype where the result has it too, as in
-    :func:`cutlass_ops.mixed_gemm`. Depthwise convolutions (one input channel a group) round only
-    the result. The first call with a depthwise weight dequantises it to fp32, keeps the values as
-    long as ``weight.codes`` lives, and waits for the GPU; later calls do not wait. The next call
+    Sums are fp32, whatever the types; the result is rounded once. On a CPU integer kernels multiply
+    quantised activations of many channels, and torch convolves everything else in fp32. On a GPU
+    the kernels of products take the pixels under each tap straight from x. torch's convolution of
+    the dequantised operands is used where x is fp32 and not quantised, where the number of output
+    channels of a group is no multiple of 64, and where few channels would leave much of the
+    kernels' tiles empty (large results of x's dtype). There sums are rounded to x's dtype before
+    bias, activation and residual, and an infinite sum stays infinite if none of them follows.
+    Weights and quantised activations may be rounded once to x's dtype where the result has it too,
+    as in :func:`cutlass_ops.mixed_gemm`. Depthwise convolutions (one input channel a group) round
+    only the result. The first call with a depthwise weight dequantises it to fp32, keeps the values
+    as long as ``weight.codes`` lives, and waits for the GPU; later calls do not wait. The next call
     sees writes to the weight's tensors; captured CUDA graphs do not. Under ``torch.autocast`` an
     fp32 x is cast to the autocast dtype first.
 
@@ -343,9 +345,13 @@ def run_conv(
     """
     call = call if call.residual is None else call._replace(residual=call.residual.movedim(1, -1))
     with arguments.without_autocast(x.device):
-        y = None if weight.gpu < 0 else conv_gpu.convolve(x.detach(), weight, geometry, call, key)
+        x, y = x.detach(), None
+        if weight.gpu >= 0:
+            y = conv_gpu.convolve(x, weight, geometry, call, key)
+        elif conv_cpu.takes(x.shape, weight, geometry, call.act_quant):
+            y = conv_cpu.convolve(x, weight, geometry, call)
         if y is None:
-            y = conv_torch.convolve(x.detach(), weight, geometry, call)
+            y = conv_torch.convolve(x, weight, geometry, call)
     return _channels_second(y.contiguous())
 
 

@@ -1,6 +1,6 @@
 """Mixed convolutions by torch: it convolves the dequantised x with the dequantised weight. A CPU
-uses it for all convolutions, a GPU for those that no kernel implements or that would fill few of a
-kernel's tiles.
+uses it for an x that is not quantised, and both CPU and GPU for what no kernel implements or would
+fill few of a kernel's tiles.
 """
 
 from __future__ import annotations

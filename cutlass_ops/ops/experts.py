@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
 from .. import _C, reference
@@ -16,7 +17,7 @@ from ..weights.eights import gated_order
 from ..weights.packed_experts import EIGHTS_PARTS, PackedExperts, in_eights
 from ..weights.packed_weight import stream_of
 from ..weights.weight import PARTS
-from . import arguments, gemm, kept, library, native
+from . import arguments, gemm, kept, library, native, products
 from .call import Call, CallSchema
 from .routing import Routing, check_ids, check_route, route_problem
 
@@ -122,22 +123,74 @@ def _check_capture(name: str, x: Tensor) -> None:
         )
 
 
+def _bias(experts: PackedExperts, bias: Tensor) -> Tensor:
+    """A call's bias ``[E, N]`` in the order of the packed rows."""
+    return bias[:, gated_order(experts.n, experts.device)] if experts.gated else bias
+
+
 def _product(experts: PackedExperts, call: Call) -> reference_experts.Product:
-    """The product of rows with one of the experts; the call's bias is ``[E, N]``."""
-    order = (
-        gated_order(experts.n, experts.device)
-        if experts.gated and call.bias is not None
-        else slice(None)
-    )
+    """The product of rows with one of the experts, its features in the order of the packed rows;
+    the call's bias is ``[E, N]``.
+    """
+    biases = None if call.bias is None else _bias(experts, call.bias)
     options = (call.named_activation, call.act_quant, call.act_symmetric)
 
     def product(e: int, rows: Tensor) -> Tensor:
-        bias = None if call.bias is None else call.bias[e][order]
-        return experts.in_order(
-            gemm.mixed_gemm(rows, experts.expert(e), bias, *options, out_dtype=call.out_dtype), 1
-        )
+        bias = None if biases is None else biases[e]
+        return gemm.mixed_gemm(rows, experts.expert(e), bias, *options, out_dtype=call.out_dtype)
 
     return product
+
+
+def _products(rows: Tensor, counts: list[int], experts: PackedExperts, call: Call) -> Tensor:
+    """Rows, sorted by expert, each times its expert, as :func:`reference_experts.grouped_gemm`."""
+    records = is_grad_enabled() and (rows.requires_grad or arguments.requires_grad(call.bias))
+    if rows.is_cpu and call.activation is None and not records:
+        found = _cpu_products(rows, counts, experts, call)
+    else:
+        found = reference_experts.grouped_gemm(
+            rows, counts, experts.n, _product(experts, call), call.out_dtype
+        )
+    return experts.in_order(found, 1)
+
+
+def _cpu_products(rows: Tensor, counts: list[int], experts: PackedExperts, call: Call) -> Tensor:
+    """The same in host memory, before the features are brought into order: one call computes the
+    products of all experts, but those of so many rows that torch multiplies them.
+    """
+    weight, rows = experts.weight, native.row_matrix(rows)
+    bias = weight.bias
+    if call.bias is not None:
+        bias = F.pad(_bias(experts, call.bias), (0, experts.n_pad - experts.n)).contiguous()
+    out = torch.empty(rows.shape[0], experts.n, dtype=call.out_dtype, device="cpu")
+    product, groups, begin = _product(experts, call), [], 0
+    for e, count in enumerate(counts):
+        if not count:
+            continue
+        if products.panel_type(count, weight, False, rows.dtype, call) is None:
+            groups.append((e, begin, count))
+        else:
+            out[begin : begin + count] = product(e, rows[begin : begin + count])
+        begin += count
+    out[begin:] = 0
+    if groups:
+        _C.cpu_grouped_gemm(
+            weight.native,
+            experts.n,
+            groups,
+            native.data_type(rows),
+            rows.data_ptr(),
+            rows.stride(0),
+            native.ACT_QUANT[call.act_quant],
+            call.act_symmetric,
+            native.pointer(experts.perm),
+            native.pointer(bias),
+            native.data_type(bias),
+            out.data_ptr(),
+            native.DATA_TYPES[call.out_dtype],
+            torch.get_num_threads(),
+        )
+    return out
 
 
 def grouped_gemm(
@@ -234,9 +287,7 @@ def _grouped_gemm(
     _check_capture("grouped_gemm", x)
     rows = x if gathered else x[routing.order.long() // max(routing.top, 1)]
     counts = routing.offsets.diff().tolist()
-    return reference_experts.grouped_gemm(
-        rows, counts, experts.n, _product(experts, call), call.out_dtype
-    )
+    return _products(rows, counts, experts, call)
 
 
 def mixed_moe(
@@ -421,17 +472,13 @@ def _mixed_moe(
         return _launch_moe(x, gate_up, down, topk_ids, topk_weights, expert_map, call)
     _check_capture("mixed_moe", x)
     of_sums = call.before_activation()
-    return reference_experts.mixed_moe(
-        x,
-        _product(gate_up, of_sums),
-        _product(down, of_sums),
-        down.k,
-        topk_ids,
-        topk_weights,
-        call.named_activation,
-        gate_up.experts,
-        expert_map,
-    )
+    offsets, order = reference_experts.route(topk_ids, gate_up.experts, expert_map)
+    counts = offsets.diff().tolist()
+    rows = x[order.long() // max(topk_ids.shape[1], 1)]
+    sums = _products(rows, counts, gate_up, of_sums)
+    hidden = reference_experts.gated(sums, call.named_activation, x.dtype)
+    outputs = _products(hidden, counts, down, of_sums)
+    return reference_experts.weighted_sum(outputs, order, offsets[-1], topk_weights, x.dtype)
 
 
 # ---- torch.library
