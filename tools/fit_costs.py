@@ -85,7 +85,7 @@ TILE_COSTS = ("k4096", "row_scales", "whole_rows", "end")
 
 def tile_entry(row: Row, tile: Row) -> Entry:
     """Of a line of ``time_tiles tiles``."""
-    key = (tile["kernel"], row["bits"], tile["block_n"], tile["block_m"], tile["corrects"])
+    key = (tile["kernel"], row["bits"], tile["block_n"], tile["block_m"], tile["compensates"])
     terms = {tile["cost"]: tile["k_tiles"], "end": tile["ends"]}
     return Entry(key, tile["us"], tile["chosen"], True, tile["constant"], terms)
 
@@ -220,8 +220,8 @@ def spelled(value: Any) -> str:
 
 
 def made_from(model: Model, heading: str) -> str:
-    """The first line of a table."""
-    return f"// Made by tools/fit_costs.py from results/*-{model.name}-costs.json: {heading}.\n"
+    """The first lines of a table."""
+    return f"// Made by tools/fit_costs.py from results/*-{model.name}-costs.json:\n// {heading}.\n"
 
 
 def lines(card: str, costs: Costs, model: Model) -> str:
@@ -231,7 +231,9 @@ def lines(card: str, costs: Costs, model: Model) -> str:
         values = [costs.get((key, name), 0) for name in model.members]
         if model.members is TILE_COSTS and values[0] == 0:  # the general case
             values[0] = max(values[1:3])
-        text += f"{{{', '.join(map(spelled, (card, *key)))}, {{{', '.join(map(str, values))}}}}},\n"
+        entry = f"{{{', '.join(map(spelled, (card, *key)))},"
+        numbers = f"{{{', '.join(map(str, values))}}}}},"
+        text += f"{entry}{' ' if len(entry) + len(numbers) < 100 else chr(10) + ' '}{numbers}\n"
     return text
 
 
