@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import time
 from collections.abc import Callable
@@ -10,9 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from cutlass_ops import CheckpointError, QuantizedWeight, load_checkpoint, reorder, save_packed
+
+#: For tests that damage files. Where CI is set, Hypothesis draws the same examples in every run, so
+#: fewer do; elsewhere it draws others each time.
+MANY = settings(
+    deadline=None,
+    max_examples=200 if os.environ.get("CI") else 600,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
 def text(value: str | bytes, size: int | None = None) -> bytes:

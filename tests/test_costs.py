@@ -85,7 +85,7 @@ def planned(row: dict[str, Any], quantized_before: bool, device: _C.Device) -> _
 
 
 def is_tile(row: dict[str, Any], plan: _C.Plan) -> bool:
-    return bool(row["block_n"] == plan.block_n and row["corrects"] == plan.compensates)
+    return bool(row["block_n"] == plan.block_n and row["compensates"] == plan.compensates)
 
 
 def is_decode(row: dict[str, Any], plan: _C.Plan) -> bool:

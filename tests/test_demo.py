@@ -326,12 +326,32 @@ def model_path(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.fixture(scope="module")
-def result(
+def run(
     model_path: Path, tmp_path_factory: pytest.TempPathFactory, one_thread: None
-) -> run_demo.DemoResult:
-    """One run of the demo on the CPU."""
-    folder = tmp_path_factory.mktemp("demo")
-    return run_demo.run_demo(model_path, max_new_tokens=TOKENS, device="cpu", folder=folder)
+) -> tuple[run_demo.DemoResult, nn.Module]:
+    """One run of the demo on the CPU, and the model of floats that transformers read for it from
+    the GGUF file.
+    """
+    transformers = import_or_skip("transformers")
+    read: list[nn.Module] = []
+    from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
+
+    def keep(*args: Any, **kwargs: Any) -> nn.Module:
+        read.append(from_pretrained(*args, **kwargs))
+        assert kwargs["gguf_file"] == model_path.name
+        return read[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", keep)
+        folder = tmp_path_factory.mktemp("demo")
+        result = run_demo.run_demo(model_path, max_new_tokens=TOKENS, device="cpu", folder=folder)
+    (oracle,) = read
+    return result, oracle
+
+
+@pytest.fixture(scope="module")
+def result(run: tuple[run_demo.DemoResult, nn.Module]) -> run_demo.DemoResult:
+    return run[0]
 
 
 def assert_w4a8_is_near(generation: run_demo.Generation, symmetric: bool) -> None:
@@ -394,16 +414,12 @@ def test_result_is_shown_and_is_json(result: run_demo.DemoResult) -> None:
 
 @pytest.mark.slow
 def test_dequantised_codes_are_the_oracles_weights(
-    result: run_demo.DemoResult, model_path: Path
+    run: tuple[run_demo.DemoResult, nn.Module],
 ) -> None:
     """All matrices, bit for bit: nibbles, offsets, names, and llama.cpp's order of q's and
     k's rows undone.
     """
-    from transformers import AutoModelForCausalLM
-
-    oracle = AutoModelForCausalLM.from_pretrained(
-        str(model_path.parent), gguf_file=model_path.name, dtype=torch.float32
-    )
+    result, oracle = run
     expected = {
         name: module.weight
         for name, module in oracle.named_modules()

@@ -172,21 +172,45 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= 8192
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
-def test_examples_run(example: Path) -> None:
-    for package in ("diffusers", "transformers", "onnxruntime", "onnx"):
-        if package in example.read_text():
-            import_or_skip(package)
+#: Runs programs one after another, and prints a line of JSON for each: what it printed, its error.
+RUN = """
+import contextlib, io, json, runpy, sys, traceback
+for path in sys.argv[1:]:
+    error = ""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except BaseException:
+            error = traceback.format_exc()
+    print(json.dumps([out.getvalue(), error]))
+"""
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[Path, tuple[str, str]]:
+    """What each example printed, and its error. One process runs all, so that torch, diffusers and
+    transformers are imported once.
+    """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, example],
+        [sys.executable, "-c", RUN, *EXAMPLES],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env=os.environ | {"PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") >= 2
+    return dict(zip(EXAMPLES, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+def test_examples_run(example: Path, runs: dict[Path, tuple[str, str]]) -> None:
+    for package in ("diffusers", "transformers", "onnxruntime", "onnx"):
+        if package in example.read_text():
+            import_or_skip(package)
+    printed, error = runs[example]
+    assert not error
+    assert printed.count("\n") >= 2
 
 
 @pytest.mark.filterwarnings("ignore")  # of tiny models

@@ -406,6 +406,7 @@ def test_compiles_into_one_graph(act_order: Path) -> None:
     assert (found - logits(model)).abs().max() <= 1e-5 * logits(model).square().mean().sqrt()
 
 
+@pytest.mark.slow
 def test_import_hooks_are_left_out_on_request(act_order: Path) -> None:
     done = imported(
         f"""

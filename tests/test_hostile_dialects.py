@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hostile_cases import header_length, mutations, read_or_refuse
+from hostile_cases import MANY, header_length, mutations, read_or_refuse
 from hostile_dialects import (
     BLOB,
     GRAPH,
@@ -25,19 +25,13 @@ from hostile_dialects import (
 )
 from hostile_directories import VALUES, paths
 from hostile_directories import read_all as read_directory
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cutlass_ops import QuantizedWeight, load_checkpoint
+from cutlass_ops import CheckpointError, QuantizedWeight, load_checkpoint
 from cutlass_ops.checkpoints.directory import CODES
 from cutlass_ops.reference import dequantize_weight
-
-MANY = settings(
-    deadline=None,
-    max_examples=500,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 
 FILES = {name: saved(name, tensors) for name, tensors in MODELS.items()}
 
@@ -152,6 +146,15 @@ def test_a_quant_state_with_another_value(
     read_or_refuse(write(tmp_path, "bitsandbytes", content), read_all)
 
 
+def test_a_quant_state_that_is_no_text(tmp_path: Path) -> None:
+    state = {"m.weight.quant_state.bitsandbytes__nf4": torch.zeros(8)}
+    path = write(
+        tmp_path, "bitsandbytes", saved("bitsandbytes", {**MODELS["bitsandbytes"], **state})
+    )
+    with pytest.raises(CheckpointError, match="is F32 of 32 bytes; U8 of 1000000 at most"):
+        read_all(path)
+
+
 @MANY
 @given(
     data=st.data(),
@@ -185,6 +188,12 @@ def test_an_mnn_model_with_another_value(tmp_path: Path, data: st.DataObject) ->
 @given(blob=mutations(BLOB, 40))
 def test_a_damaged_mnn_weight(tmp_path: Path, blob: bytes) -> None:
     read_or_refuse(write_mnn(tmp_path, GRAPH, blob), read_all)
+
+
+def test_an_mnn_weight_of_five_values(tmp_path: Path) -> None:
+    blob = BLOB[:5] + b"\5" + BLOB[6:]  # after the number of dimensions, and two of them
+    with pytest.raises(CheckpointError, match="its weight has 5 values; 9 to 16"):
+        read_all(write_mnn(tmp_path, GRAPH, blob))
 
 
 def test_every_truncation_of_an_mnn_weight(tmp_path: Path) -> None:

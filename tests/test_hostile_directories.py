@@ -11,19 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from hostile_cases import JSON, header_length, mutations, read_or_refuse
+from hostile_cases import JSON, MANY, header_length, mutations, read_or_refuse
 from hostile_directories import FILES, MODELS, VALUES, paths, read_all, write
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save as to_safetensors
 
 from cutlass_ops import CheckpointError, load_checkpoint
-
-MANY = settings(
-    deadline=None,
-    max_examples=600,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 
 
 def refused_or_read(folder: Path) -> bool:
@@ -130,12 +124,16 @@ def test_a_config_of_random_text(tmp_path: Path, text: str) -> None:
 
 
 def sharded(folder: Path, name: str) -> dict[str, Any]:
-    """The model with each tensor in a separate shard; returns the index."""
+    """The model with each tensor in a separate shard; returns the index. Shards that are there are
+    not written again.
+    """
     tensors, config = MODELS[name]
+    folder.mkdir(exist_ok=True)
     weight_map = {}
     for number, (key, tensor) in enumerate(tensors.items()):
         weight_map[key] = f"model-{number:05d}.safetensors"
-        (folder / weight_map[key]).write_bytes(to_safetensors({key: tensor}))
+        if not (folder / weight_map[key]).exists():
+            (folder / weight_map[key]).write_bytes(to_safetensors({key: tensor}))
     (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -160,7 +158,8 @@ def test_the_parts_of_a_module_may_lie_in_several_shards(tmp_path: Path, name: s
 @MANY
 @given(name=st.sampled_from(sorted(MODELS)), data=st.data())
 def test_an_index_with_another_place(tmp_path: Path, name: str, data: st.DataObject) -> None:
-    index = sharded(tmp_path, name)
+    folder = tmp_path / name
+    index = sharded(folder, name)
     key = data.draw(st.sampled_from([*index["weight_map"], "m.other", ""]))
     place = data.draw(
         st.one_of(
@@ -182,16 +181,14 @@ def test_an_index_with_another_place(tmp_path: Path, name: str, data: st.DataObj
         )
     )
     index["weight_map"][key] = place
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     honest = (
         key in MODELS[name][0]
         and MODELS[name][0][key] is not None
         and place == sharded_place(name, key)
     )
     assert (
-        read_or_refuse(
-            tmp_path / "model.safetensors.index.json", lambda path: read_all(path.parent)
-        )
+        read_or_refuse(folder / "model.safetensors.index.json", lambda path: read_all(path.parent))
         == honest
     )
 

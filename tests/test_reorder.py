@@ -399,9 +399,9 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
-    largest = 4096 * 1024 * 4
+    largest = 1536 * 1024 * 4
     path = tmp_path / "m.safetensors"
-    save_file({f"layers.{i}.weight": torch.randn(4096, 1024) for i in range(24)}, path)
+    save_file({f"layers.{i}.weight": torch.randn(1536, 1024) for i in range(24)}, path)
     code = textwrap.dedent(f"""
         import sys, threading
         import torch

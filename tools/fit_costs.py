@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -85,7 +86,7 @@ TILE_COSTS = ("k4096", "row_scales", "whole_rows", "end")
 
 def tile_entry(row: Row, tile: Row) -> Entry:
     """Of a line of ``time_tiles tiles``."""
-    key = (tile["kernel"], row["bits"], tile["block_n"], tile["block_m"], tile["corrects"])
+    key = (tile["kernel"], row["bits"], tile["block_n"], tile["block_m"], tile["compensates"])
     terms = {tile["cost"]: tile["k_tiles"], "end": tile["ends"]}
     return Entry(key, tile["us"], tile["chosen"], True, tile["constant"], terms)
 
@@ -166,7 +167,27 @@ class Choices:
     """How much longer products take by the candidates of least predicted time than by the best."""
 
     def __init__(self, products: list[list[Entry]], costs: Costs) -> None:
-        self.products, self.costs = products, costs
+        self.costs = costs
+        # The costs by their places, which are faster to look up; for each product its least time,
+        # and the time, constant and terms of each entry.
+        self.places = {cost: place for place, cost in enumerate(costs)}
+        self.values = list(costs.values())
+        self.best = [min(entry.us for entry in product) for product in products]
+        self.entries = [
+            [
+                (
+                    entry.us,
+                    entry.constant,
+                    [
+                        (self.places[entry.key, name], count)
+                        for name, count in entry.terms.items()
+                        if (entry.key, name) in self.places
+                    ],
+                )
+                for entry in product
+            ]
+            for product in products
+        ]
         self.users: dict[tuple[Key, str], list[int]] = defaultdict(list)
         for i, product in enumerate(products):
             for cost in {(entry.key, name) for entry in product for name in entry.terms}:
@@ -175,25 +196,24 @@ class Choices:
 
     def loss(self, i: int) -> float:
         """Of product i."""
-
-        def predicted(entry: Entry) -> float:
-            return entry.constant + sum(
-                self.costs.get((entry.key, name), 0) * count for name, count in entry.terms.items()
-            )
-
-        product = self.products[i]
-        return min(product, key=predicted).us / min(entry.us for entry in product) - 1
+        values = self.values
+        least, chosen = math.inf, math.inf
+        for us, constant, terms in self.entries[i]:
+            predicted = constant + sum([values[place] * count for place, count in terms])
+            if predicted < least:
+                least, chosen = predicted, us
+        return chosen / self.best[i] - 1
 
     def try_cost(self, cost: tuple[Key, str], value: int) -> bool:
         """Keep the value if the products that it affects take less time with it."""
         users, before = self.users[cost], self.costs[cost]
-        self.costs[cost] = value
+        self.costs[cost] = self.values[self.places[cost]] = value
         losses = [self.loss(i) for i in users]
         if sum(losses) < sum(self.losses[i] for i in users) - 1e-9:
             for i, loss in zip(users, losses, strict=True):
                 self.losses[i] = loss
             return True
-        self.costs[cost] = before
+        self.costs[cost] = self.values[self.places[cost]] = before
         return False
 
     def improve(self) -> None:
@@ -220,8 +240,8 @@ def spelled(value: Any) -> str:
 
 
 def made_from(model: Model, heading: str) -> str:
-    """The first line of a table."""
-    return f"// Made by tools/fit_costs.py from results/*-{model.name}-costs.json: {heading}.\n"
+    """The first lines of a table."""
+    return f"// Made by tools/fit_costs.py from results/*-{model.name}-costs.json:\n// {heading}.\n"
 
 
 def lines(card: str, costs: Costs, model: Model) -> str:
@@ -231,7 +251,9 @@ def lines(card: str, costs: Costs, model: Model) -> str:
         values = [costs.get((key, name), 0) for name in model.members]
         if model.members is TILE_COSTS and values[0] == 0:  # the general case
             values[0] = max(values[1:3])
-        text += f"{{{', '.join(map(spelled, (card, *key)))}, {{{', '.join(map(str, values))}}}}},\n"
+        entry = f"{{{', '.join(map(spelled, (card, *key)))},"
+        numbers = f"{{{', '.join(map(str, values))}}}}},"
+        text += f"{entry}{' ' if len(entry) + len(numbers) < 100 else chr(10) + ' '}{numbers}\n"
     return text
 
 

@@ -220,12 +220,9 @@ int main(int argc, char** argv) {
       "\"columns\": [\"format\", \"n\", \"k\", \"m\", \"bits\", "
       "\"candidates\"],\n\"candidate_columns\": [%s],\n\"rows\": [",
       decode ? "\"kernel\", \"block_m\", \"chosen\", \"us\", \"ctas_per_sm\", \"quantizes\", "
-               "\"kind\", \"chunk\", \"share\", "
-               "\"x\", "
-               "\"row\", \"applies\""
-             : "\"kernel\", \"block_m\", \"chosen\", \"us\", \"block_n\", \"corrects\", \"cost\", "
-               "\"k_tiles\", \"ends\", "
-               "\"constant\", \"slices\", \"tail_tiles\"");
+               "\"kind\", \"chunk\", \"share\", \"x\", \"row\", \"applies\""
+             : "\"kernel\", \"block_m\", \"chosen\", \"us\", \"block_n\", \"compensates\", "
+               "\"cost\", \"k_tiles\", \"ends\", \"constant\", \"slices\", \"tail_tiles\"");
   char const* comma = "";
   for (Product const& product : products) {
     if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > seconds)

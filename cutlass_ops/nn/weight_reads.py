@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import nn
 
@@ -83,15 +83,48 @@ def weight_reads(cls: Any) -> tuple[Read, ...]:
         for node in definition.body if definition is not None else ():
             if isinstance(node, _FUNCTIONS) and not any(part in node.name for part in _NOT_RUN):
                 functions.append((base.__module__, node))
+    # Methods that read a weight, or call such a method: most of a model's are neither.
+    reading = {node.name for _, node in functions if _facts(node).reads}
+    while callers := {node.name for _, node in functions if _facts(node).calls & reading} - reading:
+        reading |= callers
     arguments: dict[str, dict[str, set[Path]]] = {}
     while True:
         known = sum(len(paths) for bound in arguments.values() for paths in bound.values())
-        methods = [_Method(module, node, functions, arguments) for module, node in functions]
+        methods = [
+            _Method(module, node, functions, arguments)
+            for module, node in functions
+            if node.name in reading
+        ]
         if sum(len(paths) for bound in arguments.values() for paths in bound.values()) == known:
             return tuple(dict.fromkeys(read for method in methods for read in method.reads))
 
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class _Facts(NamedTuple):
+    """Of a method: whether ``.weight`` is in it, the methods of ``self`` that it calls, and whether
+    it looks at ``_is_quantized``.
+    """
+
+    reads: bool
+    calls: frozenset[str]
+    asks: bool
+
+
+@cache
+def _facts(function: _Function) -> _Facts:
+    reads = asks = False
+    calls = set()
+    for node in ast.walk(function):
+        match node:
+            case ast.Attribute(attr="weight"):
+                reads = True
+            case ast.Call(func=ast.Attribute(attr=name, value=ast.Name(id="self"))):
+                calls.add(name)
+            case ast.Constant(value="_is_quantized"):
+                asks = True
+    return _Facts(reads, frozenset(calls), asks)
 
 
 @cache
@@ -128,10 +161,7 @@ class _Method:
         arguments: dict[str, dict[str, set[Path]]],
     ) -> None:
         self.module = module
-        self.asks = any(
-            isinstance(part, ast.Constant) and part.value == "_is_quantized"
-            for part in ast.walk(node)
-        )
+        self.asks = _facts(node).asks
         self.functions = {function.name: function for _, function in functions}
         self.arguments = arguments
         self.variables = {name: set(paths) for name, paths in arguments.get(node.name, {}).items()}
