@@ -78,7 +78,7 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map,
     if constexpr (C::kQuantizes) {
       if (warp == 2) prepare_all_weight_scales<C>(stages, barriers, p);
       if (warp >= 4) quantize_x_rows<C>(stages, barriers, p, warp - 4);
-    } else if constexpr (C::kLoadTokenScales) {
+    } else if constexpr (C::kLoadXRowScales) {
       if (index) {
         if constexpr (C::kGrouped) {
           if (warp == 2) prepare_scales_by_index<C>(stages, barriers, p);

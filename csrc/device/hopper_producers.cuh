@@ -171,11 +171,11 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
     if constexpr (!C::kGrouped) prefetch_residual<C>(p, first_feature<C>(work.pair, rank, p), m0);
     // prepare_pixels() loads the scales of an image. In a cluster along M, all rows of a CTA's tile
     // may be beyond the last row of x.
-    int scaled = !C::kLoadTokenScales || C::kQuantizes || (C::kImages && p.image.columns)
+    int scaled = !C::kLoadXRowScales || C::kQuantizes || (C::kImages && p.image.columns)
                      ? 0
                      : min(C::kBlockM, max(0, p.x.stride - m0));
     int bytes =
-        C::kColumnPanels * share.loaded * C::kSwizzleBytes + scaled * (C::kLoadTokenZeros ? 5 : 4);
+        C::kColumnPanels * share.loaded * C::kSwizzleBytes + scaled * (C::kLoadXRowZeros ? 5 : 4);
     XRows<C::kPanelColumns, C::kImages> x_rows(p.image, m0 + share.first, work.first_k(p));
 #pragma unroll 1
     for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
@@ -196,7 +196,7 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
               row * (compensates ? kZeroRow : kKPerTile), m0 + share.first);
           cute::SM90_BULK_COPY_G2S::copy(
               (compensates ? p.x.zero_scales : p.x.scales) + int64_t(row) * p.x.stride + m0, full,
-              stage + C::kTokenScales, scaled * 4);
+              stage + C::kXRowScales, scaled * 4);
         }
       } else {
         if (leader) TransactionBarrier::arrive_and_expect_tx(full, bytes);
@@ -210,11 +210,10 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
         if (leader) {
           int64_t vector = int64_t(k) * p.x.stride + m0;
           if (scaled)
-            cute::SM90_BULK_COPY_G2S::copy(p.x.scales + vector, full, stage + C::kTokenScales,
+            cute::SM90_BULK_COPY_G2S::copy(p.x.scales + vector, full, stage + C::kXRowScales,
                                            scaled * 4);
-          if (C::kLoadTokenZeros)
-            cute::SM90_BULK_COPY_G2S::copy(p.x.zeros + vector, full, stage + C::kTokenZeros,
-                                           scaled);
+          if (C::kLoadXRowZeros)
+            cute::SM90_BULK_COPY_G2S::copy(p.x.zeros + vector, full, stage + C::kXRowZeros, scaled);
         }
       }
     }
@@ -283,12 +282,12 @@ __device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& bar
         int four = first + lane, x_row = four / 4 * 16 + four % 4 * 2;
         if (first + 32 <= C::kBlockM / 4 || four < C::kBlockM / 4) {
           float2 low, high;
-          auto* scales = reinterpret_cast<float2 const*>(stage + C::kTokenScales + x_row * 4);
+          auto* scales = reinterpret_cast<float2 const*>(stage + C::kXRowScales + x_row * 4);
           low = scales[0], high = scales[4];
-          auto* factors = reinterpret_cast<float4*>(stage + C::kTokenFactors) + four;
+          auto* factors = reinterpret_cast<float4*>(stage + C::kXRowFactors) + four;
           factors[0] = make_float4(low.x, low.y, high.x, high.y);
-          if constexpr (C::kLoadTokenZeros) {
-            auto* zeros = reinterpret_cast<char2 const*>(stage + C::kTokenZeros + x_row);
+          if constexpr (C::kLoadXRowZeros) {
+            auto* zeros = reinterpret_cast<char2 const*>(stage + C::kXRowZeros + x_row);
             char2 low_zeros = zeros[0], high_zeros = zeros[4];
             factors[C::kBlockM / 4] =
                 make_float4(low_zeros.x, low_zeros.y, high_zeros.x, high_zeros.y);
@@ -349,7 +348,7 @@ __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& bar
     for (; k < end; ++k, ring.advance()) {
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
       TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-      auto* factors = reinterpret_cast<float*>(stage + C::kTokenFactors);
+      auto* factors = reinterpret_cast<float*>(stage + C::kXRowFactors);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) store_factor<C>(factors, first + i * kStep, scales[i]);
       if (k + 1 < end) load(false);
@@ -415,7 +414,7 @@ __device__ __forceinline__ void quantize_four_rows(uint8_t* stage, int row, bool
   *reinterpret_cast<uint4*>(codes + ((sixteen ^ row % 8) << 4)) =
       codes_of(columns, quantizer, panel == 1);
   if (sixteen == 0)
-    reinterpret_cast<float*>(stage + C::kTokenFactors)[factor_place(row)] = quantizer.scale;
+    reinterpret_cast<float*>(stage + C::kXRowFactors)[factor_place(row)] = quantizer.scale;
 }
 
 // Quantises a tile's rows of x in blocks of a K tile's columns, or by the range of all x, by
@@ -468,7 +467,7 @@ __device__ __forceinline__ void prepare_scales_by_index(uint8_t* stages, Barrier
     for (int const end = work.end_k(p); k < end; ++k, ring.advance()) {
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
       TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-      auto* factors = reinterpret_cast<float*>(stage + C::kTokenFactors);
+      auto* factors = reinterpret_cast<float*>(stage + C::kXRowFactors);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) store_factor<C>(factors, i * 32 + lane, scales[i]);
       if (k + 1 < end) load(k + 1);

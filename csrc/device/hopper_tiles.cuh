@@ -20,18 +20,18 @@ struct Params;
 //   kElementBytes  of an activation
 //   kScales        whether every stage brings the weights' scales
 //   kZeros         whether every stage brings the weights' zero points
-//   kTokenScales   whether every stage brings scales of the rows of x
-//   kTokenZeros    whether activations have zero points, which come with their scales
+//   kXRowScales   whether every stage brings scales of the rows of x
+//   kXRowZeros    whether activations have zero points, which come with their scales
 //   kQuantizes     whether x arrives as 16-bit floats, which become codes in their place
-template <int kBits_, int kBlockM_, int kElementBytes, bool kScales_, bool kTokenScales_,
-          bool kTokenZeros_, bool kZeros_, int kStages_, int kWarpgroups_ = 2,
+template <int kBits_, int kBlockM_, int kElementBytes, bool kScales_, bool kXRowScales_,
+          bool kXRowZeros_, bool kZeros_, int kStages_, int kWarpgroups_ = 2,
           bool kQuantizes_ = false>
 struct TileConfig {
   static constexpr int kBits = kBits_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr bool kLoadScales = kScales_;
-  static constexpr bool kLoadTokenScales = kTokenScales_;
-  static constexpr bool kLoadTokenZeros = kTokenZeros_ && kTokenScales_;
+  static constexpr bool kLoadXRowScales = kXRowScales_;
+  static constexpr bool kLoadXRowZeros = kXRowZeros_ && kXRowScales_;
   static constexpr bool kZeros = kZeros_;
   static constexpr int kStages = kStages_;
   static constexpr bool kPrepareScales = false;  // whether prepare_x_rows() prepares
@@ -66,10 +66,10 @@ struct TileConfig {
   static constexpr int kPanelColumns = kKPerTile / kColumnPanels;
   static constexpr int kPanelBytes = kBlockM * kSwizzleBytes;
 
-  static constexpr WgmmaCta kCta{kBits,        kBlockM, kElementBytes, kScales_,     kTokenScales_,
-                                 kTokenZeros_, kZeros_, kStages_,      kWarpgroups_, kQuantizes_};
-  static constexpr int kActivations = 0, kWeights = kCta.weights, kTokenScales = kCta.x_scales,
-                       kTokenZeros = kCta.x_zeros, kTokenFactors = kCta.x_factors,
+  static constexpr WgmmaCta kCta{kBits,       kBlockM, kElementBytes, kScales_,     kXRowScales_,
+                                 kXRowZeros_, kZeros_, kStages_,      kWarpgroups_, kQuantizes_};
+  static constexpr int kActivations = 0, kWeights = kCta.weights, kXRowScales = kCta.x_scales,
+                       kXRowZeros = kCta.x_zeros, kXRowFactors = kCta.x_factors,
                        kScales = kCta.scales, kZeroPoints = kCta.zeros;
   static constexpr int kStageBytes = kCta.stage_bytes;
 
@@ -390,7 +390,7 @@ __device__ __forceinline__ typename C::Work next_tile(int index, typename C::Par
 template <class C>
 struct ThreadCoord {
   int rank, warpgroup, warp, lane;
-  int units, scales, zeros, token_factors;  // bytes from a stage's start
+  int units, scales, zeros, x_row_factors;  // bytes from a stage's start
 
   __device__ __forceinline__ ThreadCoord(Params const& p, int rank, int warpgroup)
       : rank(rank), warpgroup(warpgroup), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
@@ -399,8 +399,8 @@ struct ThreadCoord {
             lane * kLaneBytes;
     scales = C::kScales + row * (C::kPrepareScales ? 4 : p.scale_bytes);
     zeros = C::kZeroPoints + row;
-    token_factors = C::kTokenFactors + lane % 4 * 16;
-    asm volatile("" : "+r"(units), "+r"(scales), "+r"(zeros), "+r"(token_factors));
+    x_row_factors = C::kXRowFactors + lane % 4 * 16;
+    asm volatile("" : "+r"(units), "+r"(scales), "+r"(zeros), "+r"(x_row_factors));
   }
 };
 

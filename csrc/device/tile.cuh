@@ -23,7 +23,7 @@ struct BlockTile {
   static constexpr int kRowBlocks = 2;          // 16-row fragments a warp owns
   static constexpr int kMBlocks = kBlockM / 8;  // fragments of 8 rows of x a warp owns
   static constexpr int kSumStride = kMmaSumStride;
-  static_assert(kMBlocks % 2 == 0, "operand B is loaded for two token blocks at a time");
+  static_assert(kMBlocks % 2 == 0, "operand B is loaded for two blocks of rows of x at a time");
 
   using Sums = float[kRowBlocks][kMBlocks][4];
 };

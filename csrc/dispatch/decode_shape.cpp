@@ -108,8 +108,8 @@ bool lay_out_stages(PackedWeight const& w, StageSizes const& sizes, int tiles,
   shape->scales = shape->most_row_panels * k_tile_bytes(code_bits(w));
   shape->offsets = shape->scales + rows * bytes_of(w.scale_type);
   shape->zeros = shape->offsets + (w.offsets ? rows * bytes_of(w.offset_type) : 0);
-  shape->token_scales = shape->zeros + (w.zeros ? rows : 0);
-  shape->weight_bytes = (shape->token_scales + sizes.weight_extra + 127) / 128 * 128;
+  shape->x_row_scales = shape->zeros + (w.zeros ? rows : 0);
+  shape->weight_bytes = (shape->x_row_scales + sizes.weight_extra + 127) / 128 * 128;
   int const stage = sizes.x_bytes + shape->weight_bytes;
   shape->stages = std::min({tiles, WgmmaDecodeShape::kMostStages, sizes.most_bytes / stage});
   // A stage always belongs to the same set: a set does not see a stage's phases in between.
@@ -132,18 +132,18 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
   constexpr int kBlockM = WgmmaDecodeShape::kBlockM;
   WgmmaDecodeShape best;
   PackedWeight const& w = p.weight;
-  bool const int8 = multiplies_int8(p) && !folds, token_zeros = int8 && activations_have_zeros(p);
+  bool const int8 = multiplies_int8(p) && !folds, x_row_zeros = int8 && activations_have_zeros(p);
   int const groups = WgmmaDecodeShape::warpgroups(one_cta),
-            most = WgmmaDecodeShape::most_row_panels_of(one_cta, token_zeros),
+            most = WgmmaDecodeShape::most_row_panels_of(one_cta, x_row_zeros),
             unit = WgmmaDecodeShape::unit(one_cta);
   int const all_units = int(padded_rows(w.n) / unit), all_tiles = int(padded_k(w.k) / kKPerTile);
   // Two CTAs per SM, this launch's and the next one's: the next launch's weights are in flight
   // before this launch ends. Or one CTA with as many bytes in flight as two would have.
   int const table = table_bytes(w);
   StageSizes const sizes{
-      int8 && !quantizes ? kBlockM * kKPerTile + (token_zeros ? 8 * kKPerTile : 0)
+      int8 && !quantizes ? kBlockM * kKPerTile + (x_row_zeros ? 8 * kKPerTile : 0)
                          : kBlockM * kKPerTile * 2,
-      (int8 ? kBlockM * 4 : 0) + (token_zeros ? kBlockM : 0),
+      (int8 ? kBlockM * 4 : 0) + (x_row_zeros ? kBlockM : 0),
       (one_cta ? device.shared_memory - 1024 : device.shared_memory / 2 - 2048) - table, table,
       one_cta ? groups
       : table ? 2

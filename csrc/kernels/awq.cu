@@ -146,7 +146,7 @@ constexpr int kStepRows = 32, kStripWords = 32, kStripChunks = 8, kChunkColumns 
               kChunkQuads = kChunkColumns / 4;
 // Floats between rows of x in 32 columns of a block's sums: the four added ones avoid bank
 // conflicts.
-constexpr int kChunkTokenFloats = kChunkColumns + 4;
+constexpr int kChunkXRowFloats = kChunkColumns + 4;
 
 struct GemmParams {
   AwqWeight weight;
@@ -416,7 +416,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
   // slice][chunk][x_row][columns].
   __syncthreads();
   float* const own = reinterpret_cast<float*>(shared);
-  int const all = kStripChunks * x_rows * kChunkTokenFloats;
+  int const all = kStripChunks * x_rows * kChunkXRowFloats;
   {
     float* to = own + warp_k * all;
     int const column = (warp_n * 8 + g) * C::kOctets * 8;
@@ -432,7 +432,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
             return sums[o][pair][tb][2 * odd + e] * (1.0f / C::unit(odd));
           };
           float4* at = reinterpret_cast<float4*>(
-              to + ((column + o * 8) / kChunkColumns * x_rows + x_row) * kChunkTokenFloats +
+              to + ((column + o * 8) / kChunkColumns * x_rows + x_row) * kChunkXRowFloats +
               (column + o * 8) % kChunkColumns);
           at[0] = make_float4(value(0, 0), value(2, 0), value(0, 1), value(2, 1));
           at[1] = make_float4(value(1, 0), value(3, 0), value(1, 1), value(3, 1));
@@ -459,12 +459,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
   for (int chunk = warp; chunk < kStripChunks; chunk += C::kWarps) {
     int const to = ((chunk + 1) * p.cluster - 1) / kStripChunks, first = first_chunk(to),
               count = first_chunk(to + 1) - first;
-    float const* from = own + chunk * x_rows * kChunkTokenFloats;
+    float const* from = own + chunk * x_rows * kChunkXRowFloats;
     float* there = received + (rank * count + chunk - first) * x_rows * kChunkColumns;
     for (int i = lane; i < x_rows * kChunkQuads; i += 32)
       store_remote(
           there + i * 4,
-          add_up(from + i / kChunkQuads * kChunkTokenFloats + i % kChunkQuads * 4, C::kWarpsK, all),
+          add_up(from + i / kChunkQuads * kChunkXRowFloats + i % kChunkQuads * 4, C::kWarpsK, all),
           &sums_there, to);
   }
   TransactionBarrier::wait(&sums_there, 0);
@@ -472,7 +472,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
   int const received_parts = p.cluster;
 #else
   float const* const received = own;
-  constexpr int kXRowFloats = kChunkTokenFloats;
+  constexpr int kXRowFloats = kChunkXRowFloats;
   int const received_parts = C::kWarpsK;
 #endif
 

@@ -212,7 +212,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
       float const* step_scales = reinterpret_cast<float const*>(shared + p.memory.scales) + index;
 #pragma unroll
       for (int tb = 0; tb < C::kMBlocks; ++tb) {
-        float2 token_scale = C::kInt8 ? *reinterpret_cast<float2 const*>(step_scales + tb * 8)
+        float2 x_row_scale = C::kInt8 ? *reinterpret_cast<float2 const*>(step_scales + tb * 8)
                                       : make_float2(1.0f, 1.0f);
 #pragma unroll
         for (int rb = 0; rb < C::kSumBlocks; ++rb)
@@ -221,7 +221,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
             float scale = scales[2 * rb + e / 2];
             if (C::kPairs)
               scale = t / 2 ? scales[2 * (2 * rb + e / 2) + 1] : scales[2 * (2 * rb + e / 2)];
-            if (C::kInt8) scale *= e % 2 ? token_scale.y : token_scale.x;
+            if (C::kInt8) scale *= e % 2 ? x_row_scale.y : x_row_scale.x;
             sums[tb][rb][e] = fmaf(products[tb][rb][e], scale, sums[tb][rb][e]);
           }
       }
@@ -232,8 +232,8 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
         for (int tb = 0; tb < C::kMBlocks; ++tb) {
           float2 sum = *reinterpret_cast<float2 const*>(step_sums + tb * 8);
           if (C::kInt8) {
-            float2 token_scale = *reinterpret_cast<float2 const*>(step_scales + tb * 8);
-            sum.x *= token_scale.x, sum.y *= token_scale.y;
+            float2 x_row_scale = *reinterpret_cast<float2 const*>(step_scales + tb * 8);
+            sum.x *= x_row_scale.x, sum.y *= x_row_scale.y;
           }
 #pragma unroll
           for (int rb = 0; rb < C::kSumBlocks; ++rb)
@@ -283,14 +283,14 @@ __device__ __forceinline__ void add(float (&sum)[4], float4 const& v) {
 
 // Every `step`th row of [row panel][x_row], from row `first`.
 struct Rows {
-  int row_panel, x_row, row_panel_step, token_step;
+  int row_panel, x_row, row_panel_step, x_row_step;
   __device__ __forceinline__ Rows(int first, EvenPartition const& step, int m)
-      : row_panel_step(step.base), token_step(step.rest) {
+      : row_panel_step(step.base), x_row_step(step.rest) {
     Quotient begin(first, m);
     row_panel = begin.quotient, x_row = begin.remainder;
   }
   __device__ __forceinline__ void next(int m) {
-    row_panel += row_panel_step, x_row += token_step;
+    row_panel += row_panel_step, x_row += x_row_step;
     if (x_row >= m) x_row -= m, ++row_panel;
   }
 };

@@ -71,16 +71,16 @@ __device__ __forceinline__ void stage_floats(uint8_t* shared, Params const& p, i
 
 // A warp's tiles of its block's slice of x, [x_row][tile]. Computed before the kernel waits.
 struct TileWalk {
-  int tiles, x_row, tile, token_step, tile_step, count;
+  int tiles, x_row, tile, x_row_step, tile_step, count;
   __device__ __forceinline__ TileWalk(int tiles_, int m, int warps) : tiles(tiles_) {
     int const warp = threadIdx.x / 32;
     Quotient begin(warp, tiles), step(warps, tiles);
     x_row = begin.quotient, tile = begin.remainder;
-    token_step = step.quotient, tile_step = step.remainder;
+    x_row_step = step.quotient, tile_step = step.remainder;
     count = (m * tiles - warp + warps - 1) / warps;
   }
   __device__ __forceinline__ void next() {
-    x_row += token_step, tile += tile_step;
+    x_row += x_row_step, tile += tile_step;
     if (tile >= tiles) tile -= tiles, ++x_row;
   }
 };

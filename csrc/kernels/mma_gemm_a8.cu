@@ -227,7 +227,7 @@ __device__ __forceinline__ void promote(Params const& p, ThreadCoord<C> const& a
     int tb = pair * 2 + j, x_row = tb * 8 + 2 * at.t;
     if (kColumns < 32) x_row = min(x_row, x.last);
     float2 scale_pair = *reinterpret_cast<float2 const*>(x.scales + x_row);
-    float const token_scale[2] = {scale_pair.x, scale_pair.y};
+    float const x_row_scale[2] = {scale_pair.x, scale_pair.y};
     int za[2] = {0, 0}, q[2] = {0, 0};
     if (C::kForm != Form::kSymmetric && p.x.zeros) {
       char2 z = *reinterpret_cast<char2 const*>(x.zeros + x_row);
@@ -247,8 +247,8 @@ __device__ __forceinline__ void promote(Params const& p, ThreadCoord<C> const& a
         if (C::kForm != Form::kSymmetric) integer -= za[e % 2] * int(rows.sums[rb][e / 2 * 2]);
         if (kXRowSums && !C::kZerosFitInt8) integer -= rows.zeros[row] * q[e % 2];
         float number = C::kMagic ? __int_as_float(integer) - kMagicNumber : float(integer);
-        sum = fmaf(number, token_scale[e % 2] * (rows.scales[row] * kDecodedScale), sum);
-        if (kXRowSums) sum = fmaf(rows.offsets[row], token_scale[e % 2] * float(q[e % 2]), sum);
+        sum = fmaf(number, x_row_scale[e % 2] * (rows.scales[row] * kDecodedScale), sum);
+        if (kXRowSums) sum = fmaf(rows.offsets[row], x_row_scale[e % 2] * float(q[e % 2]), sum);
       }
   }
 }

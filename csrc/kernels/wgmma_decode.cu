@@ -23,33 +23,33 @@ Status launch_element(GemmProblem const& problem, Plan const& plan, Stream strea
 }
 
 // Element: of x in memory, floats or int8.
-template <class Element, class Scale, class Format, bool kTokenZeros, bool kOneCta>
+template <class Element, class Scale, class Format, bool kXRowZeros, bool kOneCta>
 Status launch_int8(GemmProblem const& problem, Plan const& plan, Stream stream) {
   constexpr bool kQuantizes = !std::is_same_v<Element, int8_t>;
   if constexpr (Format::kZerosFitInt8) {
     if (problem.weight.zeros)
-      return launch_config<Config<Element, Format, true, Scale, kQuantizes, kTokenZeros, kOneCta>>(
+      return launch_config<Config<Element, Format, true, Scale, kQuantizes, kXRowZeros, kOneCta>>(
           problem, plan, stream);
   }
-  return launch_config<Config<Element, Format, false, Scale, kQuantizes, kTokenZeros, kOneCta>>(
+  return launch_config<Config<Element, Format, false, Scale, kQuantizes, kXRowZeros, kOneCta>>(
       problem, plan, stream);
 }
 
-template <class Format, bool kQuantizes, bool kOneCta, bool kTokenZeros>
+template <class Format, bool kQuantizes, bool kOneCta, bool kXRowZeros>
 Status launch_scales(GemmProblem const& problem, Plan const& plan, Stream stream) {
   DataType const scale = problem.weight.scale_type;
   if constexpr (kQuantizes) {  // scales of x's type
     return scale == DataType::kFloat16
-               ? launch_int8<__half, __half, Format, kTokenZeros, kOneCta>(problem, plan, stream)
-               : launch_int8<__nv_bfloat16, __nv_bfloat16, Format, kTokenZeros, kOneCta>(
+               ? launch_int8<__half, __half, Format, kXRowZeros, kOneCta>(problem, plan, stream)
+               : launch_int8<__nv_bfloat16, __nv_bfloat16, Format, kXRowZeros, kOneCta>(
                      problem, plan, stream);
   } else {
     return scale == DataType::kFloat16
-               ? launch_int8<int8_t, __half, Format, kTokenZeros, kOneCta>(problem, plan, stream)
+               ? launch_int8<int8_t, __half, Format, kXRowZeros, kOneCta>(problem, plan, stream)
            : scale == DataType::kBFloat16
-               ? launch_int8<int8_t, __nv_bfloat16, Format, kTokenZeros, kOneCta>(problem, plan,
-                                                                                  stream)
-               : launch_int8<int8_t, float, Format, kTokenZeros, kOneCta>(problem, plan, stream);
+               ? launch_int8<int8_t, __nv_bfloat16, Format, kXRowZeros, kOneCta>(problem, plan,
+                                                                                 stream)
+               : launch_int8<int8_t, float, Format, kXRowZeros, kOneCta>(problem, plan, stream);
   }
 }
 

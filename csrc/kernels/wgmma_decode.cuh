@@ -60,12 +60,12 @@ struct StoredScales {
 
 // The position of a thread's part of a stage, in its warpgroup's first row panel.
 struct StageAddress {
-  uint32_t units, scales, offsets, zeros, x_rows, token_zeros;
+  uint32_t units, scales, offsets, zeros, x_rows, x_row_zeros;
 };
 
 // Whether int8 x has one scale a row, and not one a row and tile.
 template <class C>
-__device__ __forceinline__ bool ends_with_token_scales(Params const& p) {
+__device__ __forceinline__ bool ends_with_x_row_scales(Params const& p) {
   return C::kInt8 && !C::kQuantizes && p.x_row_stride == 0;
 }
 
@@ -95,8 +95,8 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
 #pragma unroll
   for (int row_panel = 0; row_panel < kRowPanels; ++row_panel) {
     typename C::Sum products[C::kColumns / 2];
-    float token_scales[C::kMBlocks][2];
-    int token_zeros[C::kMBlocks][2];
+    float x_row_scales[C::kMBlocks][2];
+    int x_row_zeros[C::kMBlocks][2];
     decode::RowConstants zero = {};
     if (C::kZeros) {
       uint32_t two = 0;
@@ -147,17 +147,17 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
       if (C::kInt8) {  // read again for every row panel: registers
 #pragma unroll
         for (int tb = 0; tb < C::kMBlocks; ++tb) {
-          float (&two)[2] = token_scales[tb];
+          float (&two)[2] = x_row_scales[tb];
           asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                        : "=f"(two[0]), "=f"(two[1])
                        : "r"(at.x_rows + tb * 32));
-          if constexpr (C::kTokenZeros) {
+          if constexpr (C::kXRowZeros) {
             uint32_t zeros_of_two;
             asm volatile("ld.shared.u16 %0, [%1];"
                          : "=r"(zeros_of_two)
-                         : "r"(at.token_zeros + tb * 8));
-            token_zeros[tb][0] = int8_t(zeros_of_two),
-            token_zeros[tb][1] = int8_t(zeros_of_two >> 8);
+                         : "r"(at.x_row_zeros + tb * 8));
+            x_row_zeros[tb][0] = int8_t(zeros_of_two),
+            x_row_zeros[tb][1] = int8_t(zeros_of_two >> 8);
           }
         }
       }
@@ -183,18 +183,18 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
       if constexpr (C::kInt8) {
         auto const integer = [&](int e) {
           int sum = int(products[e]);
-          if constexpr (C::kTokenZeros)
-            sum -= token_zeros[e / 4][e % 2] * int(products[C::kSums + e % 4 / 2 * 2]);
+          if constexpr (C::kXRowZeros)
+            sum -= x_row_zeros[e / 4][e % 2] * int(products[C::kSums + e % 4 / 2 * 2]);
           return float(sum);
         };
-        if (ends_with_token_scales<C>(p)) {
+        if (ends_with_x_row_scales<C>(p)) {
           promote(
               [&](int e, float row_scale, float sum) { return fmaf(integer(e), row_scale, sum); });
         } else {
           promote([&](int e, float row_scale, float sum) {
-            float const token_scale = token_scales[e / 4][e % 2];
-            return C::kZeros ? fmaf(integer(e), row_scale * token_scale, sum)
-                             : fmaf(integer(e) * row_scale, token_scale, sum);
+            float const x_row_scale = x_row_scales[e / 4][e % 2];
+            return C::kZeros ? fmaf(integer(e), row_scale * x_row_scale, sum)
+                             : fmaf(integer(e) * row_scale, x_row_scale, sum);
           });
         }
       } else {
@@ -316,11 +316,11 @@ __device__ __forceinline__ void finish_piece(float (&v)[4], int n, int m_block,
                                              SlotTile const& tile, Params const& p) {
   if (tile.rows <= m_block * 8) return;
   if (p.groups.gated) {
-    finish_gated(v, p.token_scales, m_block * 8, n, tile, p.groups, p.epilogue);
+    finish_gated(v, p.x_row_scales, m_block * 8, n, tile, p.groups, p.epilogue);
   } else {
     FeaturesOfRow at(v, m_block);
-    if (p.token_scales && at.x_row < tile.rows)
-      at.scale(p.token_scales[row_of_slot(p.groups, tile.slots[at.x_row])]);
+    if (p.x_row_scales && at.x_row < tile.rows)
+      at.scale(p.x_row_scales[row_of_slot(p.groups, tile.slots[at.x_row])]);
     finish_group(at.sums, at.x_row, n + at.feature, tile, p.groups, p.epilogue);
   }
 }
@@ -337,7 +337,7 @@ __device__ __forceinline__ void store_piece(float const* v, int n, int m_block,
     int const x_row = m_block * 8 + lane % 4 * 2 + c;
     if (x_row >= tile.rows) continue;
     int const slot = tile.slots[x_row];
-    float const scale = p.token_scales ? p.token_scales[row_of_slot(p.groups, slot)] : 1.0f;
+    float const scale = p.x_row_scales ? p.x_row_scales[row_of_slot(p.groups, slot)] : 1.0f;
     float* const out = static_cast<float*>(p.epilogue.out) + int64_t(slot) * p.epilogue.n + n;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
@@ -372,14 +372,14 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
                   base + p.shape.scales + row * p.scale_bytes,
                   0,
                   base + p.shape.zeros + row,
-                  base + p.shape.token_scales + lane % 4 * 8,
-                  base + p.shape.token_scales + C::kTokenScaleBytes + lane % 4 * 2};
+                  base + p.shape.x_row_scales + lane % 4 * 8,
+                  base + p.shape.x_row_scales + C::kXRowScaleBytes + lane % 4 * 2};
   uint64_t* full = barriers.full;
   asm volatile("" : "+r"(x_at), "+r"(at.units), "+r"(at.scales));
   if (!C::kFolds) asm volatile("" : "+l"(full));
   if (C::kFolds && (C::kZeros || C::kOffsets)) asm volatile("" : "+r"(row));
   if (C::kInt8) asm volatile("" : "+r"(at.x_rows));
-  if (C::kTokenZeros) asm volatile("" : "+r"(at.token_zeros));
+  if (C::kXRowZeros) asm volatile("" : "+r"(at.x_row_zeros));
   int& stage = place.stage;
   uint32_t& phase = place.phase;
   int to_quantize = warp / 4 + C::kWarpgroups;
@@ -408,7 +408,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
                        __shfl_sync(~0u, (x_at + stage * C::kXStride) >> 4 & 0x3fff, 0);
     TransactionBarrier::wait(full + stage, phase);
     StageAddress here{at.units + offset, at.scales + offset, 0,
-                      at.zeros + offset, at.x_rows + offset, at.token_zeros + offset};
+                      at.zeros + offset, at.x_rows + offset, at.x_row_zeros + offset};
     if (C::kFolds) {  // from the scales': registers
       here.offsets =
           here.scales + (p.shape.offsets - p.shape.scales) + row * (p.offset_bytes - p.scale_bytes);
@@ -524,7 +524,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   }
   if constexpr (C::kCodebook)
     C::Table::fill_table(shared + p.shape.table, p.weight.codebook, threadIdx.x, C::kThreads);
-  if constexpr (C::kTokenZeros && !C::kQuantizes) {
+  if constexpr (C::kXRowZeros && !C::kQuantizes) {
     if (threadIdx.x < 128)
       for (int i = 0; i < p.shape.stages; ++i)
         store_ones(cute::cast_smem_ptr_to_uint(shared) + i * C::kXStride + C::kXBytes);
@@ -632,8 +632,8 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
     if constexpr (C::kGrouped) {
       finish_piece(v, n, x_rows, tiles[part.tile], p);
     } else {
-      bool const scales = C::kFolds || ends_with_token_scales<C>(p);
-      finish(v, n, x_rows, scales ? p.token_scales : nullptr, p.epilogue);
+      bool const scales = C::kFolds || ends_with_x_row_scales<C>(p);
+      finish(v, n, x_rows, scales ? p.x_row_scales : nullptr, p.epilogue);
     }
   }
 }

@@ -22,36 +22,36 @@ namespace cutlass_ops {
 namespace {
 
 // The common part of both kernels. Element: the type of x in memory. kInt8: x is multiplied as
-// int8. kQuantizes: x is floats in memory, and becomes int8 codes or their values. kTokenZeros:
+// int8. kQuantizes: x is floats in memory, and becomes int8 codes or their values. kXRowZeros:
 // int8 x has zero points; to compensate them the kernel needs sums of weights, for which operand B
 // has eight more columns, all ones. kGrouped: rows of x and weights are experts'
 // (device/grouped.cuh).
-template <class Element_, int kBits_, bool kInt8_, bool kQuantizes_, bool kTokenZeros_,
+template <class Element_, int kBits_, bool kInt8_, bool kQuantizes_, bool kXRowZeros_,
           bool kOneCta_, bool kGrouped_ = false>
 struct StageConfig {
   using Element = Element_;
   static constexpr bool kGrouped = kGrouped_;
-  static constexpr bool kInt8 = kInt8_, kQuantizes = kQuantizes_, kTokenZeros = kTokenZeros_,
+  static constexpr bool kInt8 = kInt8_, kQuantizes = kQuantizes_, kXRowZeros = kXRowZeros_,
                         kOneCta = kOneCta_;
   static constexpr int kBits = kBits_;
   static constexpr int kBlockM = WgmmaDecodeShape::kBlockM;
   // that multiply
   static constexpr int kWarpgroups = WgmmaDecodeShape::warpgroups(kOneCta),
                        kWarps = 4 * kWarpgroups;
-  static constexpr int kMostRowPanels = WgmmaDecodeShape::most_row_panels_of(kOneCta, kTokenZeros);
+  static constexpr int kMostRowPanels = WgmmaDecodeShape::most_row_panels_of(kOneCta, kXRowZeros);
   static constexpr int kThreads = WgmmaDecodeShape::threads(kOneCta);
-  static constexpr int kSums = kBlockM / 2;                         // registers of a row panel
-  static constexpr int kColumns = kBlockM + (kTokenZeros ? 8 : 0);  // of operand B
+  static constexpr int kSums = kBlockM / 2;                        // registers of a row panel
+  static constexpr int kColumns = kBlockM + (kXRowZeros ? 8 : 0);  // of operand B
   static constexpr int kXBytes = kBlockM * kKPerTile * int(sizeof(Element));
   static constexpr int kPanelBytes = kBlockM * 128;  // of x in shared memory: rows of 128 bytes, in
                                                      // the 128-byte swizzle
   // Codes that a block makes, and the ones behind them, overwrite the floats.
-  static constexpr int kOnesBytes = kTokenZeros ? 8 * 128 : 0,
+  static constexpr int kOnesBytes = kXRowZeros ? 8 * 128 : 0,
                        kXStride = kXBytes + (kQuantizes ? 0 : kOnesBytes);
-  static constexpr int kTokenScaleBytes = kInt8 ? kBlockM * 4 : 0,
-                       kTokenZeroBytes = kTokenZeros ? kBlockM : 0;
+  static constexpr int kXRowScaleBytes = kInt8 ? kBlockM * 4 : 0,
+                       kXRowZeroBytes = kXRowZeros ? kBlockM : 0;
   // Bytes of x that are copied to a stage together with its weights.
-  static constexpr int kXRowBytes = kQuantizes ? 0 : kXBytes + kTokenScaleBytes + kTokenZeroBytes;
+  static constexpr int kXRowBytes = kQuantizes ? 0 : kXBytes + kXRowScaleBytes + kXRowZeroBytes;
   // K-slices of 16 columns, 32 with int8, that are multiplied together in a step; steps of a tile.
   static constexpr int kPieces = 4, kSteps = kInt8 ? 1 : 2;
   // Lanes of a warpgroup that arrive when they have read a stage: all of them where racecheck does
@@ -82,11 +82,11 @@ struct DecoderOf<Format, Element, true, kZeros> {
 // Configuration of wgmma_decode. Element: the type of x in memory, fp16, bf16, or int8 with
 // separate scales. Scale: the type of weight scales.
 template <class Element_, class Format, bool kZeros_, class Scale_ = Element_,
-          bool kQuantizes_ = false, bool kTokenZeros_ = false, bool kOneCta_ = false,
+          bool kQuantizes_ = false, bool kXRowZeros_ = false, bool kOneCta_ = false,
           bool kGrouped_ = false>
 struct Config
     : StageConfig<Element_, Format::kBits, kQuantizes_ || std::is_same_v<Element_, int8_t>,
-                  kQuantizes_, kTokenZeros_, kOneCta_, kGrouped_> {
+                  kQuantizes_, kXRowZeros_, kOneCta_, kGrouped_> {
   using Scale = Scale_;
   static constexpr bool kFolds = false, kCodebook = Format::kTableBytes > 0, kZeros = kZeros_,
                         kOffsets = false, kDeals = kGrouped_;
@@ -122,8 +122,8 @@ struct Maps {
 
 struct Params {
   PackedWeight weight;
-  float const* token_scales;
-  int8_t const* token_zeros;
+  float const* x_row_scales;
+  int8_t const* x_row_zeros;
   int x_row_stride;               // from a tile's scales, or zero points, to the next's
   bool symmetric;                 // of x that is quantised here
   int block_lanes;                // of 16 columns each, that share a block of x then

@@ -89,10 +89,10 @@ __device__ __forceinline__ void copy_x_rows(uint8_t* to, uint8_t* to_scales, uin
                                  tile * kKPerTile + panel * (kKPerTile / 2), 0);
   if (C::kInt8 && !C::kQuantizes) {
     int64_t const at = int64_t(tile) * p.x_row_stride;
-    cute::SM90_BULK_COPY_G2S::copy(p.token_scales + at, full, to_scales, C::kTokenScaleBytes);
-    if (C::kTokenZeros)
-      cute::SM90_BULK_COPY_G2S::copy(p.token_zeros + at, full, to_scales + C::kTokenScaleBytes,
-                                     C::kTokenZeroBytes);
+    cute::SM90_BULK_COPY_G2S::copy(p.x_row_scales + at, full, to_scales, C::kXRowScaleBytes);
+    if (C::kXRowZeros)
+      cute::SM90_BULK_COPY_G2S::copy(p.x_row_zeros + at, full, to_scales + C::kXRowScaleBytes,
+                                     C::kXRowZeroBytes);
   }
 }
 
@@ -176,7 +176,7 @@ __device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, Map
     uint64_t* const there = C::kQuantizes ? &barriers.raw[stage] : &barriers.full[stage];
     if (C::kQuantizes) TransactionBarrier::arrive_and_expect_tx(there, C::kXBytes);
     copy_x_rows<C>(shared + stage * C::kXStride,
-                   first_weights + stage * p.shape.weight_bytes + p.shape.token_scales, there,
+                   first_weights + stage * p.shape.weight_bytes + p.shape.x_row_scales, there,
                    maps.x_rows, p, part.first_tile + i);
   };
   for (int i = 0; i < ahead; ++i) x_rows(i, i);
@@ -222,23 +222,23 @@ __device__ __forceinline__ void store_codes(Columns<Element> const& c, uint32_t 
                                             int piece, int swizzle, int x_row, int stage,
                                             Params const& p) {
   constexpr int kPieces = kKPerTile / kLaneColumns;
-  Span<Element, !C::kTokenZeros> span;
+  Span<Element, !C::kXRowZeros> span;
   span.add(c);
 #pragma unroll
   for (int distance = 1; distance < kPieces; distance *= 2) span.add(span.of_lane(distance));
   cutlass::arch::NamedBarrier::sync(128, 2 + thread_again() / 128);  // all have read
-  Quantizer<!C::kTokenZeros> quantizer(span.range());
+  Quantizer<!C::kXRowZeros> quantizer(span.range());
   uint4 const v = codes_of(c, quantizer);
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(row + ((piece ^ swizzle) << 4)),
                "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
-  uint32_t const scales = x + p.shape.weights + stage * p.shape.weight_bytes + p.shape.token_scales;
+  uint32_t const scales = x + p.shape.weights + stage * p.shape.weight_bytes + p.shape.x_row_scales;
   if (piece == 0)
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(scales + x_row * 4), "f"(quantizer.scale)
                  : "memory");
-  if constexpr (C::kTokenZeros) {
+  if constexpr (C::kXRowZeros) {
     if (piece == 0)
-      asm volatile("st.shared.s8 [%0], %1;" ::"r"(scales + C::kTokenScaleBytes + x_row),
+      asm volatile("st.shared.s8 [%0], %1;" ::"r"(scales + C::kXRowScaleBytes + x_row),
                    "r"(int(quantizer.zero))
                    : "memory");
     store_ones(x + stage * C::kXStride + C::kPanelBytes);

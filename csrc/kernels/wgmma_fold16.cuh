@@ -88,7 +88,7 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   // The number of tiles along M that are computed together: few wide ones, since a row of x has
   // four times the bytes of a row of int4 weights.
   static constexpr int kBand = kBlockM >= 160 ? 4 : 16;
-  static constexpr int kTokenFactors = 0;
+  static constexpr int kXRowFactors = 0;
   static constexpr bool kPrepareScales = false;
   static constexpr bool kShortTiles = true, kSplitsRows = false;
 };

@@ -93,7 +93,7 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
       cutlass::arch::NamedBarrier::sync(128, 1 + coord.warpgroup);
     }
     [[maybe_unused]] auto zeros_address = [&](uint8_t const* stage) {
-      return cute::cast_smem_ptr_to_uint(stage) + coord.token_factors + C::kBlockM * 4;
+      return cute::cast_smem_ptr_to_uint(stage) + coord.x_row_factors + C::kBlockM * 4;
     };
     if constexpr (kLongSums) {
       // If the first product started from zeros itself, the sums of 256 rows of x would stay live
@@ -155,7 +155,7 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
         // While the products run.
         if constexpr (kAsymmetric && kChannel) add_weights(a, total_colsum);
         if constexpr (C::kMultipliesZeroPoints) zero_point_product.spread();
-        if (C::kLoadTokenScales && !C::kStartsFromZeroPoints && !C::kQuantizes)
+        if (C::kLoadXRowScales && !C::kStartsFromZeroPoints && !C::kQuantizes)
           ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
         if constexpr (C::kPrepareScales) {
           raw.load_prepared_scales(stage, coord);
@@ -179,8 +179,8 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
           if (C::kStartsFromZeroPoints)
             ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
         }
-        uint32_t factors = cute::cast_smem_ptr_to_uint(stage) + coord.token_factors;
-        TokenFactors<C> token_scales(factors);
+        uint32_t factors = cute::cast_smem_ptr_to_uint(stage) + coord.x_row_factors;
+        XRowFactors<C> x_row_scales(factors);
         cute::warpgroup_wait<0>();
         fence_registers(integers);
         if constexpr (C::kMultipliesZeroPoints) zero_point_product.subtract(end_zeros, integers);
@@ -197,13 +197,13 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
 #pragma unroll
           for (int j = 0; j < kSixteens + kLate; ++j) {
             if (j < kSixteens) {
-              token_scales.load(j + token_scales.kAhead);
+              x_row_scales.load(j + x_row_scales.kAhead);
 #pragma unroll
               for (int k_slice = 0; k_slice < RawWeights<C>::kLoads; ++k_slice) {
                 if (j == kWeightsAt + k_slice / 2 && i + 1 < count)
                   raw.load_piece(next, coord, k_slice);
               }
-              promote_biased<C>(j, token_scales.sixteens[j], scale, bias, integers, sums);
+              promote_biased<C>(j, x_row_scales.sixteens[j], scale, bias, integers, sums);
             }
             if (j >= kLate) load_zeros<C>(j - kLate, zeros, integers);
             if (j == kCodesAt) {
@@ -222,23 +222,23 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
           }
 #pragma unroll
           for (int j = 0; j < C::kBlockM / 8; ++j) {
-            if (!kTap && j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
+            if (!kTap && j % 2 == 0) x_row_scales.load(j / 2 + x_row_scales.kAhead);
             // The next weights, 16 bytes at a time: before the products end no register is free,
             // and for 8-bit weights there is none at all.
             if (j % kEvery == kEvery - 1 && j / kEvery < RawWeights<C>::kLoads && i + 1 < count)
               raw.load_piece(next, coord, j / kEvery);
             if constexpr (!kLongSums)
-              promote<C>(j, token_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
+              promote<C>(j, x_row_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
           }
           if (kTap && promotes) {
 #pragma unroll
             for (int j = 0; j < C::kBlockM / 8; ++j) {
-              if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
+              if (j % 2 == 0) x_row_scales.load(j / 2 + x_row_scales.kAhead);
 #pragma unroll
               for (int e = 0; e < 4; ++e) {
                 float& sum = sums[4 * j + e];
                 sum = fmaf(float(int(integers[4 * j + e])),
-                           token_scales.sixteens[j / 2][j % 2 * 2 + e % 2], sum);
+                           x_row_scales.sixteens[j / 2][j % 2 * 2 + e % 2], sum);
                 integers[4 * j + e] = 0;
               }
             }

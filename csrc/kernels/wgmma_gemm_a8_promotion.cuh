@@ -181,17 +181,17 @@ __device__ __forceinline__ void decode_weights(RawWeights<C> const& raw, uint32_
 // Scales of the tile's rows of x: one load has those of a thread's four rows in 16, kAhead steps of
 // 16 rows before their use.
 template <class C>
-struct TokenFactors {
+struct XRowFactors {
   static constexpr int kAhead = 2;
   uint32_t address;
   float sixteens[C::kBlockM / 16][4];
 
-  __device__ __forceinline__ explicit TokenFactors(uint32_t address) : address(address) {
+  __device__ __forceinline__ explicit XRowFactors(uint32_t address) : address(address) {
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) load(j);
   }
   __device__ __forceinline__ void load(int j) {
-    if (C::kLoadTokenScales && j < C::kBlockM / 16) load_shared(address + j * 64, sixteens[j]);
+    if (C::kLoadXRowScales && j < C::kBlockM / 16) load_shared(address + j * 64, sixteens[j]);
   }
 };
 
@@ -392,18 +392,18 @@ __device__ __forceinline__ void compensate(int window, RawWeights<C>& raw, uint8
     TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
     raw.load_vectors(next, p, coord);
   }
-  TokenFactors<C> token_scales(cute::cast_smem_ptr_to_uint(stage) + coord.token_factors);
+  XRowFactors<C> x_row_scales(cute::cast_smem_ptr_to_uint(stage) + coord.x_row_factors);
   cute::warpgroup_wait<0>();
   fence_registers(products);
   if (!is_last) raw.load_words(next, coord);
 #pragma unroll
   for (int j = 0; j < C::kBlockM / 8; ++j) {
-    if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
+    if (j % 2 == 0) x_row_scales.load(j / 2 + x_row_scales.kAhead);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       float& sum = sums[4 * j + e];
       sum = fmaf(products[4 * j + e] * scale[e / 2],
-                 token_scales.sixteens[j / 2][j % 2 * 2 + e % 2], sum);
+                 x_row_scales.sixteens[j / 2][j % 2 * 2 + e % 2], sum);
     }
   }
   if (coord.lane < C::kCluster) ClusterBarrier::arrive(empty, coord.lane, true);

@@ -85,8 +85,8 @@ struct WgmmaDecodeShape {
   static constexpr int threads(bool one_cta) { return 128 * warpgroups(one_cta) + 32; }
   // Row panels of a warpgroup: its sums stay in registers, together with those of weights where x
   // has zero points.
-  static constexpr int most_row_panels_of(bool one_cta, bool token_zeros) {
-    return one_cta || token_zeros ? 2 : 3;
+  static constexpr int most_row_panels_of(bool one_cta, bool x_row_zeros) {
+    return one_cta || x_row_zeros ? 2 : 3;
   }
   static constexpr int kMostDealtTiles = 8;  // whose row panels a CTA has parts of
   // Output features that are never divided between clusters.
@@ -104,7 +104,7 @@ struct WgmmaDecodeShape {
   int scales = 0;        // where in those begin scales, offsets and zero points
   int offsets = 0;
   int zeros = 0;
-  int token_scales = 0;  // of int8 x, followed by its zero points
+  int x_row_scales = 0;  // of int8 x, followed by its zero points
   int table = 0;         // of a code book's values: behind the stages
   int shared_bytes = 0;
 };
