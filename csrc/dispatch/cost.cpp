@@ -129,6 +129,11 @@ int TileCost::* cost_kind(GemmProblem const& problem, Device const& device,
 int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                        Candidate const& candidate) {
   if (is_mostly_empty(candidate.tile, problem.m)) return -1;
+  // Tiles that quantise x are for at least a wave: with fewer, K would be cut into other slices than
+  // after the quantiser, for sums in another order, and this took longer as often as not.
+  if (candidate.quantizes &&
+      tile_count(problem, candidate.tile) < device.multiprocessors / candidate.tile.cluster_size)
+    return -1;
   TileCost const& costs = candidate.costs[card_of(device)];
   int const cost = costs.*cost_kind(problem, device, candidate);
   int64_t const before = quantizer_time(problem, device, candidate);

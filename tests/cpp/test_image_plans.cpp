@@ -114,6 +114,10 @@ TEST(MatrixPlans, OfFewFeaturesQuantiseXInTheProduct) {
   EXPECT_EQ(launches(strided), (std::vector<char const*>{"quantize_activations", strided.kernel}));
   // A row's scale needs all of its K tiles.
   EXPECT_FALSE(planned(of(64, 256, ActQuant::kToken)).quantizes);
+  // Not where the tiles fill no wave.
+  GemmProblem few = of(64, 1024, ActQuant::kBlock);
+  few.m = 4096;
+  EXPECT_FALSE(planned(few).quantizes);
   // Each tile of features quantises x again.
   EXPECT_FALSE(planned(of(4096, 1024, ActQuant::kBlock)).quantizes);
   auto const changed = [&](auto change) {
