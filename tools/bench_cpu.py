@@ -332,8 +332,12 @@ def main() -> None:
     products.add_argument("--rounds", type=int, default=15)
     products.add_argument("--layers", action="store_true", help="time layers, not the model")
     arguments = parser.parse_args()
-    run = time_layers if arguments.layers else time_products
-    (run if arguments.layers or arguments.products else time_model)(arguments)
+    if arguments.layers:
+        time_layers(arguments)
+    elif arguments.products:
+        time_products(arguments)
+    else:
+        time_model(arguments)
 
 
 if __name__ == "__main__":

@@ -360,6 +360,40 @@ __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& bar
   }
 }
 
+// The same for experts' rows that are read through an index, by one warp.
+template <class C>
+__device__ __forceinline__ void prepare_scales_by_index(uint8_t* stages, Barriers<C>& barriers,
+                                                        typename C::Params const& p) {
+  constexpr int kEach = (C::kBlockM + 31) / 32;
+  Ring<C::kStages> ring;
+  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p), lane = threadIdx.x % 32;
+  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
+    typename C::Work const work(index, p);
+    int rows[kEach];
+    float scales[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      rows[i] = row_of_slot(p.groups, min(work.first_x_row + i * 32 + lane, work.end_x_row - 1));
+    auto const load = [&](int k) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) scales[i] = p.x.scales[int64_t(k) * p.x.stride + rows[i]];
+    };
+    int k = work.first_k(p);
+    load(k);
+#pragma unroll 1
+    for (int const end = work.end_k(p); k < end; ++k, ring.advance()) {
+      uint8_t* stage = stages + ring.stage * C::kStageBytes;
+      TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+      auto* factors = reinterpret_cast<float*>(stage + C::kXRowFactors);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) store_factor<C>(factors, i * 32 + lane, scales[i]);
+      if (k + 1 < end) load(k + 1);
+      if constexpr (C::kPrepareScales) prepare_weight_scales<C>(stage, p, lane);
+      ClusterBarrier::arrive(&barriers.prepared[ring.stage]);
+    }
+  }
+}
+
 // Calls f with each stage of x and weights that a CTA receives, in turn.
 template <class C, class F>
 __device__ __forceinline__ void for_each_stage(uint8_t* stages, Barriers<C>& barriers,
@@ -441,40 +475,6 @@ __device__ __forceinline__ void quantize_x_rows(uint8_t* stages, Barriers<C>& ba
     });
   };
   p.x_type == DataType::kFloat16 ? quantize(__half()) : quantize(__nv_bfloat16());
-}
-
-// The same for experts' rows that are read through an index, by one warp.
-template <class C>
-__device__ __forceinline__ void prepare_scales_by_index(uint8_t* stages, Barriers<C>& barriers,
-                                                        typename C::Params const& p) {
-  constexpr int kEach = (C::kBlockM + 31) / 32;
-  Ring<C::kStages> ring;
-  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p), lane = threadIdx.x % 32;
-  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
-    typename C::Work const work(index, p);
-    int rows[kEach];
-    float scales[kEach];
-#pragma unroll
-    for (int i = 0; i < kEach; ++i)
-      rows[i] = row_of_slot(p.groups, min(work.first_x_row + i * 32 + lane, work.end_x_row - 1));
-    auto const load = [&](int k) {
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) scales[i] = p.x.scales[int64_t(k) * p.x.stride + rows[i]];
-    };
-    int k = work.first_k(p);
-    load(k);
-#pragma unroll 1
-    for (int const end = work.end_k(p); k < end; ++k, ring.advance()) {
-      uint8_t* stage = stages + ring.stage * C::kStageBytes;
-      TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-      auto* factors = reinterpret_cast<float*>(stage + C::kXRowFactors);
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) store_factor<C>(factors, i * 32 + lane, scales[i]);
-      if (k + 1 < end) load(k + 1);
-      if constexpr (C::kPrepareScales) prepare_weight_scales<C>(stage, p, lane);
-      ClusterBarrier::arrive(&barriers.prepared[ring.stage]);
-    }
-  }
 }
 
 // The warpgroups that multiply set rows of x that no copy writes to zero while the first copies are

@@ -78,8 +78,7 @@ TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, Kernel
 // x and writes its codes.
 int64_t quantizer_time(GemmProblem const& problem, Device const& device,
                        Candidate const& candidate) {
-  bool const quantizes = problem.act_quant != ActQuant::kNone && !problem.quantized.codes;
-  if (!quantizes || candidate.quantizes) return 0;
+  if (!quantizes_x(problem) || candidate.quantizes) return 0;
   int64_t const bytes = stored_rows(problem) * padded_k(stored_columns(problem)) * 3;
   return 32 * (10 + bytes / (100 * int64_t(bandwidth_of(device))));
 }

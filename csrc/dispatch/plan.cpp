@@ -9,7 +9,7 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
   PackedWeight const& w = problem.weight;
   WorkspaceLayout layout;
   int64_t const k_pad = padded_k(stored_columns(problem)), x_rows = stored_rows(problem);
-  if (problem.act_quant != ActQuant::kNone && !problem.quantized.codes && !plan->quantizes) {
+  if (quantizes_x(problem) && !plan->quantizes) {
     layout.block = problem.act_quant == ActQuant::kBlock ? activation_block(w.group_size) : -1;
     layout.stride = int(ceil_div(x_rows, 16) * 16);
     layout.rows =
@@ -20,7 +20,7 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
     layout.zeros = layout.scales + align_256(vectors * sizeof(float));
     layout.splitk_workspace = layout.zeros + (problem.act_symmetric ? 0 : align_256(vectors));
   }
-  layout.ranges = problem.act_quant == ActQuant::kTensor && !problem.quantized.codes;
+  layout.ranges = quantizes_x(problem) && problem.act_quant == ActQuant::kTensor;
   if (layout.ranges) layout.range = layout.splitk_workspace, layout.splitk_workspace += 256;
   if (upcasts && !plan->quantizes && (multiplies_int8(problem) || is_irregular(problem))) {
     layout.upcasts = true, layout.upcast = layout.splitk_workspace;

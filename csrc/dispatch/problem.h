@@ -94,9 +94,12 @@ inline bool activations_have_blocks(GemmProblem const& problem) {
   return problem.quantized.codes ? problem.quantized.block != -1
                                  : problem.act_quant == ActQuant::kBlock;
 }
-// Whether the call quantises them with one scale a row.
+// Whether the call quantises x, and whether with one scale a row.
+inline bool quantizes_x(GemmProblem const& problem) {
+  return problem.act_quant != ActQuant::kNone && !problem.quantized.codes;
+}
 inline bool quantizes_rows(GemmProblem const& problem) {
-  return problem.act_quant == ActQuant::kToken && !problem.quantized.codes;
+  return problem.act_quant == ActQuant::kToken && quantizes_x(problem);
 }
 
 // Whether int32 sums of int8 products run over all of K: no scale is a group's or a block's,

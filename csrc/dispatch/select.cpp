@@ -56,7 +56,7 @@ void fill_in(GemmProblem const& problem, KernelSpec const& spec, Candidate const
   plan->rounds = spec.rounds;
   plan->compensates = candidate.compensates;
   plan->one_cta_per_sm = spec.decodes && tile.min_ctas_per_sm == 1;
-  plan->quantizes = candidate.quantizes && multiplies_int8(problem) && !problem.quantized.codes;
+  plan->quantizes = candidate.quantizes && quantizes_x(problem);
   plan->gates = problem.weight.gated && spec.gates && problem.out_type != DataType::kFloat32 &&
                 !problem.residual;
 }

@@ -170,11 +170,13 @@ bool has_nibbles(GemmProblem const& problem) {
 
 // ---- the decode kernels, by their costs
 
-// Decode kernels can quantise x themselves, in blocks of a tile's columns, if a tensor map can
-// describe its rows.
+// Kernels can quantise x themselves if a tensor map can describe its rows.
+bool has_regular_floats(GemmProblem const& problem) {
+  return quantizes_x(problem) && problem.x_type != DataType::kFloat32 && !is_irregular(problem);
+}
+// Decode kernels do so in blocks of a tile's columns.
 bool can_quantize_values(GemmProblem const& problem) {
-  return problem.act_quant == ActQuant::kBlock && !problem.quantized.codes &&
-         problem.x_type != DataType::kFloat32 && !is_irregular(problem);
+  return problem.act_quant == ActQuant::kBlock && has_regular_floats(problem);
 }
 // Exact products also need scales of x's type.
 bool can_quantize_blocks(GemmProblem const& problem) {
@@ -394,8 +396,8 @@ bool can_quantize_tiles(GemmProblem const& problem) {
   bool const rows = problem.act_quant == ActQuant::kToken && stored_columns(problem) <= kKPerTile,
              others =
                  problem.act_quant == ActQuant::kBlock || problem.act_quant == ActQuant::kTensor;
-  return one_tap && (rows || others) && problem.act_symmetric && !problem.quantized.codes &&
-         !problem.weight.zeros && problem.x_type != DataType::kFloat32 && !is_irregular(problem);
+  return one_tap && (rows || others) && problem.act_symmetric && !problem.weight.zeros &&
+         has_regular_floats(problem);
 }
 bool can_quantize_tiles_along_m(GemmProblem const& problem) {
   return can_quantize_tiles(problem) && (is_image(problem) || leaves_a_cta_idle(problem));

@@ -70,15 +70,10 @@ def convolve(x: Tensor, weight: PackedWeight, geometry: Geometry, call: Call) ->
     step = max(_GATHERED_BYTES // matrix.k // _ROWS, 1) * _ROWS
     residual = None if call.residual is None else call.residual.reshape(m, weight.n)
     bias = call.bias_of(weight)
-    parts = (
-        [matrix]
-        if groups == 1
-        else [matrix.row_panels(start, start + outputs) for start in range(0, weight.n, outputs)]
-    )
     for start in range(0, m, step):
         stop = min(start + step, m)
         pixels = _pixels(start, -(-stop // _ROWS) * _ROWS, m, shape, space, weight, geometry)
-        for group, part in enumerate(parts):
+        for group, part in enumerate(weight.group_matrices(groups)):
             features = slice(group * outputs, (group + 1) * outputs)
             own = slice(group * columns, (group + 1) * columns)
             blocks = slice(group * columns // block, (group + 1) * columns // block)
