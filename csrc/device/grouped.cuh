@@ -57,70 +57,72 @@ struct SlotTile {
   }
 };
 
-// The tiles of at most kMostFoundPositions positions, which are slots then, found by a warp from
-// their ids: in the order of the positions of their first rows, and rows in that of theirs.
+// The tiles of at most kMostFoundPositions positions, which are slots then, found by a CTA from
+// their ids: experts in the order of their first positions, and rows in that of theirs.
 class FoundTiles {
-  static constexpr int kRounds = kMostFoundPositions / 32;
-
-  int positions_, none_, experts_[kRounds], ranks_[kRounds];  // ranks: among the expert's rows
-  int count_ = 0;
-
-  // Whether this lane's position of a round is the first of a tile.
-  __device__ __forceinline__ bool starts(int round) const {
-    return experts_[round] < none_ && ranks_[round] % kSlotRows == 0;
-  }
+  static constexpr int kWarps = kMostFoundPositions / 32;  // each counts 32 positions
 
  public:
-  // `counts`: room for a byte an expert, in whole 16.
-  __device__ __forceinline__ FoundTiles(RouteProblem const& route, uint8_t* counts)
-      : positions_(route.positions()), none_(route.experts) {
-    int const lane = threadIdx.x % 32;
-    unsigned const lanes_before = (1u << lane) - 1;
-    load_experts<32>(route, lane, positions_, experts_);
-    for (int i = lane * 16; i < route.experts; i += 32 * 16)
-      *reinterpret_cast<uint4*>(counts + i) = make_uint4(0, 0, 0, 0);
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      if (i * 32 >= positions_) break;
-      bool const exists = experts_[i] < none_;
-      unsigned const same = __match_any_sync(~0u, experts_[i]);
-      // totals of all rounds need not fit in a byte: they are not read
-      int const earlier = exists ? counts[experts_[i]] : 0;
-      ranks_[i] = earlier + __popc(same & lanes_before);
-      __syncwarp();
-      if (exists && !(same & lanes_before)) counts[experts_[i]] = uint8_t(earlier + __popc(same));
-      __syncwarp();
-      count_ += __popc(__ballot_sync(~0u, starts(i)));
-    }
+  // `counts`: of every expert, a byte for each warp; then its first tile.
+  static constexpr int kBytes = kMostFoundExperts * kWarps;
+  static_assert(kWarps == sizeof(uint2));
+
+  // By all `threads` of the CTA, before they synchronise.
+  __device__ __forceinline__ static void clear(uint2* counts, int experts, int threads) {
+    for (int i = threadIdx.x; i < experts; i += threads) counts[i] = make_uint2(0, 0);
   }
 
-  __device__ __forceinline__ int count() const { return count_; }
-
-  __device__ __forceinline__ void store(int index, SlotTile& tile) const {
-    int const lane = threadIdx.x % 32;
-    int tiles = 0, expert = -1, first = 0;  // first: the rank of the tile's first row
-#pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      if (i * 32 >= positions_) break;
-      unsigned const starting = __ballot_sync(~0u, starts(i));
-      int const lanes_before = __popc(starting & ((1u << lane) - 1));
-      unsigned const here = __ballot_sync(~0u, starts(i) && tiles + lanes_before == index);
-      tiles += __popc(starting);
-      if (here)
-        expert = __shfl_sync(~0u, experts_[i], __ffs(here) - 1),
-        first = __shfl_sync(~0u, ranks_[i], __ffs(here) - 1);
+  // By all threads of the CTA. share_of(count): of so many tiles, this CTA's in `tiles`: the first
+  // one's number and how many there are.
+  template <class ShareOf>
+  __device__ __forceinline__ static void store(RouteProblem const& route, uint2* counts,
+                                               SlotTile* tiles, ShareOf share_of) {
+    __shared__ int of_warp[kWarps];  // tiles
+    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, position = threadIdx.x;
+    unsigned const before = (1u << lane) - 1;
+    int expert = route.experts, rank = 0, rows = 0, first_tile = 0;
+    if (warp < kWarps) {
+      if (position < route.positions()) expert = expert_of(route, position);
+      unsigned const same = __match_any_sync(~0u, expert);
+      if (expert < route.experts && !(same & before))
+        reinterpret_cast<uint8_t*>(counts + expert)[warp] = uint8_t(__popc(same));
+      rank = __popc(same & before);
     }
-    int rows = 0;
+    bool const exists = expert < route.experts;
+    __syncthreads();
+    if (warp < kWarps) {
+      uint2 const count = exists ? counts[expert] : make_uint2(0, 0);
+      unsigned const earlier = warp % 4 ? ~0u >> (32 - warp % 4 * 8) : 0;
+      rank += __dp4a(warp < 4 ? count.x & earlier : count.x, 0x01010101u,
+                     __dp4a(warp < 4 ? 0u : count.y & earlier, 0x01010101u, 0u));
+      rows = int(__dp4a(count.x, 0x01010101u, __dp4a(count.y, 0x01010101u, 0u)));
+      int const mine = exists && rank == 0 ? (rows + kSlotRows - 1) / kSlotRows : 0;
+      int all = mine;
 #pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      if (i * 32 >= positions_) break;
-      int const row = ranks_[i] - first;
-      bool const mine = experts_[i] == expert && row >= 0 && row < kSlotRows;
-      if (mine) tile.slots[row] = i * 32 + lane;
-      rows += __popc(__ballot_sync(~0u, mine));
+      for (int distance = 1; distance < 32; distance *= 2) {
+        int const theirs = __shfl_up_sync(~0u, all, distance);
+        if (lane >= distance) all += theirs;
+      }
+      first_tile = all - mine;
+      if (lane == 31) of_warp[warp] = all;
     }
-    if (lane == 0) tile.expert = expert, tile.rows = rows;
+    __syncthreads();
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) {
+      if (i < warp) first_tile += of_warp[i];
+      count += of_warp[i];
+    }
+    if (exists && rank == 0) counts[expert].x = first_tile;
+    int2 const share = share_of(count);
+    __syncthreads();
+    if (exists) {
+      int const tile = int(counts[expert].x) + rank / kSlotRows - share.x, row = rank % kSlotRows;
+      if (unsigned(tile) < unsigned(share.y)) {
+        tiles[tile].slots[row] = position;
+        if (row == 0) tiles[tile].expert = expert, tiles[tile].rows = min(kSlotRows, rows - rank);
+      }
+    }
   }
 };
 

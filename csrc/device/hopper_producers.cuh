@@ -111,8 +111,8 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
 #pragma unroll
         for (int row_panel = 0; row_panel < C::kWarpgroups; ++row_panel) {
           if (row_panel < row_panels)
-            Copy::copy(p.weight.codes + int64_t(chunk + row_panel * weight_tiles) * kChunk, full,
-                       stage + C::kWeights + row_panel * kChunk, kChunk);
+            bulk_copy(p.weight.codes + int64_t(chunk + row_panel * weight_tiles) * kChunk, full,
+                      stage + C::kWeights + row_panel * kChunk, kChunk, work.reads_once(p));
         }
         if (C::kLoadScales && row_panels > 0) {
           Copy::copy(static_cast<uint8_t const*>(p.weight.scales) + int64_t(vector) * p.scale_bytes,

@@ -194,6 +194,8 @@ struct Work {
   static __device__ __forceinline__ int count(Params const& p) {
     return p.whole_tiles + p.split_tiles * p.splits;
   }
+  // Whether no other tile has the same weights.
+  static __device__ __forceinline__ bool reads_once(Params const& p) { return p.m_tiles == 1; }
   __device__ __forceinline__ int first_k(Params const& p) const {
     return p.k_tiles * split / splits;
   }
@@ -248,6 +250,7 @@ struct StreamKWork {
   static __device__ __forceinline__ int count(Params const& p) { return p.work_end; }
   // A cluster that finds no tile ends.
   __device__ __forceinline__ bool empty() const { return first_k_ == end_k_; }
+  static __device__ __forceinline__ bool reads_once(Params const& p) { return p.m_tiles == 1; }
   __device__ __forceinline__ int first_k(Params const&) const { return first_k_; }
   __device__ __forceinline__ int end_k(Params const&) const { return end_k_; }
 
@@ -261,6 +264,7 @@ template <int kBlockM>
 struct GroupedWork {
   using Part = hopper::Part;
   int expert, pair, first_x_row, end_x_row;
+  bool alone = false;  // the expert's only tile; of what StoredTiles pass on, unknown
   __device__ __forceinline__ GroupedWork(int index, GroupedParams const& p,
                                          int const band_tiles = 16)
       : GroupedWork(index, p, band_tiles, read(index, p)) {}
@@ -275,6 +279,7 @@ struct GroupedWork {
     expert = uniform(stored.x), first_x_row = uniform(stored.y), end_x_row = first_x_row + rows;
     index -= uniform(stored.w) * p.row_pairs;
     int const tiles = (rows + kBlockM - 1) / kBlockM;
+    alone = tiles == 1;
     int const band = index / (band_tiles * p.row_pairs),
               inside = index - band * band_tiles * p.row_pairs;
     int const height = min(band_tiles, tiles - band * band_tiles);
@@ -295,6 +300,7 @@ struct GroupedWork {
     return uniform(*p.groups.count) * p.row_pairs;
   }
   __device__ __forceinline__ bool empty() const { return false; }
+  __device__ __forceinline__ bool reads_once(Params const&) const { return alone; }
   __device__ __forceinline__ int first_k(Params const&) const { return 0; }
   __device__ __forceinline__ int end_k(Params const& p) const { return p.k_tiles; }
 

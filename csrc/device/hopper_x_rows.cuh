@@ -107,16 +107,17 @@ class RowsByIndex {
     }
   }
 
-  // Copies the panels from byte `byte` of the rows on to `panels` in shared memory. They have
-  // arrived when every lane has arrived at `full`. Missing rows are filled with zeros.
+  // Copies the panels from byte `byte` of the first `count` rows on to `panels` in shared memory.
+  // They have arrived when every lane has arrived at `full`. Missing rows are filled with zeros.
   __device__ __forceinline__ void copy(RowPieces const& rows, int byte, uint32_t panels,
-                                       uint64_t* full) const {
+                                       uint64_t* full, int count = kBlockM) const {
     int const piece = threadIdx.x % 8;
     uint32_t const to = panels + row_ * 128 + ((piece ^ row_ % 8) << 4);
     uint8_t const* from = rows.x + byte + piece * 16;
     asm volatile("" : "+l"(from));  // one instruction then adds a row's offset
 #pragma unroll
     for (int first = 0; first < kBlockM; first += kStep) {
+      if (first >= count) break;
       int const piece_of_row = __shfl_sync(~0u, first_[first / 32], first % 32 + row_);
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {

@@ -21,9 +21,9 @@ constexpr int kGroupedHeights[] = {32, 64, 96, 144, 208},
               kGroupedInt8Heights[] = {64, 96, 144, 176};
 constexpr int kLeastExactHeight = 64;  // of wgmma_gemm_a16
 
-// Positions for whose rows wgmma_decode_fold16 finds its tiles from their ids, at most; slots
+// Positions, and experts, for which wgmma_decode_fold16 finds its tiles from the ids, at most; slots
 // are positions then.
-constexpr int kMostFoundPositions = 256;
+constexpr int kMostFoundPositions = 256, kMostFoundExperts = 1024;
 
 // The addresses of the tables of slots on the GPU; null: slots are positions.
 struct RowSlots {
@@ -61,6 +61,9 @@ struct Groups {
   // activation(gate) * up.
   bool gated = false;
   Activation activation = Activation::kNone;
+  // Whether a kernel of the layer's own ran between those that wrote ids and tiles and the product,
+  // which then sees them without waiting for that kernel.
+  bool written = false;
   ActivationBounds bounds{Activation::kNone, 0.0f, 0.0f};
   void const* bias = nullptr;  // [experts][64 * row panels] of bias_type
   DataType bias_type = DataType::kNone;

@@ -303,8 +303,8 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
   RouteProblem const& r = problem.route;
   plan->block_m = tile_height(problem, device), plan->gathers = gathers(problem, plan->block_m);
   auto const fill_in = [&] {
-    plan->routes =
-        plan->block_m != WgmmaDecodeShape::kBlockM || r.positions() > kMostFoundPositions;
+    plan->routes = plan->block_m != WgmmaDecodeShape::kBlockM ||
+                   r.positions() > kMostFoundPositions || r.experts > kMostFoundExperts;
     plan->slots = padded_slots(r, plan->routes);
     plan->tiles = most_tiles(r, plan->block_m);
     plan->int8 = plan->block_m != WgmmaDecodeShape::kBlockM && multiplies_codes(problem);
@@ -361,7 +361,7 @@ struct Quantized {
   int stride = 0;           // from those of a block to those of the next
 };
 Status quantize_rows(MoeProblem const& p, MoePlan const& plan, void const* x, int64_t stride,
-                     int rows, int k, int group_size, uint8_t* memory, Stream stream,
+                     int rows, int k, int group_size, uint8_t* memory, bool early, Stream stream,
                      Quantized* out) {
   int const room = rounded_rows(rows);
   QuantizedBytes const bytes = quantized_bytes(room, k, group_size);
@@ -376,7 +376,7 @@ Status quantize_rows(MoeProblem const& p, MoePlan const& plan, void const* x, in
   if (!plan.int8) q.upcast = memory, q.upcast_type = p.x_type;
   out->values = memory, out->scales = q.block == -1 || plan.int8 ? q.scales : nullptr,
   out->stride = room;
-  return launch_quantize_activations(problem, stream);
+  return launch_quantize_activations(problem, stream, {early});
 }
 
 }  // namespace
@@ -429,7 +429,7 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   auto const quantize = [&](void const* x, int64_t stride, int rows) {
     if (!status.ok()) return;
     status = quantize_rows(p, plan, x, stride, rows, hidden, p.gate_up.stack.group_size,
-                           base + at.x_values, stream, &quantized);
+                           base + at.x_values, false, stream, &quantized);
     gate_up.x = quantized.values, gate_up.x_stride = padded_k(hidden),
     gate_up.x_scales = quantized.scales;
     gate_up.x_rows = quantized.stride;
@@ -462,6 +462,7 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   gate_up.out = base + at.hidden;
   for (GroupedGemm* gemm : {&gate_up, &down})
     gemm->groups.tiles = table.tiles, gemm->groups.count = table.tile_count, gemm->groups.route = r;
+  gate_up.groups.written = quantizes || plan.gathers, down.groups.written = true;
   gate_up.groups.activation = p.activation;
   gate_up.groups.bounds = {p.activation, p.clamp_low, p.clamp_high};
   if (status.ok()) status = launch_product(gate_up, plan.gate_up, stream);
@@ -479,7 +480,8 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   if (quantizes) {
     if (status.ok())
       status = quantize_rows(p, plan, down.x, down.x_stride, slots, intermediate,
-                             p.down.stack.group_size, base + at.hidden_values, stream, &quantized);
+                             p.down.stack.group_size, base + at.hidden_values,
+                             plan.block_m == WgmmaDecodeShape::kBlockM, stream, &quantized);
     down.x = quantized.values, down.x_stride = padded_k(intermediate),
     down.x_scales = quantized.scales;
   }

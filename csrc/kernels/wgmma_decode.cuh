@@ -491,24 +491,44 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   __shared__ SlotTile tiles[WgmmaDecodeShape::kMostDealtTiles];  // of experts
   __shared__ Dealt dealt;
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  auto const init_barriers = [&](int row_panels) {
+    for (int i = 0; i < p.shape.stages; ++i) {
+      TransactionBarrier::init(&barriers.full[i], C::kQuantizes ? 1 + 128
+                                                  : C::kGrouped ? 1 + 32
+                                                                : 1);
+      TransactionBarrier::init(&barriers.raw[i], 1);
+      ClusterBarrier::init(
+          &barriers.empty[i],
+          C::kReaders * (p.shape.sets > 1             ? 1
+                         : C::kDeals && p.shape.dealt ? C::kWarpgroups
+                                                      : min(C::kWarpgroups, row_panels)));
+    }
+    TransactionBarrier::init(&barriers.sums, 1);
+    cutlass::arch::fence_barrier_init();
+    TransactionBarrier::arrive_and_expect_tx(
+        &barriers.sums, p.shape.sets * row_panels * kRowsPerPanel * C::kBlockM * 4);
+  };
   Part part = [&] {
     if constexpr (C::kGrouped) {
-      if (p.groups.top) pdl_wait();  // for what `route` or another earlier kernel wrote
-      if (warp == C::kWarps) {
-        auto const store = [&](int count, auto const& store_tile) {
-          Dealt const mine(p, count);
-          for (int i = 0, end = mine.tiles(p.groups.row_panels); i < end; ++i)
-            store_tile(mine.first_tile + i, tiles[i]);
-          if (threadIdx.x % 32 == 0) dealt = mine;
-        };
-        if (p.groups.tiles) {
-          store(*p.groups.count, [&](int index, SlotTile& tile) { tile.load(p.groups, index); });
-        } else {
-          static_assert(C::kXBytes + C::kChunk >= kMostExperts);
-          FoundTiles const found(p.groups.route, shared);
-          store(found.count(), [&](int index, SlotTile& tile) { found.store(index, tile); });
-          cutlass::arch::fence_view_async_shared();  // before copies to the same memory
-        }
+      // Clusters differ in row panels by one, whatever their tiles are.
+      if (threadIdx.x == 32 * C::kWarps)
+        init_barriers(p.units.count((blockIdx.x >> p.log_cluster) % p.shape.clusters));
+      static_assert(C::kXBytes + C::kChunk >= FoundTiles::kBytes);
+      uint2* const counts = reinterpret_cast<uint2*>(shared);
+      if (!p.groups.tiles) FoundTiles::clear(counts, p.groups.route.experts, C::kThreads);
+      if (!p.groups.written) pdl_wait();
+      auto const share_of = [&](int count) {
+        Dealt const mine(p, count);
+        if (threadIdx.x == 0) dealt = mine;
+        return make_int2(mine.first_tile, mine.tiles(p.groups.row_panels));
+      };
+      if (p.groups.tiles) {
+        int2 const share = share_of(*p.groups.count);
+        for (int i = warp; i < share.y; i += C::kWarps + 1) tiles[i].load(p.groups, share.x + i);
+      } else {
+        __syncthreads();
+        FoundTiles::store(p.groups.route, counts, tiles, share_of);
+        cutlass::arch::fence_view_async_shared();  // before copies to the same memory
       }
       __syncthreads();
       return Part(p);
@@ -521,6 +541,8 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
     next = dealt.begin;
     // the grid covers the largest possible number of tiles
     if (!part.take(p, next, dealt, tiles)) return pdl_wait();
+  } else if (threadIdx.x == 32 * C::kWarps) {
+    init_barriers(part.row_panels);
   }
   if constexpr (C::kCodebook)
     C::Table::fill_table(shared + p.shape.table, p.weight.codebook, threadIdx.x, C::kThreads);
@@ -529,23 +551,6 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
       for (int i = 0; i < p.shape.stages; ++i)
         store_ones(cute::cast_smem_ptr_to_uint(shared) + i * C::kXStride + C::kXBytes);
     cutlass::arch::fence_view_async_shared();
-  }
-  if (threadIdx.x == 32 * C::kWarps) {
-    for (int i = 0; i < p.shape.stages; ++i) {
-      TransactionBarrier::init(&barriers.full[i], C::kQuantizes ? 1 + 128
-                                                  : C::kGrouped ? 1 + 32
-                                                                : 1);
-      TransactionBarrier::init(&barriers.raw[i], 1);
-      ClusterBarrier::init(
-          &barriers.empty[i],
-          C::kReaders * (p.shape.sets > 1             ? 1
-                         : C::kDeals && p.shape.dealt ? C::kWarpgroups
-                                                      : min(C::kWarpgroups, part.row_panels)));
-    }
-    TransactionBarrier::init(&barriers.sums, 1);
-    cutlass::arch::fence_barrier_init();
-    TransactionBarrier::arrive_and_expect_tx(
-        &barriers.sums, p.shape.sets * part.row_panels * kRowsPerPanel * C::kBlockM * 4);
   }
   __syncthreads();
   if (warp == C::kWarps) {

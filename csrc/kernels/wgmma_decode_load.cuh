@@ -19,20 +19,19 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
     int const row_panel = part.expert * p.groups.row_panels + part.first_row_panel;
     int const bytes = p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0);
     if (p.shape.dealt) {  // of as many row panels as there are, which no box of a map can be
-      using Bulk = cute::SM90_BULK_COPY_G2S;
       int const rows = part.row_panels * kRowsPerPanel;
       TransactionBarrier::arrive_and_expect_tx(
           full, part.row_panels * C::kChunk + p.weight_rows.count * rows * bytes);
       uint8_t const* codes = w.codes + (int64_t(row_panel) * p.k_tiles + tile) * C::kChunk;
 #pragma unroll 1
       for (int i = 0; i < part.row_panels; ++i, codes += int64_t(p.k_tiles) * C::kChunk)
-        Bulk::copy(codes, full, to + i * C::kChunk, C::kChunk);
+        bulk_copy(codes, full, to + i * C::kChunk, C::kChunk, true);
 #pragma unroll 1
       for (int i = 0; i < p.weight_rows.count; ++i) {
         int64_t const from = int64_t(group + i) * p.n_pad + row_panel * kRowsPerPanel;
         auto const copy = [&](void const* vectors, int at, int size) {
-          Bulk::copy(static_cast<uint8_t const*>(vectors) + from * size, full,
-                     to + at + i * features * size, rows * size);
+          cute::SM90_BULK_COPY_G2S::copy(static_cast<uint8_t const*>(vectors) + from * size, full,
+                                         to + at + i * features * size, rows * size);
         };
         copy(w.scales, p.shape.scales, p.scale_bytes);
         if (offsets) copy(w.offsets, p.shape.offsets, p.offset_bytes);
@@ -64,8 +63,8 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
       for (int first = 0; first < part.end;
            first += kRowsPerPanel, codes += int64_t(p.k_tiles) * C::kChunk) {
         int const begin = first == 0 ? part.begin : 0, end = min(kRowsPerPanel, part.end - first);
-        cute::SM90_BULK_COPY_G2S::copy(codes + begin * kRowBytes, full,
-                                       to + (first + begin) * kRowBytes, (end - begin) * kRowBytes);
+        bulk_copy(codes + begin * kRowBytes, full, to + (first + begin) * kRowBytes,
+                  (end - begin) * kRowBytes, true);
       }
     } else {
       Copy::copy(&maps.codes, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0,
@@ -139,19 +138,22 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barrie
   int tile = step.part.tile;  // whose they are
   auto const x_rows = [&](int stage) {
     if (step.part.tile != tile) rows = rows_of(), tile = step.part.tile;
+    // What a stage has in other rows goes to sums of these alone, and nobody stores them.
     rows.copy(p.rows, (step.part.first_tile + step.i) * kKPerTile * 2,
-              cute::cast_smem_ptr_to_uint(shared) + stage * C::kXStride, &barriers.full[stage]);
+              cute::cast_smem_ptr_to_uint(shared) + stage * C::kXStride, &barriers.full[stage],
+              tiles[tile].rows);
   };
   for (int i = 0; i < filled; ++i, step.advance(p, dealt, tiles)) x_rows(i);
-  // With row panels in even shares, as many CTAs as an SM can hold run until all panels are done.
-  int const early = p.shape.dealt ? 0 : C::kEarlyBytes / p.shape.weight_bytes;
+  // With row panels in even shares the next launch's CTAs find room only as these end, and then
+  // should request weights at once.
+  bool launched = p.shape.dealt;
+  if (launched) pdl_launch_dependents();
+  int const early = C::kEarlyBytes / p.shape.weight_bytes;
   int stage = 0;
   uint32_t phase = 0;
-  bool launched = false;
 #pragma unroll 1
   for (; step.exists; step.advance(p, dealt, tiles)) {
-    if (!launched && !p.shape.dealt && step.i + early >= step.part.tiles)
-      pdl_launch_dependents(), launched = true;
+    if (!launched && step.i + early >= step.part.tiles) pdl_launch_dependents(), launched = true;
     ClusterBarrier::wait(&barriers.empty[stage], phase);
     weights(step, stage);
     x_rows(stage);

@@ -145,7 +145,7 @@ __device__ __forceinline__ void produce_codes(uint8_t* shared, Barriers<C>& barr
 #pragma unroll
       for (int i = 0; i < C::kWarpgroups; ++i) {
         if (i < panels.count)
-          cute::SM90_BULK_COPY_G2S::copy(from + i * panel_bytes, full, chunk + i * kChunk, kChunk);
+          bulk_copy(from + i * panel_bytes, full, chunk + i * kChunk, kChunk, work.reads_once(p));
       }
     }
   }

@@ -66,7 +66,8 @@ TEST(Experts, FindRowsInTheIdsIfTheseAreFew) {
   for (auto [tokens, count, routes] : {std::tuple(1, 128, false),
                                        {32, 128, false},
                                        {33, 128, true},
-                                       {32, 8192, false},
+                                       {32, 1024, false},
+                                       {32, 1025, true},
                                        {32, 8, true}}) {  // 32 rows of an expert, in higher tiles
     ASSERT_TRUE(plan_moe(experts(tokens, count, 8, 2048, 768), kHopper, &chosen).ok());
     EXPECT_EQ(chosen.routes, routes) << tokens << " tokens, " << count << " experts";
