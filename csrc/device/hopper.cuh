@@ -53,15 +53,14 @@ __device__ __forceinline__ void bulk_copy_multicast(void const* from, uint64_t* 
       : "memory");
 }
 
-// `bytes`, a multiple of 16, to this CTA. `once`: nobody reads them again, so that L2 keeps other
-// lines in preference.
+// `bytes`, a multiple of 16, to this CTA. `once`: no other CTA reads them, so L2 evicts them before
+// other lines.
 __device__ __forceinline__ void bulk_copy(void const* from, uint64_t* barrier, void* to, int bytes,
                                           bool once) {
   using Hint = cute::TMA::CacheHintSm90;
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-      "[%1], "
-      "%2, [%3], %4;" ::"r"(cute::cast_smem_ptr_to_uint(to)),
+      "[%1], %2, [%3], %4;" ::"r"(cute::cast_smem_ptr_to_uint(to)),
       "l"(from), "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(barrier)),
       "l"(once ? uint64_t(Hint::EVICT_FIRST) : uint64_t(Hint::EVICT_NORMAL))
       : "memory");

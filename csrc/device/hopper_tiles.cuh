@@ -264,7 +264,7 @@ template <int kBlockM>
 struct GroupedWork {
   using Part = hopper::Part;
   int expert, pair, first_x_row, end_x_row;
-  bool alone = false;  // the expert's only tile; of what StoredTiles pass on, unknown
+  bool alone = false;  // whether it is the expert's only tile; StoredTiles do not pass it on
   __device__ __forceinline__ GroupedWork(int index, GroupedParams const& p,
                                          int const band_tiles = 16)
       : GroupedWork(index, p, band_tiles, read(index, p)) {}

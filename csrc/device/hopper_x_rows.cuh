@@ -108,7 +108,8 @@ class RowsByIndex {
   }
 
   // Copies the panels from byte `byte` of the first `count` rows on to `panels` in shared memory.
-  // They have arrived when every lane has arrived at `full`. Missing rows are filled with zeros.
+  // They have arrived when every lane has arrived at `full`. Rows of these that are missing are
+  // filled with zeros.
   __device__ __forceinline__ void copy(RowPieces const& rows, int byte, uint32_t panels,
                                        uint64_t* full, int count = kBlockM) const {
     int const piece = threadIdx.x % 8;

@@ -61,8 +61,8 @@ struct Groups {
   // activation(gate) * up.
   bool gated = false;
   Activation activation = Activation::kNone;
-  // Whether a kernel of the layer's own ran between those that wrote ids and tiles and the product,
-  // which then sees them without waiting for that kernel.
+  // Whether a kernel of the layer comes between the product and those that wrote ids and tiles. It
+  // has waited for these before it lets the product start, which then reads ids and tiles at once.
   bool written = false;
   ActivationBounds bounds{Activation::kNone, 0.0f, 0.0f};
   void const* bias = nullptr;  // [experts][64 * row panels] of bias_type

@@ -510,7 +510,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   };
   Part part = [&] {
     if constexpr (C::kGrouped) {
-      // Clusters differ in row panels by one, whatever their tiles are.
+      // A cluster's number of row panels does not depend on its tile.
       if (threadIdx.x == 32 * C::kWarps)
         init_barriers(p.units.count((blockIdx.x >> p.log_cluster) % p.shape.clusters));
       static_assert(C::kXBytes + C::kChunk >= FoundTiles::kBytes);

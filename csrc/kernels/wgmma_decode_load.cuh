@@ -138,7 +138,7 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barrie
   int tile = step.part.tile;  // whose they are
   auto const x_rows = [&](int stage) {
     if (step.part.tile != tile) rows = rows_of(), tile = step.part.tile;
-    // What a stage has in other rows goes to sums of these alone, and nobody stores them.
+    // Other rows of the stage keep what they have: their sums are not stored.
     rows.copy(p.rows, (step.part.first_tile + step.i) * kKPerTile * 2,
               cute::cast_smem_ptr_to_uint(shared) + stage * C::kXStride, &barriers.full[stage],
               tiles[tile].rows);
