@@ -64,6 +64,23 @@ if(NOT CCACHE_PROGRAM)
 endif()
 set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
 
+# Kernels with instructions of sm_90a alone are compiled for no other architecture, unless that one is not among those
+# wanted: then the launchers, which are never called, still need an architecture.
+set(CUTLASS_OPS_HOPPER_ARCHITECTURES "${CUTLASS_OPS_ARCHITECTURES}")
+list(FILTER CUTLASS_OPS_HOPPER_ARCHITECTURES INCLUDE REGEX "^90a")
+if(NOT CUTLASS_OPS_HOPPER_ARCHITECTURES)
+  set(CUTLASS_OPS_HOPPER_ARCHITECTURES "${CUTLASS_OPS_ARCHITECTURES}")
+endif()
+
+# Moves the files of such kernels from a list to another.
+function(cutlass_ops_split_kernels all hopper)
+  set(of_hopper ${${all}})
+  list(FILTER of_hopper INCLUDE REGEX "/(wgmma_[a-z0-9_]+|conv_int8_wgmma|gemm_int8_collective)\\.cu$")
+  list(REMOVE_ITEM ${all} ${of_hopper})
+  set(${all} ${${all}} PARENT_SCOPE)
+  set(${hopper} ${of_hopper} PARENT_SCOPE)
+endfunction()
+
 # Options and headers for the CUDA code of a target.
 function(cutlass_ops_cuda_options target)
   target_include_directories(${target} SYSTEM PRIVATE "${CUTLASS_INCLUDE_DIR}")

@@ -183,6 +183,7 @@ class MoeProblem:
         weights_ptr: int,
         weight_type: DataType,
         out_ptr: int,
+        architecture: int,
     ) -> None: ...
     def plan(self, device: Device) -> MoePlan: ...
 

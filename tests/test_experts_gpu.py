@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -15,6 +15,13 @@ from cutlass_ops import reference
 from cutlass_ops.weights.packed_experts import in_eights
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=[0, 80], ids=["of the GPU", "portable"], autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's kernels, and those that every GPU since sm_80 has."""
+    monkeypatch.setattr(co, "mixed_moe", partial(co.mixed_moe, architecture=request.param))
+
 
 FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"bits": 4, "group_size": 128, "symmetric": True},

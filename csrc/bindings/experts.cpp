@@ -47,7 +47,7 @@ void register_experts(py::module_& m) {
                        Weight const& gate_up, Pointer gate_up_perm, Weight const& down,
                        Pointer down_perm, int hidden, ActQuant act_quant, bool symmetric,
                        Activation activation, float low, float high, Pointer weights,
-                       DataType weight_type, Pointer out) {
+                       DataType weight_type, Pointer out, int architecture) {
              MoeProblem problem;
              problem.route = route;
              problem.x = as<void>(x), problem.x_type = type, problem.x_stride = stride;
@@ -59,14 +59,14 @@ void register_experts(py::module_& m) {
              problem.act_quant = act_quant, problem.act_symmetric = symmetric;
              problem.activation = activation, problem.clamp_low = low, problem.clamp_high = high;
              problem.topk_weights = as<void>(weights), problem.weight_type = weight_type,
-             problem.out = as<void>(out);
+             problem.out = as<void>(out), problem.architecture = architecture;
              return problem;
            }),
            py::arg("route"), py::arg("x_ptr"), py::arg("x_type"), py::arg("x_stride"),
            py::arg("gate_up"), py::arg("gate_up_perm_ptr"), py::arg("down"),
            py::arg("down_perm_ptr"), py::arg("hidden"), py::arg("act_quant"), py::arg("symmetric"),
            py::arg("activation"), py::arg("low"), py::arg("high"), py::arg("weights_ptr"),
-           py::arg("weight_type"), py::arg("out_ptr"))
+           py::arg("weight_type"), py::arg("out_ptr"), py::arg("architecture"))
       .def(
           "plan",
           [](MoeProblem const& problem, Device const& device) {

@@ -54,15 +54,16 @@ __device__ __forceinline__ void bulk_copy_multicast(void const* from, uint64_t* 
 }
 
 // `bytes`, a multiple of 16, to this CTA. `once`: no other CTA reads them, so L2 evicts them before
-// other lines.
+// other lines. Other copies have no hint: with one for normal eviction, products of int8 with tiles
+// of 256 rows ran 6 to 11 % slower.
 __device__ __forceinline__ void bulk_copy(void const* from, uint64_t* barrier, void* to, int bytes,
                                           bool once) {
-  using Hint = cute::TMA::CacheHintSm90;
+  if (!once) return cute::SM90_BULK_COPY_G2S::copy(from, barrier, to, bytes);
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
       "[%1], %2, [%3], %4;" ::"r"(cute::cast_smem_ptr_to_uint(to)),
       "l"(from), "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(barrier)),
-      "l"(once ? uint64_t(Hint::EVICT_FIRST) : uint64_t(Hint::EVICT_NORMAL))
+      "l"(uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST))
       : "memory");
 }
 

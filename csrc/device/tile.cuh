@@ -5,6 +5,7 @@
 
 #include "cutlass_ops/layout.h"
 #include "device/epilogue.cuh"
+#include "device/grouped.cuh"
 #include "device/image_tiles.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
@@ -187,15 +188,41 @@ __device__ __forceinline__ void copy_16_if(uint32_t shared, void const* source, 
 // Groups of 16 columns, of which a stage would need eight, are read from global memory.
 constexpr int kStagedGroups = 4;
 
+// A CTA's tile: its first row of the weight, and its rows of x. Of experts, whose rows of x are in
+// slots, that is the row's place among all experts'; `feature` is the one among its expert's.
+struct BlockPlace {
+  int n0, feature, m0, end;
+
+  BlockPlace() = default;
+  template <class C, class Params>
+  __device__ __forceinline__ BlockPlace(C, Params const& p) {
+    if (p.groups.tiles) {
+      // No __ldg(), which the compiler may move before pdl_wait().
+      int4 const stored =
+          reinterpret_cast<int4 const*>(p.groups.tiles)[blockIdx.x / unsigned(p.row_tiles)];
+      TileIndex const tile(blockIdx.x - stored.w * p.row_tiles, p.row_tiles,
+                           (stored.z + C::kBlockM - 1) / C::kBlockM);
+      feature = tile.n * C::kRows, n0 = stored.x * p.groups.row_panels * kRowsPerPanel + feature;
+      m0 = stored.y + tile.m * C::kBlockM, end = stored.y + stored.z;
+    } else {
+      TileIndex const tile(blockIdx.x, p.row_tiles, p.m_tiles);
+      n0 = feature = tile.n * C::kRows, m0 = tile.m * C::kBlockM, end = p.epilogue.m;
+    }
+  }
+};
+
+// The CTA's, which multiply_tile stores before the main loop: there it needs no registers.
+__device__ __forceinline__ BlockPlace& stored_place() {
+  __shared__ BlockPlace place;
+  return place;
+}
+
 // The position: the K tile, and the block's first rows of the weight and of x.
 struct GlobalTile {
   int k_tile, n0, m0;
 
-  template <class C, class Params>
-  __device__ __forceinline__ GlobalTile(C, Params const& p, int k_tile_) : k_tile(k_tile_) {
-    TileIndex const tile(blockIdx.x, p.row_tiles, p.m_tiles);
-    n0 = tile.n * C::kRows, m0 = tile.m * C::kBlockM;
-  }
+  __device__ __forceinline__ explicit GlobalTile(int k_tile_)
+      : k_tile(k_tile_), n0(stored_place().n0), m0(stored_place().m0) {}
   // The element of a weight's group vectors that is row `index` of the block's in a group of the
   // tile. A row panel beyond the last repeats rows, which are never stored.
   template <class Params>
@@ -336,17 +363,19 @@ struct XRowCopy {
     return threadIdx.x % kRowThreads + i % kTurns * kRowThreads;
   }
 
+  // `groups`: of experts, whose slots are numbered as rows are elsewhere.
   __device__ __forceinline__ XRowCopy(uint32_t shared, void const* matrix, int64_t stride_bytes,
-                                      int m0, int m, int k_tile) {
-    int x_row = first_x_row();
+                                      BlockPlace const& place, Groups const& groups, int k_tile) {
+    int const first = first_x_row();
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      wanted[i] = m0 + x_row + i * kRowsAtOnce < m;
-      source[i] = static_cast<uint8_t const*>(matrix) +
-                  (m0 + x_row + i * kRowsAtOnce) * stride_bytes + int64_t(k_tile) * kRowBytes +
-                  piece(0) * 16;
+      int row = place.m0 + first + i * kRowsAtOnce;
+      wanted[i] = row < place.end;
+      if (groups.positions) row = wanted[i] ? row_of_slot(groups, row) : 0;
+      source[i] = static_cast<uint8_t const*>(matrix) + row * stride_bytes +
+                  int64_t(k_tile) * kRowBytes + piece(0) * 16;
     }
-    to = shared + x_row * kRowBytes + ((piece(0) ^ (x_row & 7)) << 4);
+    to = shared + first * kRowBytes + ((piece(0) ^ (first & 7)) << 4);
   }
 
   // The address of the i-th vector in the first stage.
@@ -427,6 +456,8 @@ struct TileParams {
   int log_scale_bytes, log_offset_bytes;
   bool plain;  // as store_sums has it
   ImageTiles image;
+  Groups groups;                        // of experts; without tiles: there are none
+  float const* x_row_scales = nullptr;  // of experts, [rows of x], applied to sums; or null
 
   TileParams(GemmProblem const& problem, Plan const& plan, float* splitk_workspace_, int rows,
              int x_rows)
@@ -444,19 +475,81 @@ struct TileParams {
         plain(!problem.bias && !problem.residual && problem.activation == Activation::kNone &&
               !problem.saturate && problem.out_type != DataType::kFloat32 && epilogue.vector_store),
         image(problem) {}
+
+  // Of experts: a CTA for each tile of features and rows that there may be.
+  TileParams(GroupedGemm const& problem, Plan const& plan, float*, int rows, int x_rows)
+      : TileParams(rows_of_all(problem), plan, nullptr, rows, x_rows) {
+    groups = problem.groups;
+    row_tiles = int(ceil_div(int64_t(groups.row_panels) * kRowsPerPanel, rows));
+    n_pad = int(padded_rows(problem.weight.n)), splits = 1;
+    weight = problem.weight;
+    if (problem.x_codes == ActQuant::kNone) x_row_scales = problem.x_scales;
+  }
 };
+
+// Whether a CTA has no tile: the grid is for the largest number of tiles of experts.
+template <class Params>
+__device__ __forceinline__ bool has_no_tile(Params const& p) {
+  if (!p.groups.tiles) return false;
+  pdl_wait();  // the kernels before write the tiles
+  return blockIdx.x >= unsigned(*p.groups.count * p.row_tiles);
+}
+
+// A tile's sums in shared memory to the outputs of an expert's rows: its features, or
+// activation(gate) * up of every eight features and the eight after them.
+template <class C, class Params>
+__device__ __forceinline__ void store_group(float const* sums, Params const& p) {
+  BlockPlace const& place = stored_place();
+  Groups const& groups = p.groups;
+  EpilogueParams const& e = p.epilogue;
+  int const each = groups.gated ? 16 : 8, row_threads = C::kRows / each, thread = thread_again(),
+            row = thread % row_threads * each, feature = place.feature + row,
+            n = groups.gated ? feature / 2 : feature;
+  if (n >= e.n) return;
+#pragma unroll 1
+  for (int x_row = thread / row_threads; x_row < min(place.end - place.m0, C::kBlockM);
+       x_row += C::kThreads / row_threads) {
+    int const slot = place.m0 + x_row;
+    float const scale = p.x_row_scales ? p.x_row_scales[row_of_slot(groups, slot)] : 1.0f;
+    auto const load = [&](int from, float(&v)[8]) {
+      float4 const* const four =
+          reinterpret_cast<float4 const*>(sums + x_row * C::kSumStride + row + from);
+      float4 const a = four[0], b = four[1];
+      float const values[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        v[i] = nan_unless_finite(values[i] * scale);
+        if (groups.bias)
+          v[i] += load_float(groups.bias, groups.bias_type, int64_t(place.n0) + row + from + i);
+      }
+    };
+    float v[8];
+    load(0, v);
+    if (groups.gated) {
+      float up[8];
+      load(8, up);
+      visit_activation(groups.activation, groups.bounds, [&](auto const& function) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = function(v[i]) * up[i];
+      });
+    }
+    store_finished(v, slot, n, e);
+  }
+}
 
 // Epilogue store: a block's sums to the output or the slice's partial sums, through shared memory
 // that nothing else uses any more.
 template <class C, class Params>
 __device__ __forceinline__ void store_tile(Params const& p, typename C::Sums const& sums,
-                                           uint8_t* shared, int n0, int m0) {
+                                           uint8_t* shared) {
   float* tiles_per_cluster = reinterpret_cast<float*>(shared);
   gather_sums<C>(sums, ThreadCoord<C>(thread_again()), tiles_per_cluster);
+  if (p.groups.tiles) return store_group<C>(tiles_per_cluster, p);
+  BlockPlace const& place = stored_place();
   float* splitk_workspace = p.splitk_workspace
                                 ? p.splitk_workspace + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad
                                 : nullptr;
-  store_sums<C>(tiles_per_cluster, m0, n0, p.epilogue, splitk_workspace, p.n_pad, p.plain);
+  store_sums<C>(tiles_per_cluster, place.m0, place.n0, p.epilogue, splitk_workspace, p.n_pad, p.plain);
 }
 
 // The copies of a block's first stages: those of weights may start before the previous kernels have
@@ -492,7 +585,7 @@ __device__ __forceinline__ void fill_first_stages(Copies& copies, KRange const& 
 // C::kCopiesAtOnce together: between the matrix instructions they cost next to nothing, before them
 // a tenth of the time. (All are issued before it where C::kCopiesFirst.)
 //
-//   copies     Copies<C>(p, shared, n0, m0, k_tile): weights, activations; copies(stage, k_tile, i,
+//   copies     Copies<C>(p, shared, place, k_tile): weights, activations; copies(stage, k_tile, i,
 //              wanted, x_rows_wanted) for i below kAll, the weights' first; copies.special(stage,
 //              k_tile): handles the tile's rows of x if they cannot be copied that way, and says so
 //   prepare()  what else must be in shared memory, independent of the kernels before
@@ -501,11 +594,12 @@ __device__ __forceinline__ void fill_first_stages(Copies& copies, KRange const& 
 template <class C, class Copies, class Params, class Prepare, class Compute>
 __device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, Prepare prepare,
                                               Compute compute) {
-  TileIndex tile(blockIdx.x, p.row_tiles, p.m_tiles);
-  int n0 = tile.n * C::kRows, m0 = tile.m * C::kBlockM;
+  if (has_no_tile(p)) return;
+  BlockPlace const place(C(), p);
+  if (threadIdx.x == 0) stored_place() = place;
   KRange range(p.k_tiles, blockIdx.y, p.splits);
   ThreadCoord<C> at(threadIdx.x);
-  Copies copies(p, shared, n0, m0, range.first);
+  Copies copies(p, shared, place, range.first);
   fill_first_stages<C>(copies, range, prepare);
 
   typename C::Sums sums = {};
@@ -537,7 +631,7 @@ __device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, 
     now = now == (C::kStages - 1) * C::kStageBytes ? 0 : now + C::kStageBytes;
   }
   wait_copies<0>();
-  store_tile<C>(p, sums, shared, n0, m0);
+  store_tile<C>(p, sums, shared);
 }
 
 }  // namespace cutlass_ops

@@ -238,12 +238,14 @@ Status check_gemm(GemmProblem const& problem, Device const& device) {
         "x is float32 with act_quant=\"none\"; on a GPU that takes float16 or bfloat16 (float32 "
         "with \"token\" or \"block\")");
   }
-  if (problem.architecture < 0 || problem.architecture > device.architecture) {
-    return unsupported("architecture is " + std::to_string(problem.architecture) +
-                       "; the GPU is sm_" + std::to_string(device.architecture) +
-                       ", which runs kernels of that architecture and of earlier ones");
-  }
-  return {};
+  return check_architecture(problem.architecture, device);
+}
+
+Status check_architecture(int architecture, Device const& device) {
+  if (architecture >= 0 && architecture <= device.architecture) return {};
+  return unsupported("architecture is " + std::to_string(architecture) + "; the GPU is sm_" +
+                     std::to_string(device.architecture) +
+                     ", which runs kernels of that architecture and of earlier ones");
 }
 
 Status check_launch(GemmProblem const& problem, Plan const& plan, Workspace workspace) {

@@ -87,6 +87,14 @@ struct GroupedGemm {
   Groups groups;
 };
 
+// The product's rows of all experts and the features of one as those of a matrix.
+inline GemmProblem rows_of_all(GroupedGemm const& gemm) {
+  GemmProblem rows;
+  rows.m = gemm.rows, rows.weight = gemm.weight, rows.weight.n = gemm.n;
+  rows.out = gemm.out, rows.out_type = gemm.out_type;
+  return rows;
+}
+
 // Whether wgmma_decode takes experts of few rows, whose products are exact; otherwise
 // wgmma_decode_fold16 does. With 8 bits wgmma_decode would spill registers.
 constexpr ByWidth<bool> kGroupedDecodeIsExact(true, false);

@@ -12,6 +12,7 @@
 #include "dispatch/checks.h"
 #include "dispatch/decode_shape.h"
 #include "dispatch/grouped.h"
+#include "dispatch/launch_shape.h"
 #include "dispatch/problem.h"
 #include "formats/formats.h"
 #include "kernels/kernels.h"
@@ -127,11 +128,18 @@ Status check_memory(MoeProblem const& p) {
                      : status;
 }
 
+// Whether Hopper's kernels are used, not those of sm_80 and later.
+bool uses_hopper(MoeProblem const& p, Device const& device) {
+  return device.architecture == 90 && (p.architecture == 0 || p.architecture == 90);
+}
+
 Status check_moe(MoeProblem const& p, Device const& device) {
-  if (device.architecture != 90)
-    return unsupported_experts("kernels run on sm_90a alone; the device is sm_" +
-                               std::to_string(device.architecture));
-  if (device.shared_memory < kHopperSharedBytes)
+  if (Status status = check_architecture(p.architecture, device); !status.ok()) return status;
+  int const architecture = p.architecture ? p.architecture : device.architecture;
+  if (architecture < 80)
+    return unsupported_experts("kernels run on sm_80 and later; architecture is " +
+                               std::to_string(architecture));
+  if (uses_hopper(p, device) && device.shared_memory < kHopperSharedBytes)
     return unsupported_experts("too little shared memory");
   if (p.x_type != DataType::kFloat16 && p.x_type != DataType::kBFloat16)
     return unsupported_experts("x is of fp16 or bf16");
@@ -230,13 +238,38 @@ int tile_height(MoeProblem const& p, Device const& device) {
   return best;
 }
 
+// The same of the portable kernels. Costs of a tile's columns of K by its height: measured on an
+// H100 (docs/tuning-notes.md).
+constexpr int kPortableHeights[] = {16, 32, 64};
+constexpr int kPortableCosts[2][kWidths][3] = {{{100, 130, 200}, {130, 160, 240}},
+                                               {{100, 130, 200}, {130, 160, 240}}};
+int portable_height(MoeProblem const& p) {
+  bool const int8 = multiplies_codes(p);
+  int best = 0;
+  double least = 0;
+  for (size_t i = 0; i < std::size(kPortableHeights); ++i) {
+    int const height = kPortableHeights[i];
+    double time = 0;
+    for (PackedWeight const* w : {&p.gate_up.stack, &p.down.stack}) {
+      if (w->group_size == 16 && height > kMmaRowsOfGroupsOf16) return best;
+      time += expected_tiles(p.route, height) * kPortableCosts[int8][width_index(code_bits(*w))][i] *
+              double(k_tiles(*w)) * double(padded_rows(w->n));
+    }
+    if (best && time >= least) continue;
+    best = height, least = time;
+  }
+  return best;
+}
+
 // Whether rows of x are copied to their slots first. An act order differs by expert, and reading
 // rows through an index needs whole 16-byte pieces that 32 bits can number. With many features and
 // tiles of many rows the copy is a small part of the product, and clusters then share the rows by
 // TMA multicast. Times of both ways are in docs/tuning-notes.md.
-bool gathers(MoeProblem const& p, int height) {
+bool gathers(MoeProblem const& p, MoePlan const& plan) {
   constexpr int kManyFeatures = 4096;
-  if (height > WgmmaDecodeShape::kBlockM && p.gate_up.n >= kManyFeatures) return true;
+  if (plan.portable && multiplies_codes(p)) return true;
+  if (!plan.portable && plan.block_m > WgmmaDecodeShape::kBlockM && p.gate_up.n >= kManyFeatures)
+    return true;
   bool const quantizes = p.act_quant != ActQuant::kNone;
   bool const pieces =
       quantizes || (reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.x_stride % 8 == 0);
@@ -252,6 +285,21 @@ double likely_tiles(RouteProblem const& r, int height) {
   double const tiles = expected_tiles(r, height), share = std::min(1.0, tiles / r.experts);
   return std::min(double(most_tiles(r, height)),
                   tiles + 0.6 * std::sqrt(r.experts * share * (1 - share)));
+}
+
+// The plan of one product by a portable kernel: a CTA for each tile that there may be.
+void plan_portable(GroupedGemm const& gemm, Device const& device, MoePlan const& moe, Plan* plan) {
+  GemmProblem rows = rows_of_all(gemm);
+  int const bits = code_bits(gemm.weight);
+  Candidate candidate;
+  candidate.tile =
+      moe.int8 ? mma_gemm_a8_tile(bits, moe.block_m) : mma_gemm_a16_tile(bits, moe.block_m);
+  *plan = {};
+  plan->kernel = moe.int8 ? "mma_gemm_a8" : "mma_gemm_a16";
+  plan->block_m = moe.block_m, plan->block_n = candidate.tile.block_n;
+  (moe.int8 ? shape_mma_gemm_a8 : shape_mma_gemm_a16)(rows, device, candidate, plan);
+  plan->grid_x = moe.tiles * int(ceil_div(int64_t(gemm.groups.row_panels) * kRowsPerPanel,
+                                          candidate.tile.block_n));
 }
 
 // The plan of one product: its grid covers the largest possible number of tiles, its shape suits
@@ -301,16 +349,24 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
   if (Status status = check_moe(problem, device); !status.ok()) return status;
   *plan = {};
   RouteProblem const& r = problem.route;
-  plan->block_m = tile_height(problem, device), plan->gathers = gathers(problem, plan->block_m);
+  plan->portable = !uses_hopper(problem, device);
+  plan->block_m = plan->portable ? portable_height(problem) : tile_height(problem, device);
+  plan->gathers = gathers(problem, *plan);
   auto const fill_in = [&] {
-    plan->routes = plan->block_m != WgmmaDecodeShape::kBlockM ||
-                   r.positions() > kMostFoundPositions || r.experts > kMostFoundExperts;
+    bool const decodes = !plan->portable && plan->block_m == WgmmaDecodeShape::kBlockM;
+    plan->routes =
+        !decodes || r.positions() > kMostFoundPositions || r.experts > kMostFoundExperts;
     plan->slots = padded_slots(r, plan->routes);
     plan->tiles = most_tiles(r, plan->block_m);
-    plan->int8 = plan->block_m != WgmmaDecodeShape::kBlockM && multiplies_codes(problem);
+    plan->int8 = !decodes && multiplies_codes(problem);
     double const expected = likely_tiles(r, plan->block_m);
     GroupedGemm gate_up = product_of(problem.gate_up, true), down = product_of(problem.down, false);
     gate_up.x_type = down.x_type = problem.x_type;
+    if (plan->portable) {
+      plan_portable(gate_up, device, *plan, &plan->gate_up);
+      plan_portable(down, device, *plan, &plan->down);
+      return true;
+    }
     return plan_product(gate_up, device, *plan, expected, &plan->gate_up) &&
            plan_product(down, device, *plan, expected, &plan->down);
   };
@@ -326,8 +382,12 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
 #if CUTLASS_OPS_CUDA
 namespace {
 
-Status launch_product(GroupedGemm const& gemm, Plan const& plan, Stream stream) {
+Status launch_product(GroupedGemm const& gemm, MoePlan const& moe, Plan const& plan,
+                      Stream stream) {
   PackedWeight const& w = gemm.weight;
+  if (moe.portable)
+    return moe.int8 ? launch_grouped_mma_gemm_a8(gemm, plan, stream)
+                    : launch_grouped_mma_gemm_a16(gemm, plan, stream);
   if (plan.wgmma_decode.cluster > 0) {
     if (decodes_exactly(gemm)) return launch_grouped_decode(gemm, plan, stream);
     return visit(w.format, [&](auto format) {
@@ -465,7 +525,7 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   gate_up.groups.written = quantizes || plan.gathers, down.groups.written = true;
   gate_up.groups.activation = p.activation;
   gate_up.groups.bounds = {p.activation, p.clamp_low, p.clamp_high};
-  if (status.ok()) status = launch_product(gate_up, plan.gate_up, stream);
+  if (status.ok()) status = launch_product(gate_up, plan, plan.gate_up, stream);
 
   down.x = gate_up.out, down.x_stride = at.hidden_stride;
   if (p.down.perm) {
@@ -481,12 +541,12 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
     if (status.ok())
       status = quantize_rows(p, plan, down.x, down.x_stride, slots, intermediate,
                              p.down.stack.group_size, base + at.hidden_values,
-                             plan.block_m == WgmmaDecodeShape::kBlockM, stream, &quantized);
+                             plan.down.wgmma_decode.cluster > 0, stream, &quantized);
     down.x = quantized.values, down.x_stride = padded_k(intermediate),
     down.x_scales = quantized.scales;
   }
   down.out = base + at.outputs, down.out_type = outputs_type(p, plan);
-  if (status.ok()) status = launch_product(down, plan.down, stream);
+  if (status.ok()) status = launch_product(down, plan, plan.down, stream);
   if (status.ok()) {
     status = launch_sum_experts(r, table, down.out, down.out_type, p.down.n, p.topk_weights,
                                 p.weight_type, p.out, p.x_type, stream);

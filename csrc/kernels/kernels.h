@@ -14,6 +14,9 @@ namespace cutlass_ops {
 // Shared memory that a CTA has on every GPU since sm_80, and on Hopper.
 constexpr int kPortableSharedBytes = 99 * 1024, kHopperSharedBytes = 227 * 1024;
 
+// Rows of x of a tile of mma_gemm_a16 and mma_gemm_a8 with groups of 16, at most.
+constexpr int kMmaRowsOfGroupsOf16 = 32;
+
 // mma_gemm_a16.cu: fp16 or bf16 activations, tensor cores through mma.sync (sm_80 and later).
 constexpr Tile mma_gemm_a16_tile(int bits, int block_m) {
   constexpr ByWidth<int> kStages16(3, 4), kCtas16(4, 2);  // of 16 rows of x
@@ -36,6 +39,8 @@ constexpr bool mma_gemm_a16_may_have_two_stages(int bits, int block_m, bool gene
 }
 Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                            Stream stream);
+// For experts; `route` has stored their tiles.
+Status launch_grouped_mma_gemm_a16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // book_gemm_a16.cu: fp16 or bf16 activations, weights of a code book, a few rows of x.
 constexpr Tile book_gemm_a16_tile(int block_m) {
@@ -58,6 +63,8 @@ constexpr Tile mma_gemm_a8_tile(int bits, int block_m) {
 }
 Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                           Stream stream);
+// For experts; rows of x and their scales are in slots.
+Status launch_grouped_mma_gemm_a8(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // wgmma_gemm_a8.cu: int8 activations on Hopper (sm_90a alone), clusters of two CTAs.
 // `warpgroups`: of a CTA, that multiply. Four have half the registers of two, for no more than 64

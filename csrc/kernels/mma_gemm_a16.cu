@@ -41,8 +41,8 @@ struct Config : BlockTile<kBlockM> {
   static constexpr int kBits = Format::kBits;
   static constexpr int kUnits = kBits / 2;  // of a row block and tile of K (layout.h)
   static constexpr bool kGeneral = kGeneral_;
-  // Whether images are implemented: 64 rows take all registers.
-  static constexpr bool kGroupsOf16 = kGeneral && kBlockM <= 32;
+  // 64 rows take all registers.
+  static constexpr bool kGroupsOf16 = kGeneral && kBlockM <= kMmaRowsOfGroupsOf16;
   static constexpr int kPieces = kKPerTile / 16;
   // of 16 columns
   static constexpr int kStepPieces = kGeneral ? 2 : kPieces;
@@ -92,16 +92,16 @@ struct Copies {
   VectorCopy vectors[kVectors];
   int m0;
 
-  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, int n0, int m0_, int k_tile)
+  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, BlockPlace const& place, int k_tile)
       : p(p_),
         shared(shared_),
-        weights(shared_address(shared) + C::kWeights, p.weight.codes, n0, p.n_pad, p.k_tiles,
+        weights(shared_address(shared) + C::kWeights, p.weight.codes, place.n0, p.n_pad, p.k_tiles,
                 k_tile),
-        activations(shared_address(shared) + C::kActivations, p.x, p.x_stride * 2, m0_,
-                    p.epilogue.m, k_tile),
-        m0(m0_) {
+        activations(shared_address(shared) + C::kActivations, p.x, p.x_stride * 2, place,
+                    p.groups, k_tile),
+        m0(place.m0) {
     PackedWeight const& w = p.weight;
-    int i = threadIdx.x;
+    int i = threadIdx.x, n0 = place.n0;
     uint32_t at = shared_address(shared);
     vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad,
                             at + C::kScales);
@@ -290,7 +290,7 @@ __device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* tab
                                         typename C::Sums& sums, Beside beside) {
   bool const offsets = C::kGeneral && !C::kHasCodebook && p.weight.offsets;
   if (C::kGroupsOf16 && p.weight_rows.count > kStagedGroups) {
-    GlobalTile const tile(C(), p, k_tile);
+    GlobalTile const tile(k_tile);
     issue_all<C>(beside);
 #pragma unroll 1
     for (int piece = 0; piece < C::kPieces; ++piece) {
@@ -346,11 +346,12 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
   constexpr int kAll = Copies<C>::kAll;
   static_assert((kAll - 1) / C::kCopiesAtOnce + 1 < kLast,
                 "all copies of a stage are issued before they are committed");
-  TileIndex tile(blockIdx.x, p.row_tiles, p.m_tiles);
-  int n0 = tile.n * C::kRows, m0 = tile.m * C::kBlockM;
+  if (has_no_tile(p)) return;
+  BlockPlace const place(C(), p);
+  if (threadIdx.x == 0) stored_place() = place;
   KRange range(p.k_tiles, blockIdx.y, p.splits);
   ThreadCoord<C> at(threadIdx.x);
-  Copies<C> copies(p, shared, n0, m0, range.first);
+  Copies<C> copies(p, shared, place, range.first);
   fill_first_stages<C>(copies, range, [] {});
 
   typename C::Sums sums = {};
@@ -449,7 +450,7 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
     now = after;
   }
   wait_copies<0>();
-  store_tile<C>(p, sums, shared, n0, m0);
+  store_tile<C>(p, sums, shared);
 }
 
 template <class C>
@@ -473,20 +474,27 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   }
 }
 
-template <class C>
-Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+// Rows of x of experts start on 16 bytes.
+bool loads_vectors(GroupedGemm const&) { return true; }
+bool loads_vectors(GemmProblem const& problem) {
+  return reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 &&
+         problem.weight.k % 8 == 0 && !problem.weight.perm;
+}
+
+// Problem: GemmProblem or GroupedGemm.
+template <class C, class Problem>
+Status launch_config(Problem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
-  PackedWeight const& w = problem.weight;
-  bool vector_loads = reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 &&
-                      problem.x_stride % 8 == 0 && w.k % 8 == 0 && !w.perm;
-  Params p{TileParams(problem, plan, splitk_workspace, C::kRows, C::kBlockM),
-           static_cast<uint16_t const*>(problem.x), problem.x_stride, vector_loads,
-           vector_loads && w.k % kKPerTile == 0 && !is_image(problem)};
+  TileParams const tile(problem, plan, splitk_workspace, C::kRows, C::kBlockM);
+  bool const vector_loads = loads_vectors(problem),
+             whole_copies = vector_loads && tile.weight.k % kKPerTile == 0 && !tile.image.columns;
+  Params const p{tile, static_cast<uint16_t const*>(problem.x), problem.x_stride, vector_loads,
+                 whole_copies};
   return launch_plan(mma_gemm_a16<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
-template <class Element, class Format, int kBlockM>
-Status launch_groups(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+template <class Element, class Format, int kBlockM, class Problem>
+Status launch_groups(Problem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
   PackedWeight const& w = problem.weight;
   if constexpr (Format::kIntegers) {
@@ -504,29 +512,34 @@ Status launch_groups(GemmProblem const& problem, Plan const& plan, float* splitk
                                                                stream);
 }
 
-template <class Element, class Format>
-Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
-                   Stream stream) {
-  return launch_height<16, 32, 64>(plan, plan.block_m, [&](auto height) {
-    return launch_groups<Element, Format, height()>(problem, plan, splitk_workspace, stream);
+template <class Element, class Problem>
+Status launch_element(Problem const& problem, Plan const& plan, float* splitk_workspace,
+                      Stream stream) {
+  return visit(problem.weight.format, [&](auto format) {
+    return launch_height<16, 32, 64>(plan, plan.block_m, [&](auto height) {
+      return launch_groups<Element, decltype(format), height()>(problem, plan, splitk_workspace,
+                                                                stream);
+    });
   });
 }
 
-template <class Element>
-Status launch_element(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+template <class Problem>
+Status launch_problem(Problem const& problem, Plan const& plan, float* splitk_workspace,
                       Stream stream) {
-  return visit(problem.weight.format, [&](auto format) {
-    return launch_tile<Element, decltype(format)>(problem, plan, splitk_workspace, stream);
-  });
+  return problem.x_type == DataType::kFloat16
+             ? launch_element<__half>(problem, plan, splitk_workspace, stream)
+             : launch_element<__nv_bfloat16>(problem, plan, splitk_workspace, stream);
 }
 
 }  // namespace
 
 Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                            Stream stream) {
-  return problem.x_type == DataType::kFloat16
-             ? launch_element<__half>(problem, plan, splitk_workspace, stream)
-             : launch_element<__nv_bfloat16>(problem, plan, splitk_workspace, stream);
+  return launch_problem(problem, plan, splitk_workspace, stream);
+}
+
+Status launch_grouped_mma_gemm_a16(GroupedGemm const& problem, Plan const& plan, Stream stream) {
+  return launch_problem(problem, plan, nullptr, stream);
 }
 
 }  // namespace cutlass_ops

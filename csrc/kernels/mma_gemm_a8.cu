@@ -72,7 +72,7 @@ struct Config : BlockTile<kBlockM> {
   static constexpr int kCopiesAtOnce = 1;
   // Whether x may be an image, and groups of 16: 64 rows take all registers.
   static constexpr bool kImages = kBlockM <= 32,
-                        kGroupsOf16 = kForm == Form::kGeneral32 && kBlockM <= 32;
+                        kGroupsOf16 = kForm == Form::kGeneral32 && kBlockM <= kMmaRowsOfGroupsOf16;
   // the multiplication takes all registers
   static constexpr bool kCopiesFirst = kForm == Form::kZeroPoints && kBlockM == 64;
 
@@ -106,17 +106,17 @@ struct Copies {
   VectorCopy vectors[kVectors];
   int m0;
 
-  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, int n0, int m0_, int k_tile)
+  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, BlockPlace const& place, int k_tile)
       : p(p_),
         shared(shared_),
-        weights(shared_address(shared) + C::kWeights, p.weight.codes, n0, p.n_pad, p.k_tiles,
+        weights(shared_address(shared) + C::kWeights, p.weight.codes, place.n0, p.n_pad, p.k_tiles,
                 k_tile),
         activations(shared_address(shared) + C::kActivations, p.x.codes,
-                    int64_t(p.k_tiles) * kKPerTile, m0_, p.epilogue.m, k_tile),
-        m0(m0_) {
+                    int64_t(p.k_tiles) * kKPerTile, place, p.groups, k_tile),
+        m0(place.m0) {
     PackedWeight const& w = p.weight;
     // Threads from the first on copy vectors of weights, from the last on those of rows of x.
-    int i = threadIdx.x, last = C::kThreads - 1 - i;
+    int i = threadIdx.x, last = C::kThreads - 1 - i, n0 = place.n0;
     uint32_t at = shared_address(shared);
     vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad,
                             at + C::kScales);
@@ -342,7 +342,7 @@ __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p,
   bool x_sums = C::kGeneral && (p.weight.offsets || (!C::kZerosFitInt8 && p.weight.zeros));
   if constexpr (C::kGroupsOf16) {
     if (p.weight_rows.count > kStagedGroups) {
-      GlobalTile const tile(C(), p, k_tile);
+      GlobalTile const tile(k_tile);
       auto const add_half = [&](auto half, int piece) {
         int const group = 2 * piece + half;
         XVectors<C> const x =
@@ -392,16 +392,28 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       });
 }
 
-template <class C>
-Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+// Rows of x of experts are symmetric, in slots.
+QuantizedActivations quantized_rows(GroupedGemm const& problem) {
+  QuantizedActivations x;
+  x.codes = static_cast<int8_t*>(const_cast<void*>(problem.x));
+  x.scales = const_cast<float*>(problem.x_scales), x.stride = problem.x_rows;
+  x.block = problem.x_codes == ActQuant::kBlock ? kKPerTile : -1;
+  return x;
+}
+QuantizedActivations const& quantized_rows(GemmProblem const& problem) { return problem.quantized; }
+
+// Problem: GemmProblem or GroupedGemm.
+template <class C, class Problem>
+Status launch_config(Problem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
-  Params p{TileParams(problem, plan, splitk_workspace, C::kRows, C::kBlockM), problem.quantized,
-           VectorRows(problem.quantized.block)};
+  QuantizedActivations const x = quantized_rows(problem);
+  Params const p{TileParams(problem, plan, splitk_workspace, C::kRows, C::kBlockM), x,
+                 VectorRows(x.block)};
   return launch_plan(mma_gemm_a8<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
-template <class Format, int kBlockM>
-Status launch_form(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
+template <class Format, int kBlockM, class Problem>
+Status launch_form(Problem const& problem, Plan const& plan, float* splitk_workspace,
                    Stream stream) {
   PackedWeight const& w = problem.weight;
   if (w.group_size == 16 || w.group_size == 32)
@@ -411,18 +423,20 @@ Status launch_form(GemmProblem const& problem, Plan const& plan, float* splitk_w
     return launch_config<Config<Format, kBlockM, Form::kGeneral64>>(problem, plan, splitk_workspace,
                                                                     stream);
   }
-  return w.zeros || problem.quantized.zeros
+  return w.zeros || quantized_rows(problem).zeros
              ? launch_config<Config<Format, kBlockM, Form::kZeroPoints>>(problem, plan,
                                                                          splitk_workspace, stream)
              : launch_config<Config<Format, kBlockM, Form::kSymmetric>>(problem, plan,
                                                                         splitk_workspace, stream);
 }
 
-template <class Format>
-Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
-                   Stream stream) {
-  return launch_height<16, 32, 64>(plan, plan.block_m, [&](auto height) {
-    return launch_form<Format, height()>(problem, plan, splitk_workspace, stream);
+template <class Problem>
+Status launch_problem(Problem const& problem, Plan const& plan, float* splitk_workspace,
+                      Stream stream) {
+  return visit_integers(problem.weight.format, [&](auto format) {
+    return launch_height<16, 32, 64>(plan, plan.block_m, [&](auto height) {
+      return launch_form<decltype(format), height()>(problem, plan, splitk_workspace, stream);
+    });
   });
 }
 
@@ -430,9 +444,11 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
 
 Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                           Stream stream) {
-  return visit_integers(problem.weight.format, [&](auto format) {
-    return launch_tile<decltype(format)>(problem, plan, splitk_workspace, stream);
-  });
+  return launch_problem(problem, plan, splitk_workspace, stream);
+}
+
+Status launch_grouped_mma_gemm_a8(GroupedGemm const& problem, Plan const& plan, Stream stream) {
+  return launch_problem(problem, plan, nullptr, stream);
 }
 
 }  // namespace cutlass_ops

@@ -751,9 +751,6 @@ Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Strea
   if (!status.ok()) return status;
   int log_cluster = 0;
   while (1 << log_cluster < shape.cluster) ++log_cluster;
-  GemmProblem rows_of_all;
-  rows_of_all.m = problem.rows, rows_of_all.weight = w, rows_of_all.weight.n = problem.n;
-  rows_of_all.out = problem.out, rows_of_all.out_type = problem.out_type;
   Params const p{w,
                  problem.x_scales,
                  nullptr,
@@ -762,7 +759,7 @@ Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Strea
                  0,
                  bytes_of(w.scale_type),
                  offset_bytes(w),
-                 EpilogueParams(rows_of_all),
+                 EpilogueParams(rows_of_all(problem)),
                  rows,
                  shape,
                  EvenPartition(groups.row_panels, shape.clusters),

@@ -300,20 +300,21 @@ def mixed_moe(
     act_quant: str = "none",
     act_symmetric: bool = True,
     expert_map: Tensor | None = None,
+    architecture: int = 0,
 ) -> Tensor:
     """A layer of experts: ``y[t] = sum over j of topk_weights[t, j] * down_e(act(gate_e
     x_t) * (up_e x_t))``.
 
     e is ``topk_ids[t, j]``. ``act(gate) * up`` is computed in fp32 and rounded once to x's dtype;
     outputs of experts and their weighted sum are fp32, the sum in the order of j, rounded once. The
-    same input gives the same bits every time. On Hopper with fp16 or bf16 x nothing waits for the
-    GPU, so that the call can be captured in a CUDA graph and replayed with other routings; weights
-    are rounded to x's dtype, but not integers in groups of 128 or more where experts have more than
-    some 24 rows on average, or 4 bits and scales of x's dtype; outputs of experts that have more
-    rows are rounded, too. Values of quantised activations are rounded as those of
-    :func:`cutlass_ops.mixed_gemm`, but not where experts have more rows, x has no zero points and
-    both weights can be multiplied with int8: integers in groups of 128 or more, of 8 bits without
-    zero points. Elsewhere, for an fp32 x, for I that is no multiple of 8, for "clamped_swiglu" and
+    same input gives the same bits every time. On a GPU with fp16 or bf16 x nothing waits for it, so
+    that the call can be captured in a CUDA graph and replayed with other routings. On Hopper
+    weights are rounded to x's dtype, but not integers in groups of 128 or more where experts have
+    more than some 24 rows on average, or 4 bits and scales of x's dtype. Outputs of experts that
+    have more rows are rounded, too. Values of quantised activations are rounded as those of
+    :func:`cutlass_ops.mixed_gemm`, but not where experts have more rows (on other GPUs: however
+    many), x has no zero points and both weights can be multiplied with int8: integers in groups of
+    128 or more, of 8 bits without zero points. Before sm_80, for an fp32 x, for I that is no multiple of 8, for "clamped_swiglu" and
     where a gradient is recorded, a GPU is asked how many rows each expert has, two products are
     launched for each expert that has any, and a capture is refused.
 
@@ -335,6 +336,7 @@ def mixed_moe(
             where g is gate, at most limit, and u is up, clamped to -limit .. limit.
         act_quant, act_symmetric: of both products, as in :func:`cutlass_ops.mixed_gemm`.
         expert_map: integers ``[ids]``, as in :func:`route`; ids that it sends to -1 add nothing.
+        architecture: as in :func:`cutlass_ops.mixed_gemm`.
 
     Returns:
         ``[M, H]`` of x's dtype.
@@ -383,7 +385,9 @@ def mixed_moe(
             )
     direct = arguments.runs_directly(x, topk_ids, topk_weights, expert_map)
     _check_recordable("mixed_moe", direct, x, topk_weights)
-    call = Call(None, *named, act_quant=act_quant, act_symmetric=act_symmetric)
+    call = Call(
+        None, *named, act_quant=act_quant, act_symmetric=act_symmetric, architecture=architecture
+    )
     of_ids = (topk_ids, topk_weights, expert_map)
     if direct:
         return _mixed_moe(x, _gated(gate_up, direct=True), down, *of_ids, call)
@@ -405,7 +409,7 @@ def _has_kernels(
         and gate_up.experts <= _C.most_experts
         and down.k % 8 == 0
         and down.n % 8 == 0
-        and torch.cuda.get_device_capability(x.device) == (9, 0)
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
         and _C.experts_take(gate_up.weight.native)
         and _C.experts_take(down.weight.native)
         and not (is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad))
@@ -448,6 +452,7 @@ def _launch_moe(
         weights.data_ptr(),
         native.DATA_TYPES[weights.dtype],
         y.data_ptr(),
+        call.architecture,
     )
     with torch.cuda.device(x.device):
         plan = problem.plan(_C.current_device())
@@ -528,7 +533,7 @@ def _experts(fields: Sequence[Any]) -> PackedExperts:
 
 _OF_GROUPS = CallSchema("residual", "saturate", "batch_invariant", "architecture", "exact")
 _OF_LAYER = CallSchema(
-    "bias", "residual", "out_dtype", "saturate", "batch_invariant", "architecture", "exact"
+    "bias", "residual", "out_dtype", "saturate", "batch_invariant", "exact"
 )
 
 

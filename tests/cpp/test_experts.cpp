@@ -115,6 +115,31 @@ TEST(Experts, UsePersistentCtasIfEachGetsSeveralRowPanels) {
   EXPECT_FALSE(dealt(p));
 }
 
+TEST(Experts, HavePortableKernels) {
+  Device const other{100, 148, 228 * 1024, 8000};
+  for (auto [tokens, group_size, height] :
+       {std::tuple(1, 128, 16), {128, 128, 16}, {4096, 128, 64}, {4096, 16, 32}}) {
+    for (ActQuant act_quant : {ActQuant::kNone, ActQuant::kBlock}) {
+      for (auto const& [device, architecture] :
+           {std::pair(kDevices[0], 0), {kHopper, 80}, {other, 0}}) {
+        MoeProblem p = experts(tokens, 128, 8, 2048, 768, group_size);
+        p.act_quant = act_quant, p.architecture = architecture;
+        MoePlan chosen;
+        ASSERT_TRUE(plan_moe(p, device, &chosen).ok());
+        bool const int8 = act_quant == ActQuant::kBlock && group_size == 128;
+        EXPECT_STREQ(chosen.kernel, int8 ? "mma_gemm_a8" : "mma_gemm_a16");
+        EXPECT_EQ(chosen.int8, int8);
+        EXPECT_TRUE(chosen.portable && chosen.routes);
+        EXPECT_EQ(chosen.block_m, height) << tokens;
+        // Every tile of an expert's rows has CTAs for all of its features.
+        EXPECT_EQ(chosen.gate_up.grid_x, chosen.tiles * 1536 / 128);
+        EXPECT_EQ(chosen.down.grid_x, chosen.tiles * 2048 / 128);
+        EXPECT_LE(chosen.gate_up.shared_bytes, 99 * 1024);
+      }
+    }
+  }
+}
+
 TEST(Experts, TakeTheExactKernelWhereItsGroupsAndCodesAllowIt) {
   auto const kernels = [](std::function<void(PackedWeight&)> const& change) {
     MoeProblem p = experts(1024, 8, 2, 4096, 1024);
@@ -238,13 +263,16 @@ TEST(Experts, NameTheFieldThatForbidsThem) {
   EXPECT_NE(text(experts(1, 8, 2, 4100, 128)).find("hidden is 4100; multiples of 8"),
             std::string::npos);
   EXPECT_NE(text(experts(1, 9000, 2, 4096, 128)).find("up to 8192 experts"), std::string::npos);
-  EXPECT_NE(text(experts(1, 8, 2, 4096, 128), kDevices[0]).find("the device is sm_80"),
-            std::string::npos);
+  Device old = kDevices[0];
+  old.architecture = 75;
+  EXPECT_NE(text(experts(1, 8, 2, 4096, 128), old).find("architecture is 75"), std::string::npos);
   EXPECT_NE(text(experts(1, 0, 2, 4096, 128)).find("experts is 0"), std::string::npos);
   for (auto const& [change, words] :
        std::vector<std::pair<std::function<void(MoeProblem&)>, std::string>>{
            {[](auto& p) { p.activation = Activation(77); }, "activation is 77"},
            {[](auto& p) { p.act_quant = ActQuant(9); }, "act_quant is 9"},
+           {[](auto& p) { p.architecture = 100; }, "architecture is 100; the GPU is sm_90"},
+           {[](auto& p) { p.architecture = 75; }, "architecture is 75"},
            {[](auto& p) { p.x_stride = 0; }, "x_stride is 0"},
            {[](auto& p) { p.x = nullptr; }, "x is a null pointer"},
            {[](auto& p) { p.topk_weights = nullptr; }, "topk_weights is a null pointer"},

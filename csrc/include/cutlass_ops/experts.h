@@ -51,7 +51,7 @@ Status route(RouteProblem const& problem, Routing const& routing, Stream stream)
 // in fp32 and in the order of j, rounded once. Weights are rounded to x's type where experts have
 // few rows on average, in groups shorter than 128, with offsets or code books; so are values of
 // quantised activations there, and those with zero points. Outputs of experts that have many rows
-// are rounded to it.
+// are rounded to it. Kernels that are not Hopper's round no weights.
 struct MoeProblem {
   RouteProblem route;
   void const* x = nullptr;  // [tokens][hidden] of x_type, rows x_stride elements apart
@@ -66,7 +66,8 @@ struct MoeProblem {
   float clamp_low = 0.0f, clamp_high = 0.0f;
   void const* topk_weights = nullptr;  // [tokens * top] of weight_type
   DataType weight_type = DataType::kFloat32;
-  void* out = nullptr;  // [tokens][hidden] of x_type
+  void* out = nullptr;   // [tokens][hidden] of x_type
+  int architecture = 0;  // as in GemmProblem
 };
 
 // How the products of experts are launched: by tiles of `block_m` rows of one expert.
@@ -79,6 +80,7 @@ struct MoePlan {
   int tiles = 0;         // of block_m rows, at most
   bool int8 = false;     // products are of int8 codes, not of their values as 16-bit floats
   bool gathers = false;  // rows of x are copied to their slots, not read by their numbers
+  bool portable = false;  // kernels are those of sm_80 and later
   Plan gate_up, down;
   size_t workspace = 0;
 };
