@@ -92,10 +92,14 @@ class FoundTiles {
     __syncthreads();
     if (warp < kWarps) {
       uint2 const count = exists ? counts[expert] : make_uint2(0, 0);
-      unsigned const earlier = warp % 4 ? ~0u >> (32 - warp % 4 * 8) : 0;
-      rank += __dp4a(warp < 4 ? count.x & earlier : count.x, 0x01010101u,
-                     __dp4a(warp < 4 ? 0u : count.y & earlier, 0x01010101u, 0u));
-      rows = int(__dp4a(count.x, 0x01010101u, __dp4a(count.y, 0x01010101u, 0u)));
+      // The bytes of the first warps.
+      auto const sum_of_first = [&](int warps) {
+        uint64_t const bytes = count.x | uint64_t(count.y) << 32,
+                       kept = warps < kWarps ? bytes & ((uint64_t(1) << warps * 8) - 1) : bytes;
+        return int(
+            __dp4a(uint32_t(kept), 0x01010101u, __dp4a(uint32_t(kept >> 32), 0x01010101u, 0u)));
+      };
+      rank += sum_of_first(warp), rows = sum_of_first(kWarps);
       int const mine = exists && rank == 0 ? (rows + kSlotRows - 1) / kSlotRows : 0;
       int all = mine;
 #pragma unroll

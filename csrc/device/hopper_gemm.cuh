@@ -121,7 +121,8 @@ Status launch_grouped(void (*kernel)(CUtensorMap, CUtensorMap, GroupedParams),
   PackedWeight const& w = problem.weight;
   int const weight_tiles = int(padded_k(w.k) / kKPerTile);
   bool const short_groups = w.group_size > 0 && w.group_size < kKPerTile;
-  GroupedParams p{{w, {}, EpilogueParams(rows_of_all(problem))}, problem.groups, RowPieces(problem)};
+  GroupedParams p{
+      {w, {}, EpilogueParams(rows_of_all(problem))}, problem.groups, RowPieces(problem)};
   p.x.scales = const_cast<float*>(problem.x_scales), p.x.stride = problem.x_rows;
   p.row_pairs = int(ceil_div(problem.groups.row_panels, C::kWarpgroups * C::kCluster));
   p.k_tiles = weight_tiles, p.n_pad = int(padded_rows(w.n));

@@ -456,8 +456,10 @@ struct TileParams {
   int log_scale_bytes, log_offset_bytes;
   bool plain;  // as store_sums has it
   ImageTiles image;
-  Groups groups;                        // of experts; without tiles: there are none
-  float const* x_row_scales = nullptr;  // of experts, [rows of x], applied to sums; or null
+  // Of experts; without tiles there are none.
+  Groups groups;
+  float const* x_row_scales = nullptr;  // [rows of x], applied to sums; or null
+  int* arrived = nullptr;               // as in GroupedGemm; splitk_workspace is its `slices`
 
   TileParams(GemmProblem const& problem, Plan const& plan, float* splitk_workspace_, int rows,
              int x_rows)
@@ -478,11 +480,11 @@ struct TileParams {
 
   // Of experts: a CTA for each tile of features and rows that there may be.
   TileParams(GroupedGemm const& problem, Plan const& plan, float*, int rows, int x_rows)
-      : TileParams(rows_of_all(problem), plan, nullptr, rows, x_rows) {
+      : TileParams(rows_of_all(problem), plan, problem.slices, rows, x_rows) {
     groups = problem.groups;
     row_tiles = int(ceil_div(int64_t(groups.row_panels) * kRowsPerPanel, rows));
-    n_pad = int(padded_rows(problem.weight.n)), splits = 1;
-    weight = problem.weight;
+    n_pad = int(padded_rows(problem.weight.n)), weight = problem.weight;
+    arrived = problem.arrived;
     if (problem.x_codes == ActQuant::kNone) x_row_scales = problem.x_scales;
   }
 };
@@ -493,6 +495,37 @@ __device__ __forceinline__ bool has_no_tile(Params const& p) {
   if (!p.groups.tiles) return false;
   pdl_wait();  // the kernels before write the tiles
   return blockIdx.x >= unsigned(*p.groups.count * p.row_tiles);
+}
+
+// Where K is cut, the sums of all slices of a tile in the place of this one's, in the order of the
+// slices; false for all CTAs but the last to arrive.
+template <class C, class Params>
+__device__ __forceinline__ bool add_slices(float* sums, Params const& p) {
+  if (p.splits == 1) return true;
+  constexpr int kRowPieces = C::kRows / 4, kPieces = C::kBlockM * kRowPieces;
+  auto const at = [&](int i) { return sums + i / kRowPieces * C::kSumStride + i % kRowPieces * 4; };
+  auto* const slices =
+      reinterpret_cast<float4*>(p.splitk_workspace) + int64_t(blockIdx.x) * p.splits * kPieces;
+  for (int i = thread_again(); i < kPieces; i += C::kThreads)
+    __stcg(slices + blockIdx.y * kPieces + i, *reinterpret_cast<float4 const*>(at(i)));
+  __threadfence();
+  __syncthreads();
+  __shared__ int arrived;
+  if (threadIdx.x == 0) arrived = atomicAdd(p.arrived + blockIdx.x, 1);
+  __syncthreads();
+  if (arrived != p.splits - 1) return false;
+  __threadfence();
+  for (int i = thread_again(); i < kPieces; i += C::kThreads) {
+    float4 sum = __ldcg(slices + i);
+#pragma unroll 4
+    for (int slice = 1; slice < p.splits; ++slice) {
+      float4 const more = __ldcg(slices + slice * kPieces + i);
+      sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+    }
+    *reinterpret_cast<float4*>(at(i)) = sum;
+  }
+  __syncthreads();
+  return true;
 }
 
 // A tile's sums in shared memory to the outputs of an expert's rows: its features, or
@@ -511,17 +544,17 @@ __device__ __forceinline__ void store_group(float const* sums, Params const& p) 
        x_row += C::kThreads / row_threads) {
     int const slot = place.m0 + x_row;
     float const scale = p.x_row_scales ? p.x_row_scales[row_of_slot(groups, slot)] : 1.0f;
-    auto const load = [&](int from, float(&v)[8]) {
+    auto const load = [&](int from, float (&v)[8]) {
       float4 const* const four =
           reinterpret_cast<float4 const*>(sums + x_row * C::kSumStride + row + from);
       float4 const a = four[0], b = four[1];
       float const values[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        v[i] = nan_unless_finite(values[i] * scale);
-        if (groups.bias)
-          v[i] += load_float(groups.bias, groups.bias_type, int64_t(place.n0) + row + from + i);
-      }
+      for (int i = 0; i < 8; ++i) v[i] = nan_unless_finite(values[i] * scale);
+      if (!groups.bias) return;
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        v[i] += load_float(groups.bias, groups.bias_type, int64_t(place.n0) + row + from + i);
     };
     float v[8];
     load(0, v);
@@ -544,12 +577,16 @@ __device__ __forceinline__ void store_tile(Params const& p, typename C::Sums con
                                            uint8_t* shared) {
   float* tiles_per_cluster = reinterpret_cast<float*>(shared);
   gather_sums<C>(sums, ThreadCoord<C>(thread_again()), tiles_per_cluster);
-  if (p.groups.tiles) return store_group<C>(tiles_per_cluster, p);
+  if (p.groups.tiles) {
+    if (add_slices<C>(tiles_per_cluster, p)) store_group<C>(tiles_per_cluster, p);
+    return;
+  }
   BlockPlace const& place = stored_place();
   float* splitk_workspace = p.splitk_workspace
                                 ? p.splitk_workspace + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad
                                 : nullptr;
-  store_sums<C>(tiles_per_cluster, place.m0, place.n0, p.epilogue, splitk_workspace, p.n_pad, p.plain);
+  store_sums<C>(tiles_per_cluster, place.m0, place.n0, p.epilogue, splitk_workspace, p.n_pad,
+                p.plain);
 }
 
 // The copies of a block's first stages: those of weights may start before the previous kernels have

@@ -32,6 +32,8 @@ struct RowSlots {
   int* used = nullptr;         // slots
   int* position = nullptr;     // of a slot; -1: of none
   int* of_position = nullptr;  // the slot of a position; -1: no expert
+  int* arrived = nullptr;      // that `route` sets to 0: of GroupedGemm
+  int arrived_count = 0;
 };
 
 // Copies rows of 16-bit floats, or of pairs of codes, to their slots.
@@ -85,6 +87,10 @@ struct GroupedGemm {
   DataType out_type = DataType::kFloat16;
   int n = 0;
   Groups groups;
+  // Where K is cut: a tile's sums of each slice, [CTAs along x][slices][block_m][block_n], and how
+  // many of its slices have arrived, [CTAs along x], 0 before.
+  float* slices = nullptr;
+  int* arrived = nullptr;
 };
 
 // The product's rows of all experts and the features of one as those of a matrix.

@@ -22,7 +22,7 @@ namespace {
 
 struct MoeLayout {
   size_t x = 0, x_values = 0, x_scales = 0, hidden = 0, hidden_gathered = 0, hidden_values = 0,
-         outputs = 0, total = 0;
+         outputs = 0, slices = 0, arrived = 0, total = 0;
   int64_t hidden_stride = 0;  // of rows, in elements
 };
 
@@ -53,6 +53,17 @@ int most_tiles(RouteProblem const& r, int height) {
 }
 int rounded_rows(int rows) { return int(ceil_div(rows, 16) * 16); }
 
+// The sums of slices of K, and the counters of both products, where a portable kernel cuts K.
+size_t slice_bytes(Plan const& plan) {
+  return plan.slices == 1
+             ? 0
+             : size_t(plan.grid_x) * plan.slices * plan.block_m * plan.block_n * sizeof(float);
+}
+int arrivals(MoePlan const& plan) {
+  return plan.gate_up.slices == 1 && plan.down.slices == 1 ? 0
+                                                           : plan.gate_up.grid_x + plan.down.grid_x;
+}
+
 MoeLayout lay_out(MoeProblem const& p, MoePlan const& plan) {
   int const slots = plan.slots, tiles = plan.tiles;
   MoeLayout at;
@@ -81,7 +92,9 @@ MoeLayout lay_out(MoeProblem const& p, MoePlan const& plan) {
   at.outputs =
       at.hidden_values +
       (quantizes ? quantized_bytes(slots, intermediate, p.down.stack.group_size).total() : 0);
-  at.total = at.outputs + align_256(size_t(slots) * hidden * sizeof(float));
+  at.slices = at.outputs + align_256(size_t(slots) * hidden * sizeof(float));
+  at.arrived = at.slices + align_256(std::max(slice_bytes(plan.gate_up), slice_bytes(plan.down)));
+  at.total = at.arrived + align_256(size_t(arrivals(plan)) * sizeof(int));
   return at;
 }
 
@@ -206,14 +219,33 @@ double expected_tiles(RouteProblem const& r, int height) {
   }
 }
 
+GroupedGemm product_of(PackedExperts const& experts, bool gated) {
+  GroupedGemm gemm;
+  gemm.weight = experts.stack, gemm.experts = experts.experts;
+  gemm.groups.row_panels = int(padded_rows(experts.n) / kRowsPerPanel), gemm.groups.gated = gated;
+  gemm.groups.bias = experts.bias, gemm.groups.bias_type = experts.bias_type;
+  gemm.n = gated ? experts.n / 2 : experts.n;
+  return gemm;
+}
+
+// Rows of an expert on average for which tiles of 16 are faster than all others. Measured on an H100
+// (docs/tuning-notes.md).
+int most_decode_rows(MoeProblem const& p) {
+  auto const four_bits = [](PackedExperts const& experts) { return code_bits(experts.stack) == 4; };
+  if (multiplies_codes(p) && four_bits(p.gate_up) && four_bits(p.down))
+    return p.act_quant == ActQuant::kBlock ? 9 : 6;
+  GroupedGemm gate_up = product_of(p.gate_up, true), down = product_of(p.down, false);
+  gate_up.x_type = down.x_type = p.x_type;
+  return decodes_exactly(gate_up) && decodes_exactly(down) ? 4 : 2;
+}
+
 // BLOCK_M of both products: smaller tiles waste fewer rows of an expert; larger ones decode its
 // weights less often.
 int tile_height(MoeProblem const& p, Device const& device) {
   RouteProblem const& r = p.route;
   bool const int8 = multiplies_codes(p);
-  int const most_decode_rows = int8 ? 20 : 12;  // of an expert on average, in tiles of 16
   int64_t const touched = std::min<int64_t>(r.experts, r.positions());
-  if (r.positions() <= most_decode_rows * touched) return WgmmaDecodeShape::kBlockM;
+  if (r.positions() <= most_decode_rows(p) * touched) return WgmmaDecodeShape::kBlockM;
   int const* const heights = int8 ? kGroupedInt8Heights : kGroupedHeights;
   size_t const count = int8 ? std::size(kGroupedInt8Heights) : std::size(kGroupedHeights);
   int best = 0;
@@ -238,25 +270,20 @@ int tile_height(MoeProblem const& p, Device const& device) {
   return best;
 }
 
-// The same of the portable kernels. Costs of a tile's columns of K by its height: measured on an
-// H100 (docs/tuning-notes.md).
+// The same of the portable kernels, by the costs of their tiles, of 16-bit x and of int8: measured
+// on an H100 with int4 weights (docs/tuning-notes.md).
 constexpr int kPortableHeights[] = {16, 32, 64};
-constexpr int kPortableCosts[2][kWidths][3] = {{{100, 130, 200}, {130, 160, 240}},
-                                               {{100, 130, 200}, {130, 160, 240}}};
+constexpr int kPortableCosts[2][3] = {{100, 148, 268}, {100, 158, 290}};
 int portable_height(MoeProblem const& p) {
-  bool const int8 = multiplies_codes(p);
+  int const* const costs = kPortableCosts[multiplies_codes(p)];
+  bool const short_groups = p.gate_up.stack.group_size == 16 || p.down.stack.group_size == 16;
   int best = 0;
   double least = 0;
   for (size_t i = 0; i < std::size(kPortableHeights); ++i) {
-    int const height = kPortableHeights[i];
-    double time = 0;
-    for (PackedWeight const* w : {&p.gate_up.stack, &p.down.stack}) {
-      if (w->group_size == 16 && height > kMmaRowsOfGroupsOf16) return best;
-      time += expected_tiles(p.route, height) * kPortableCosts[int8][width_index(code_bits(*w))][i] *
-              double(k_tiles(*w)) * double(padded_rows(w->n));
-    }
+    if (short_groups && kPortableHeights[i] > kMmaRowsOfGroupsOf16) break;
+    double const time = expected_tiles(p.route, kPortableHeights[i]) * costs[i];
     if (best && time >= least) continue;
-    best = height, least = time;
+    best = kPortableHeights[i], least = time;
   }
   return best;
 }
@@ -287,8 +314,11 @@ double likely_tiles(RouteProblem const& r, int height) {
                   tiles + 0.6 * std::sqrt(r.experts * share * (1 - share)));
 }
 
-// The plan of one product by a portable kernel: a CTA for each tile that there may be.
-void plan_portable(GroupedGemm const& gemm, Device const& device, MoePlan const& moe, Plan* plan) {
+// The plan of one product by a portable kernel: a CTA for each tile that there may be. K is cut
+// where the expected tiles would leave most of the GPU idle.
+void plan_portable(GroupedGemm const& gemm, Device const& device, MoePlan const& moe,
+                   double expected, Plan* plan) {
+  constexpr int kLeastTilesOfK = 6, kMostSlices = 8;  // of a slice
   GemmProblem rows = rows_of_all(gemm);
   int const bits = code_bits(gemm.weight);
   Candidate candidate;
@@ -298,8 +328,12 @@ void plan_portable(GroupedGemm const& gemm, Device const& device, MoePlan const&
   plan->kernel = moe.int8 ? "mma_gemm_a8" : "mma_gemm_a16";
   plan->block_m = moe.block_m, plan->block_n = candidate.tile.block_n;
   (moe.int8 ? shape_mma_gemm_a8 : shape_mma_gemm_a16)(rows, device, candidate, plan);
-  plan->grid_x = moe.tiles * int(ceil_div(int64_t(gemm.groups.row_panels) * kRowsPerPanel,
-                                          candidate.tile.block_n));
+  int const columns =
+      int(ceil_div(int64_t(gemm.groups.row_panels) * kRowsPerPanel, candidate.tile.block_n));
+  double const places = double(device.multiprocessors) * candidate.tile.min_ctas_per_sm;
+  plan->slices = std::clamp(int(places / (expected * columns)), 1,
+                            std::clamp(int(k_tiles(gemm.weight)) / kLeastTilesOfK, 1, kMostSlices));
+  plan->grid_x = moe.tiles * columns, plan->grid_y = plan->slices;
 }
 
 // The plan of one product: its grid covers the largest possible number of tiles, its shape suits
@@ -334,15 +368,6 @@ bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& 
   return true;
 }
 
-GroupedGemm product_of(PackedExperts const& experts, bool gated) {
-  GroupedGemm gemm;
-  gemm.weight = experts.stack, gemm.experts = experts.experts;
-  gemm.groups.row_panels = int(padded_rows(experts.n) / kRowsPerPanel), gemm.groups.gated = gated;
-  gemm.groups.bias = experts.bias, gemm.groups.bias_type = experts.bias_type;
-  gemm.n = gated ? experts.n / 2 : experts.n;
-  return gemm;
-}
-
 }  // namespace
 
 Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) {
@@ -354,8 +379,7 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
   plan->gathers = gathers(problem, *plan);
   auto const fill_in = [&] {
     bool const decodes = !plan->portable && plan->block_m == WgmmaDecodeShape::kBlockM;
-    plan->routes =
-        !decodes || r.positions() > kMostFoundPositions || r.experts > kMostFoundExperts;
+    plan->routes = !decodes || r.positions() > kMostFoundPositions || r.experts > kMostFoundExperts;
     plan->slots = padded_slots(r, plan->routes);
     plan->tiles = most_tiles(r, plan->block_m);
     plan->int8 = !decodes && multiplies_codes(problem);
@@ -363,8 +387,8 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
     GroupedGemm gate_up = product_of(problem.gate_up, true), down = product_of(problem.down, false);
     gate_up.x_type = down.x_type = problem.x_type;
     if (plan->portable) {
-      plan_portable(gate_up, device, *plan, &plan->gate_up);
-      plan_portable(down, device, *plan, &plan->down);
+      plan_portable(gate_up, device, *plan, expected, &plan->gate_up);
+      plan_portable(down, device, *plan, expected, &plan->down);
       return true;
     }
     return plan_product(gate_up, device, *plan, expected, &plan->gate_up) &&
@@ -476,6 +500,7 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
     Routing routing;
     routing.order = table.of_position + r.positions(),
     routing.offsets = routing.order + r.positions();
+    table.arrived = reinterpret_cast<int*>(base + at.arrived), table.arrived_count = arrivals(plan);
     status = launch_route(r, routing, table, plan.block_m, stream);
   }
 
@@ -521,7 +546,9 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   if (plan.int8) gate_up.x_codes = down.x_codes = p.act_quant;
   gate_up.out = base + at.hidden;
   for (GroupedGemm* gemm : {&gate_up, &down})
-    gemm->groups.tiles = table.tiles, gemm->groups.count = table.tile_count, gemm->groups.route = r;
+    gemm->groups.tiles = table.tiles, gemm->groups.count = table.tile_count, gemm->groups.route = r,
+    gemm->slices = reinterpret_cast<float*>(base + at.slices);
+  gate_up.arrived = table.arrived, down.arrived = table.arrived + plan.gate_up.grid_x;
   gate_up.groups.written = quantizes || plan.gathers, down.groups.written = true;
   gate_up.groups.activation = p.activation;
   gate_up.groups.bounds = {p.activation, p.clamp_low, p.clamp_high};

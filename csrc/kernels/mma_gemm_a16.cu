@@ -92,13 +92,14 @@ struct Copies {
   VectorCopy vectors[kVectors];
   int m0;
 
-  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, BlockPlace const& place, int k_tile)
+  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, BlockPlace const& place,
+                                    int k_tile)
       : p(p_),
         shared(shared_),
         weights(shared_address(shared) + C::kWeights, p.weight.codes, place.n0, p.n_pad, p.k_tiles,
                 k_tile),
-        activations(shared_address(shared) + C::kActivations, p.x, p.x_stride * 2, place,
-                    p.groups, k_tile),
+        activations(shared_address(shared) + C::kActivations, p.x, p.x_stride * 2, place, p.groups,
+                    k_tile),
         m0(place.m0) {
     PackedWeight const& w = p.weight;
     int i = threadIdx.x, n0 = place.n0;

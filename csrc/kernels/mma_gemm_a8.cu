@@ -106,7 +106,8 @@ struct Copies {
   VectorCopy vectors[kVectors];
   int m0;
 
-  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, BlockPlace const& place, int k_tile)
+  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, BlockPlace const& place,
+                                    int k_tile)
       : p(p_),
         shared(shared_),
         weights(shared_address(shared) + C::kWeights, p.weight.codes, place.n0, p.n_pad, p.k_tiles,

@@ -39,6 +39,9 @@ __global__ void __launch_bounds__(1024) route(__grid_constant__ RouteParams cons
   int const mine = blockIdx.x, positions = r.tokens * r.top, threads = blockDim.x;
   for (int e = threadIdx.x; e <= r.experts; e += threads) counts[e] = 0;
   pdl_wait_and_launch_dependents();
+  for (int i = blockIdx.x * threads + threadIdx.x; i < p.slots.arrived_count;
+       i += gridDim.x * threads)
+    p.slots.arrived[i] = 0;
   __syncthreads();
 #pragma unroll kEach
   for (int i = threadIdx.x; i < positions; i += threads) atomicAdd(counts + expert_of(r, i), 1);

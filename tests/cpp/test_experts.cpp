@@ -14,6 +14,7 @@
 #include "cutlass_ops/layout.h"
 #include "dispatch/decode_shape.h"
 #include "dispatch/grouped.h"
+#include "dispatch/problem.h"
 #include "dispatch_problems.h"
 
 namespace cutlass_ops {
@@ -33,7 +34,8 @@ MoeProblem experts(int tokens, int count, int top, int hidden, int intermediate,
 
 TEST(Experts, UseHigherTilesForMoreRows) {
   for (auto [tokens, group_size, height, kernel] : {std::tuple(1, 128, 16, "wgmma_decode_fold16"),
-                                                    {128, 128, 16, "wgmma_decode_fold16"},
+                                                    {32, 128, 16, "wgmma_decode_fold16"},  // 2
+                                                    {64, 128, 32, "wgmma_fold16"},         // 4
                                                     // 32 rows of an expert
                                                     {512, 128, 64, "wgmma_gemm_a16"},
                                                     // 64 of most, and not of all
@@ -107,7 +109,7 @@ TEST(Experts, UsePersistentCtasIfEachGetsSeveralRowPanels) {
     return p;
   };
   EXPECT_TRUE(dealt(experts(32, 128, 8, 2048, 768)));
-  EXPECT_TRUE(dealt(experts(128, 128, 8, 2048, 768)));
+  EXPECT_TRUE(dealt(experts(64, 128, 8, 2048, 768)));
   EXPECT_FALSE(dealt(experts(1, 128, 8, 2048, 768)));
   EXPECT_FALSE(dealt(experts(4096, 8192, 8, 512, 32)));  // a CTA would have parts of too many tiles
   MoeProblem p = experts(32, 128, 8, 2048, 768);
@@ -138,6 +140,24 @@ TEST(Experts, HavePortableKernels) {
       }
     }
   }
+}
+
+TEST(Experts, CutKWhereAPortableKernelHasFewTiles) {
+  auto const slices = [](int tokens, int count, int hidden, int intermediate) {
+    MoePlan chosen;
+    MoeProblem const p = experts(tokens, count, 8, hidden, intermediate);
+    EXPECT_TRUE(plan_moe(p, kDevices[0], &chosen).ok());
+    EXPECT_EQ(chosen.gate_up.grid_y, chosen.gate_up.slices);
+    EXPECT_LE(chosen.gate_up.slices, k_tiles(p.gate_up.stack));
+    // There is room for the sums of all slices.
+    size_t const bytes = size_t(chosen.gate_up.grid_x) * chosen.gate_up.slices * 16 * 128 * 4;
+    EXPECT_TRUE(chosen.gate_up.slices == 1 || chosen.workspace > bytes);
+    return chosen.gate_up.slices;
+  };
+  EXPECT_EQ(slices(1, 256, 7168, 256), 8);
+  EXPECT_EQ(slices(1, 256, 512, 256), 1);     // K has four tiles
+  EXPECT_EQ(slices(1, 256, 7168, 14336), 1);  // features enough
+  EXPECT_EQ(slices(128, 256, 7168, 256), 1);  // tiles enough
 }
 
 TEST(Experts, TakeTheExactKernelWhereItsGroupsAndCodesAllowIt) {
@@ -246,11 +266,13 @@ TEST(Experts, UseTilesOf32RowsBetweenThoseOf16And64) {
     return std::pair(chosen.block_m, std::string(chosen.gate_up.kernel));
   };
   using Choice = std::pair<int, std::string>;
-  EXPECT_EQ(height(384, ActQuant::kNone), Choice(16, "wgmma_decode"));  // 12 rows an expert
-  EXPECT_EQ(height(512, ActQuant::kNone), Choice(32, "wgmma_fold16"));
+  EXPECT_EQ(height(128, ActQuant::kNone), Choice(16, "wgmma_decode"));  // 4 rows an expert
+  EXPECT_EQ(height(160, ActQuant::kNone), Choice(32, "wgmma_fold16"));
   EXPECT_EQ(height(1536, ActQuant::kNone), Choice(64, "wgmma_gemm_a16"));
-  EXPECT_EQ(height(640, ActQuant::kToken).first, 16);
-  EXPECT_EQ(height(672, ActQuant::kToken), Choice(64, "wgmma_gemm_a8"));
+  EXPECT_EQ(height(192, ActQuant::kToken).first, 16);
+  EXPECT_EQ(height(224, ActQuant::kToken), Choice(64, "wgmma_gemm_a8"));
+  EXPECT_EQ(height(288, ActQuant::kBlock).first, 16);
+  EXPECT_EQ(height(320, ActQuant::kBlock), Choice(64, "wgmma_gemm_a8"));
 }
 
 TEST(Experts, NameTheFieldThatForbidsThem) {
