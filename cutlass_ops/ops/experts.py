@@ -307,15 +307,17 @@ def mixed_moe(
 
     e is ``topk_ids[t, j]``. ``act(gate) * up`` is computed in fp32 and rounded once to x's dtype;
     outputs of experts and their weighted sum are fp32, the sum in the order of j, rounded once. The
-    same input gives the same bits every time. On a GPU with fp16 or bf16 x nothing waits for it, so
-    that the call can be captured in a CUDA graph and replayed with other routings. On Hopper
-    weights are rounded to x's dtype, but not integers in groups of 128 or more where experts have
-    more than some 24 rows on average, or 4 bits and scales of x's dtype. Outputs of experts that
-    have more rows are rounded, too. Values of quantised activations are rounded as those of
-    :func:`cutlass_ops.mixed_gemm`, but not where experts have more rows (on other GPUs: however
-    many), x has no zero points and both weights can be multiplied with int8: integers in groups of
-    128 or more, of 8 bits without zero points. Before sm_80, for an fp32 x, for I that is no multiple of 8, for "clamped_swiglu" and
-    where a gradient is recorded, a GPU is asked how many rows each expert has, two products are
+    same input gives the same bits every time.
+
+    On a GPU since sm_80 with fp16 or bf16 x nothing waits for the GPU, so that the call can be
+    captured in a CUDA graph and replayed with other routings. On Hopper weights are rounded to x's
+    dtype, but not integers in groups of 128 or more where experts have more than some 24 rows on
+    average, or 4 bits and scales of x's dtype. Outputs of experts that have many rows are rounded
+    to it, too. Values of quantised activations are rounded as those of
+    :func:`cutlass_ops.mixed_gemm`, but multiplied as int8 where x has no zero points, both weights
+    are integers in groups of 128 or more, of 8 bits without zero points, and, on Hopper, experts
+    have more than a few rows. For an fp32 x, for I that is no multiple of 8, for "clamped_swiglu"
+    and where a gradient is recorded, a GPU is asked how many rows each expert has, two products are
     launched for each expert that has any, and a capture is refused.
 
     Training: in eager calls the result is differentiable in x and ``topk_weights``, as
@@ -532,9 +534,7 @@ def _experts(fields: Sequence[Any]) -> PackedExperts:
 
 
 _OF_GROUPS = CallSchema("residual", "saturate", "batch_invariant", "architecture", "exact")
-_OF_LAYER = CallSchema(
-    "bias", "residual", "out_dtype", "saturate", "batch_invariant", "exact"
-)
+_OF_LAYER = CallSchema("bias", "residual", "out_dtype", "saturate", "batch_invariant", "exact")
 
 
 def _mixed_moe_op(x: Tensor, *args: Any) -> Tensor:
