@@ -228,24 +228,42 @@ GroupedGemm product_of(PackedExperts const& experts, bool gated) {
   return gemm;
 }
 
-// Rows of an expert on average for which tiles of 16 are faster than all others. Measured on an H100
-// (docs/tuning-notes.md).
-int most_decode_rows(MoeProblem const& p) {
-  auto const four_bits = [](PackedExperts const& experts) { return code_bits(experts.stack) == 4; };
-  if (multiplies_codes(p) && four_bits(p.gate_up) && four_bits(p.down))
-    return p.act_quant == ActQuant::kBlock ? 9 : 6;
+// Rows of an expert on average for which tiles of 16 are faster than all others; of these, those of
+// 32 rows have the most features, and products of other numbers of features waste some of them.
+// Measured on an H100 (docs/tuning-notes.md).
+double most_decode_rows(MoeProblem const& p) {
   GroupedGemm gate_up = product_of(p.gate_up, true), down = product_of(p.down, false);
   gate_up.x_type = down.x_type = p.x_type;
-  return decodes_exactly(gate_up) && decodes_exactly(down) ? 4 : 2;
+  double wanted = 0, used = 0;
+  for (GroupedGemm const* gemm : {&gate_up, &down}) {
+    int const features = gemm->groups.row_panels * kRowsPerPanel,
+              block_n = wgmma_fold16_tile(kGroupedHeights[0], code_bits(gemm->weight)).block_n;
+    double const columns = gemm->weight.k;
+    wanted += columns * features, used += columns * ceil_div(features, block_n) * block_n;
+  }
+  int const rows = decodes_exactly(gate_up) && decodes_exactly(down) ? 4 : 2;
+  return used > 1.15 * wanted ? 2 * rows : rows;
+}
+
+// The same for which int8 codes are multiplied as 16-bit floats, in tiles of 32 rows, which int8
+// products do not have.
+constexpr int kMostRowsOfValues = 24;
+
+// Whether tiles of more than 16 rows multiply int8 codes on Hopper.
+bool multiplies_int8_tiles(MoeProblem const& p) {
+  RouteProblem const& r = p.route;
+  return multiplies_codes(p) &&
+         r.positions() > kMostRowsOfValues * std::min<int64_t>(r.experts, r.positions());
 }
 
 // BLOCK_M of both products: smaller tiles waste fewer rows of an expert; larger ones decode its
 // weights less often.
 int tile_height(MoeProblem const& p, Device const& device) {
   RouteProblem const& r = p.route;
-  bool const int8 = multiplies_codes(p);
+  bool const int8 = multiplies_int8_tiles(p);
   int64_t const touched = std::min<int64_t>(r.experts, r.positions());
-  if (r.positions() <= most_decode_rows(p) * touched) return WgmmaDecodeShape::kBlockM;
+  if (double(r.positions()) <= most_decode_rows(p) * double(touched))
+    return WgmmaDecodeShape::kBlockM;
   int const* const heights = int8 ? kGroupedInt8Heights : kGroupedHeights;
   size_t const count = int8 ? std::size(kGroupedInt8Heights) : std::size(kGroupedHeights);
   int best = 0;
@@ -382,7 +400,8 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
     plan->routes = !decodes || r.positions() > kMostFoundPositions || r.experts > kMostFoundExperts;
     plan->slots = padded_slots(r, plan->routes);
     plan->tiles = most_tiles(r, plan->block_m);
-    plan->int8 = !decodes && multiplies_codes(problem);
+    plan->int8 =
+        plan->portable ? multiplies_codes(problem) : !decodes && multiplies_int8_tiles(problem);
     double const expected = likely_tiles(r, plan->block_m);
     GroupedGemm gate_up = product_of(problem.gate_up, true), down = product_of(problem.down, false);
     gate_up.x_type = down.x_type = problem.x_type;

@@ -269,10 +269,20 @@ TEST(Experts, UseTilesOf32RowsBetweenThoseOf16And64) {
   EXPECT_EQ(height(128, ActQuant::kNone), Choice(16, "wgmma_decode"));  // 4 rows an expert
   EXPECT_EQ(height(160, ActQuant::kNone), Choice(32, "wgmma_fold16"));
   EXPECT_EQ(height(1536, ActQuant::kNone), Choice(64, "wgmma_gemm_a16"));
-  EXPECT_EQ(height(192, ActQuant::kToken).first, 16);
-  EXPECT_EQ(height(224, ActQuant::kToken), Choice(64, "wgmma_gemm_a8"));
-  EXPECT_EQ(height(288, ActQuant::kBlock).first, 16);
-  EXPECT_EQ(height(320, ActQuant::kBlock), Choice(64, "wgmma_gemm_a8"));
+  for (ActQuant act_quant : {ActQuant::kToken, ActQuant::kBlock}) {
+    EXPECT_EQ(height(128, act_quant).first, 16);
+    EXPECT_EQ(height(768, act_quant), Choice(32, "wgmma_fold16"));  // 24 rows an expert
+    EXPECT_EQ(height(800, act_quant), Choice(64, "wgmma_gemm_a8"));
+  }
+}
+
+TEST(Experts, UseTilesOf16RowsForLongerWhereLargerOnesWasteFeatures) {
+  MoePlan chosen;
+  for (auto [tokens, intermediate, height] :
+       {std::tuple(64, 384, 16), {128, 384, 32}, {64, 256, 32}, {32, 256, 16}}) {
+    ASSERT_TRUE(plan_moe(experts(tokens, 128, 8, 4096, intermediate), kHopper, &chosen).ok());
+    EXPECT_EQ(chosen.block_m, height) << tokens << ", " << intermediate;
+  }
 }
 
 TEST(Experts, NameTheFieldThatForbidsThem) {
