@@ -501,7 +501,7 @@ __device__ __forceinline__ bool has_no_tile(Params const& p) {
 // slices; false for all CTAs but the last to arrive.
 template <class C, class Params>
 __device__ __forceinline__ bool add_slices(float* sums, Params const& p) {
-  if (p.splits == 1) return true;
+  if (C::kBlockM > kMmaRowsOfSlices || p.splits == 1) return true;
   constexpr int kRowPieces = C::kRows / 4, kPieces = C::kBlockM * kRowPieces;
   auto const at = [&](int i) { return sums + i / kRowPieces * C::kSumStride + i % kRowPieces * 4; };
   auto* const slices =

@@ -349,8 +349,10 @@ void plan_portable(GroupedGemm const& gemm, Device const& device, MoePlan const&
   int const columns =
       int(ceil_div(int64_t(gemm.groups.row_panels) * kRowsPerPanel, candidate.tile.block_n));
   double const places = double(device.multiprocessors) * candidate.tile.min_ctas_per_sm;
-  plan->slices = std::clamp(int(places / (expected * columns)), 1,
-                            std::clamp(int(k_tiles(gemm.weight)) / kLeastTilesOfK, 1, kMostSlices));
+  if (moe.block_m <= kMmaRowsOfSlices)
+    plan->slices =
+        std::clamp(int(places / (expected * columns)), 1,
+                   std::clamp(int(k_tiles(gemm.weight)) / kLeastTilesOfK, 1, kMostSlices));
   plan->grid_x = moe.tiles * columns, plan->grid_y = plan->slices;
 }
 
