@@ -64,8 +64,14 @@ if(NOT CCACHE_PROGRAM)
 endif()
 set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
 
-# Kernels with instructions of sm_90a alone are compiled for no other architecture, unless that one is not among those
-# wanted: then the launchers, which are never called, still need an architecture.
+# Each architecture takes its time to compile, so no file has one that it does not need. Kernels with
+# instructions of sm_90a alone have no other, unless that one is not wanted: then the launchers, which are never called,
+# still need one. All others have the same code on sm_90, which shares its compilation with the PTX.
+set(CUTLASS_OPS_PORTABLE_ARCHITECTURES "${CUTLASS_OPS_ARCHITECTURES}")
+if("90a-real" IN_LIST CUTLASS_OPS_ARCHITECTURES AND "90-virtual" IN_LIST CUTLASS_OPS_ARCHITECTURES)
+  list(REMOVE_ITEM CUTLASS_OPS_PORTABLE_ARCHITECTURES 90a-real 90-virtual)
+  list(APPEND CUTLASS_OPS_PORTABLE_ARCHITECTURES 90)
+endif()
 set(CUTLASS_OPS_HOPPER_ARCHITECTURES "${CUTLASS_OPS_ARCHITECTURES}")
 list(FILTER CUTLASS_OPS_HOPPER_ARCHITECTURES INCLUDE REGEX "^90a")
 if(NOT CUTLASS_OPS_HOPPER_ARCHITECTURES)
@@ -87,7 +93,9 @@ function(cutlass_ops_cuda_options target)
   # NDEBUG in every build type: with assertions in, ptxas serialises wgmma (warning C7510). In templates nvcc takes the
   # assignment of a [[nodiscard]] Status for an ignored result (2810); the C++ compiler watches over those.
   target_compile_options(${target} PRIVATE
-    $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG;--expt-relaxed-constexpr;-lineinfo;-diag-suppress=2810;-Xcompiler=-Wall,-Werror=switch>
+    $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG;--expt-relaxed-constexpr;-diag-suppress=2810;-Xcompiler=-Wall,-Werror=switch>
+    # Two thirds of a module, which profilers and sanitizers read.
+    $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<CONFIG:Debug,RelWithDebInfo>>:-lineinfo>
     # Architectures, and the kernels of one architecture, are compiled side by side: a file has many of them.
     $<$<COMPILE_LANGUAGE:CUDA>:--threads=0;--split-compile=0>)
 endfunction()
