@@ -37,12 +37,13 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-#: Experts, hidden and intermediate size; the last one has a size that no kernel for
-#: whole layers takes.
+#: Experts, hidden and intermediate size. Portable kernels cut the K of "deep"; the last one has a
+#: size that no kernel for whole layers takes.
 SIZES = {
     "small": (6, 192, 64),
     "cut": (6, 520, 704),
     "long": (20, 1024, 192),
+    "deep": (4, 3080, 64),
     "odd": (6, 192, 136),
     "uneven": (6, 192, 132),
 }

@@ -228,8 +228,8 @@ GroupedGemm product_of(PackedExperts const& experts, bool gated) {
   return gemm;
 }
 
-// Rows of an expert on average for which tiles of 16 are faster than all others; of these, those of
-// 32 rows have the most features, and products of other numbers of features waste some of them.
+// Rows of an expert on average up to which tiles of 16 rows are faster than those of 32. The latter
+// have 512 features: where a product's features do not fill them, tiles of 16 are faster for longer.
 // Measured on an H100 (docs/tuning-notes.md).
 double most_decode_rows(MoeProblem const& p) {
   GroupedGemm gate_up = product_of(p.gate_up, true), down = product_of(p.down, false);
@@ -245,8 +245,8 @@ double most_decode_rows(MoeProblem const& p) {
   return used > 1.15 * wanted ? 2 * rows : rows;
 }
 
-// The same for which int8 codes are multiplied as 16-bit floats, in tiles of 32 rows, which int8
-// products do not have.
+// Rows of an expert on average up to which int8 codes are multiplied as 16-bit floats, in tiles of
+// 32 rows: those of int8 products have 64 or more.
 constexpr int kMostRowsOfValues = 24;
 
 // Whether tiles of more than 16 rows multiply int8 codes on Hopper.
