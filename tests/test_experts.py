@@ -417,7 +417,7 @@ def test_the_operators_are_traced_whole() -> None:
     for found, expected in zip(compiled(x, ids, w), layer(x, ids, w), strict=True):
         assert torch.equal(found, expected)
     fields = experts_module._fields
-    options = (ids, w, None, "silu", 0.0, 0.0, "none", True)
+    options = (ids, w, None, "silu", 0.0, 0.0, "none", True, 0)
     torch.library.opcheck(
         torch.ops.cutlass_ops.mixed_moe, (x, *fields(gate_up), *fields(down), *options)
     )
