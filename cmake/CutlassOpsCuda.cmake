@@ -64,8 +64,8 @@ if(NOT CCACHE_PROGRAM)
 endif()
 set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
 
-# Each architecture takes its time to compile, so no file has one that it does not need. Kernels with
-# instructions of sm_90a alone have no other, unless that one is not wanted: then the launchers, which are never called,
+# Each architecture takes its time to compile, so no file has one that it does not need. Kernels that
+# are launched on Hopper alone have no other, unless that one is not wanted: then the launchers, which are never called,
 # still need one. All others have the same code on sm_90, which shares its compilation with the PTX.
 set(CUTLASS_OPS_PORTABLE_ARCHITECTURES "${CUTLASS_OPS_ARCHITECTURES}")
 if("90a-real" IN_LIST CUTLASS_OPS_ARCHITECTURES AND "90-virtual" IN_LIST CUTLASS_OPS_ARCHITECTURES)
@@ -81,7 +81,7 @@ endif()
 # Moves the files of such kernels from a list to another.
 function(cutlass_ops_split_kernels all hopper)
   set(of_hopper ${${all}})
-  list(FILTER of_hopper INCLUDE REGEX "/(wgmma_[a-z0-9_]+|conv_int8_wgmma|gemm_int8_collective)\\.cu$")
+  list(FILTER of_hopper INCLUDE REGEX "/(wgmma_[a-z0-9_]+|decode_gemm|conv_int8_wgmma|gemm_int8_collective)\\.cu$")
   list(REMOVE_ITEM ${all} ${of_hopper})
   set(${all} ${${all}} PARENT_SCOPE)
   set(${hopper} ${of_hopper} PARENT_SCOPE)

@@ -11,6 +11,14 @@
 
 namespace cutlass_ops {
 
+// threadIdx.x, read again, so that values derived from it need not stay in registers through the
+// main loop.
+__device__ __forceinline__ int thread_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // The part of a GemmProblem that the epilogue reads, small enough for kernel parameters.
 struct EpilogueParams {
   void* out;

@@ -246,36 +246,43 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging,
     }
     return store_gated<C>(sums, staging, map, e, coord, first / 2, m0);
   }
-  int n = row0 + coord.warpgroup * kRowsPerPanel, thread = coord.warp * 32 + coord.lane,
-      barrier = 1 + coord.warpgroup;
+  int const n = row0 + coord.warpgroup * kRowsPerPanel, thread = thread_again() % 128,
+            barrier = 1 + coord.warpgroup;
   staging += coord.warpgroup * C::kStoreRows * C::kStoreStride;
-#pragma unroll
+  // One body for all parts: unrolled, it took three quarters of a kernel's compilation. The vote says
+  // that a warp has converged; otherwise ptxas guards the main loop against a warp that has not.
+#pragma unroll 1
   for (int first = 0; first < C::kBlockM; first += C::kStoreRows) {
-    cutlass::arch::NamedBarrier::sync(128, barrier);  // what was staged before has been read
 #pragma unroll
-    for (int i = 0; i < C::kStoreRows / 2; ++i) {
-      int x_row = i / 4 * 8 + coord.lane % 4 * 2 + i % 2,
-          row = coord.warp * 16 + coord.lane / 4 + i % 4 / 2 * 8;
-      staging[x_row * C::kStoreStride + row] = sums[first / 2 + i];
+    for (int part = 0; part < C::kBlockM; part += C::kStoreRows) {
+      if (!__any_sync(~0u, part == first)) continue;
+#pragma unroll
+      for (int i = 0; i < C::kStoreRows / 2; ++i) {
+        int x_row = i / 4 * 8 + thread % 4 * 2 + i % 2,
+            row = thread / 32 * 16 + thread % 32 / 4 + i % 4 / 2 * 8;
+        staging[x_row * C::kStoreStride + row] = sums[part / 2 + i];
+      }
     }
     cutlass::arch::NamedBarrier::sync(128, barrier);
-    int column = thread % 8 * 8;
-    if (n + column >= (splitk_workspace ? p.n_pad : p.epilogue.n)) continue;
+    int const column = thread % 8 * 8;
+    bool const exists = n + column < (splitk_workspace ? p.n_pad : p.epilogue.n);
 #pragma unroll 1
-    for (int x_row = thread / 8; x_row < C::kStoreRows && m0 + first + x_row < p.epilogue.m;
-         x_row += 16) {
+    for (int i = 0; i < C::kStoreRows; i += 16) {
+      int const x_row = i + thread / 8, m = m0 + first + x_row;
+      if (!exists || x_row >= C::kStoreRows || m >= p.epilogue.m) continue;
       float4 const* source =
           reinterpret_cast<float4 const*>(staging + x_row * C::kStoreStride + column);
       float4 a = source[0], b = source[1];
       if (splitk_workspace) {
-        float4* to = reinterpret_cast<float4*>(splitk_workspace +
-                                               int64_t(m0 + first + x_row) * p.n_pad + n + column);
+        float4* to =
+            reinterpret_cast<float4*>(splitk_workspace + int64_t(m) * p.n_pad + n + column);
         to[0] = a, to[1] = b;
       } else {
         float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-        store_outputs(v, m0 + first + x_row, n + column, p.epilogue);
+        store_outputs(v, m, n + column, p.epilogue);
       }
     }
+    cutlass::arch::NamedBarrier::sync(128, barrier);  // what is staged has been read
   }
 }
 

@@ -53,14 +53,6 @@ struct ThreadCoord {
   }
 };
 
-// threadIdx.x, read again, so that values derived from it need not stay in registers through the
-// main loop.
-__device__ __forceinline__ int thread_again() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 // Blocks that run together share weights and rows of x in L2: the grid walks 16 tiles along M for
 // one tile along N, then the next rows.
 struct TileIndex {
