@@ -34,6 +34,7 @@ class Activation:
     gelu: Activation
     silu: Activation
     clamp: Activation
+    clamped_swiglu: Activation
 
 class Format:
     int4: Format

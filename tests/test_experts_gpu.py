@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -223,6 +224,16 @@ def test_every_activation(activation: Any) -> None:
         check(co.mixed_moe(*on_gpu, activation), expected, torch.float16)
 
 
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, ("clamped_swiglu", 1.702, math.inf)])
+def test_no_activation_makes_a_number_of_a_nan(activation: Any) -> None:
+    for m in (3, 100):
+        gate_up, down, x, ids, w = (value.to("cuda") for value in layer(m, torch.float16, "int4"))
+        x[1, 5] = math.nan
+        ids[ids < 0] = 0
+        y = co.mixed_moe(x, gate_up, down, ids, w, activation)
+        assert bool(y[1].isnan().all()) and not bool(y[0].isnan().any())
+
+
 @pytest.mark.parametrize("activation", ["silu", ("clamped_swiglu", 1.702, 0.5)])
 @pytest.mark.parametrize("kind", ["int4", "int8 with zero points"])
 @pytest.mark.parametrize("size", ["cut", "odd", "uneven"])
@@ -311,14 +322,17 @@ def test_an_act_order_of_each_expert(group_size: int) -> None:
 
 
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
+@pytest.mark.parametrize("activation", ["silu", ("clamped_swiglu", 1.702, 7.0)])
 @pytest.mark.parametrize("m", [1, 24, 300])
-def test_a_layer_is_captured_and_replayed_with_other_routings(m: int, act_quant: str) -> None:
+def test_a_layer_is_captured_and_replayed_with_other_routings(
+    m: int, activation: Any, act_quant: str
+) -> None:
     gate_up, down, x, ids, w = (
         value.to("cuda") for value in layer(m, torch.float16, "int4", "cut")
     )
 
     def run() -> Tensor:
-        return co.mixed_moe(x, gate_up, down, ids, w, act_quant=act_quant)
+        return co.mixed_moe(x, gate_up, down, ids, w, activation, act_quant)
 
     run()
     graph = torch.cuda.CUDAGraph()

@@ -12,6 +12,17 @@ __device__ __forceinline__ float clamp_keeping_nan(float x, float low, float hig
   return x < low ? low : x > high ? high : x;
 }
 
+__device__ __forceinline__ float min_keeping_nan(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+__device__ __forceinline__ float max_keeping_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 // Subnormal numbers are zeros here, and in what follows: 2^-126 is too small for any outputs but
 // fp32's, and caring for less takes three more instructions each.
 __device__ __forceinline__ float fast_exp2(float x) {
@@ -31,7 +42,8 @@ constexpr float kLog2E = 1.44269504f;
 // error for a up to 14 is least: 9e-7, to which fp32 adds 4e-6 in the negative tail. erff takes
 // twice as many instructions, and more registers than a tile's sums leave.
 struct Gelu {
-  static constexpr Activation kActivation = Activation::kGelu;
+  static constexpr bool is(Activation activation) { return activation == Activation::kGelu; }
+  __device__ __forceinline__ Gelu(Activation, ActivationBounds) {}
   __device__ __forceinline__ float operator()(float x) const {
     float const a = fabsf(x), t = fast_reciprocal(fmaf(0.36f, a, 1.0f));
     float polynomial = 0.04705644f;
@@ -45,23 +57,43 @@ struct Gelu {
   }
 };
 
+// x / (1 + exp(-x)); or the function of gate and up that it is a case of (kClampedSwiglu), whose
+// numbers make the clamps and the sum with 1 do nothing: -0 is what changes no zero's sign.
 struct Silu {
-  static constexpr Activation kActivation = Activation::kSilu;
+  float slope = -kLog2E, limit = HUGE_VALF, shift = -0.0f;
+
+  static constexpr bool is(Activation activation) {
+    return activation == Activation::kSilu || activation == Activation::kClampedSwiglu;
+  }
+  __device__ __forceinline__ Silu(Activation activation, ActivationBounds bounds) {
+    if (activation != Activation::kClampedSwiglu) return;
+    slope = -kLog2E * bounds.low, limit = bounds.high, shift = 1.0f;
+  }
   __device__ __forceinline__ float operator()(float x) const {
-    return x * fast_reciprocal(1.0f + fast_exp2(x * -kLog2E));
+    x = min_keeping_nan(x, limit);
+    return x * fast_reciprocal(1.0f + fast_exp2(x * slope));
+  }
+  __device__ __forceinline__ float of_up(float x) const {
+    return max_keeping_nan(min_keeping_nan(x, limit), -limit) + shift;
   }
 };
 
+// What the functor's value of gate is multiplied by.
+template <class F>
+__device__ __forceinline__ float factor_of_up(F const&, float up) {
+  return up;
+}
+__device__ __forceinline__ float factor_of_up(Silu const& silu, float up) { return silu.of_up(up); }
+
 template <class... Functions>
 struct ActivationFunctions {
-  static constexpr bool has(Activation activation) {
-    return ((activation == Functions::kActivation) || ...);
-  }
+  static constexpr bool has(Activation activation) { return (Functions::is(activation) || ...); }
 
   // Whether the activation exists; f was called with it.
   template <class F>
-  static __device__ __forceinline__ bool visit(Activation activation, F const& f) {
-    return ((activation == Functions::kActivation && (f(Functions()), true)) || ...);
+  static __device__ __forceinline__ bool visit(Activation activation, ActivationBounds bounds,
+                                               F const& f) {
+    return ((Functions::is(activation) && (f(Functions(activation, bounds)), true)) || ...);
   }
 };
 using Curves = ActivationFunctions<Gelu, Silu>;
@@ -79,7 +111,7 @@ template <class F>
 __device__ __forceinline__ void visit_activation(Activation activation, ActivationBounds bounds,
                                                  F const& f) {
   if (activation == Activation::kNone) return f([](float x) { return x; });
-  if (Curves::visit(activation, f)) return;
+  if (Curves::visit(activation, bounds, f)) return;
   f([=](float x) { return clamp_keeping_nan(x, bounds.low, bounds.high); });
 }
 
@@ -101,11 +133,16 @@ __device__ __forceinline__ void activate_or_gate(float (&sums)[kSums], Activatio
       for (int part = 0; part < kParts; ++part) {
         float done[kPart];
 #pragma unroll
-        for (int i = 0; i < kPart; ++i) done[i] = i % 4 < 2 ? function(sums[i]) : sums[i];
-        if (!gated) {
+        for (int i = 0; i < kPart; ++i)
+          if (i % 4 < 2) done[i] = function(sums[i]);
+        if (gated) {
 #pragma unroll
           for (int i = 0; i < kPart; ++i)
-            if (i % 4 >= 2) done[i] = function(done[i]);
+            if (i % 4 >= 2) done[i] = factor_of_up(function, sums[i]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kPart; ++i)
+            if (i % 4 >= 2) done[i] = function(sums[i]);
         }
 #pragma unroll
         for (int i = 0; i < kSums; ++i)

@@ -555,7 +555,7 @@ __device__ __forceinline__ void store_group(float const* sums, Params const& p) 
       load(8, up);
       visit_activation(groups.activation, groups.bounds, [&](auto const& function) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = function(v[i]) * up[i];
+        for (int i = 0; i < 8; ++i) v[i] = function(v[i]) * factor_of_up(function, up[i]);
       });
     }
     store_finished(v, slot, n, e);

@@ -47,17 +47,23 @@ Status check_stride(char const* name, int64_t stride, int64_t columns, int64_t r
                  std::to_string(rows) + " rows");
 }
 
-std::string activation_names(bool clamps_only) {
+std::string activation_names(bool clamps_only, bool of_experts) {
   std::string names;
   for (ActivationInfo const& info : kActivations)
-    if (info.clamps || !clamps_only) names += (names.empty() ? "" : ", ") + std::string(info.name);
+    if ((info.clamps || !clamps_only) && (of_experts || !info.of_gate_and_up))
+      names += (names.empty() ? "" : ", ") + std::string(info.name);
   return names;
 }
 
-Status check_activation(Activation activation, float clamp_low, float clamp_high) {
-  if (!find_activation(activation))
-    return invalid("activation is " + std::to_string(int(activation)) + "; supported are " +
-                   activation_names(false));
+Status check_activation(Activation activation, float clamp_low, float clamp_high, bool of_experts) {
+  ActivationInfo const* const info = find_activation(activation);
+  if (!info || (info->of_gate_and_up && !of_experts))
+    return invalid("activation is " + (info ? info->name : std::to_string(int(activation))) +
+                   "; supported are " + activation_names(false, of_experts));
+  if (activation == Activation::kClampedSwiglu && !(std::isfinite(clamp_low) && clamp_high > 0))
+    return invalid("clamp_low is " + std::to_string(clamp_low) + " and clamp_high " +
+                   std::to_string(clamp_high) +
+                   "; clamped_swiglu takes a finite factor and a limit above 0");
   if (activation == Activation::kClamp && !(clamp_low <= clamp_high))
     return invalid("clamp_low is " + std::to_string(clamp_low) + " and clamp_high " +
                    std::to_string(clamp_high) + "; the first must be at most the second");

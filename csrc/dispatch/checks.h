@@ -36,10 +36,11 @@ struct Address {
 Status check_addresses(std::initializer_list<Address> addresses);
 // For `rows` rows that are `stride` elements apart; a single row has no stride.
 Status check_stride(char const* name, int64_t stride, int64_t columns, int64_t rows);
-// The names of all activations, or of the clamps, for messages.
-std::string activation_names(bool clamps_only);
-// Checks that the epilogues have the activation, and that the bounds of a clamp are in order.
-Status check_activation(Activation activation, float clamp_low, float clamp_high);
+// The names of all activations, or of the clamps, for messages. of_experts: those of gate and up too.
+std::string activation_names(bool clamps_only, bool of_experts = false);
+// Checks that the epilogues have the activation, and that its numbers are in order.
+Status check_activation(Activation activation, float clamp_low, float clamp_high,
+                        bool of_experts = false);
 Status check_act_quant(ActQuant act_quant, bool of_image = false);
 
 Status check_weight(PackedWeight const& weight);

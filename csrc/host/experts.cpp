@@ -163,7 +163,7 @@ Status check_moe(MoeProblem const& p, Device const& device) {
     return unsupported_experts("hidden is " + std::to_string(p.down.n) +
                                "; multiples of 8 are supported");
   Status status = check_act_quant(p.act_quant);
-  if (status.ok()) status = check_activation(p.activation, p.clamp_low, p.clamp_high);
+  if (status.ok()) status = check_activation(p.activation, p.clamp_low, p.clamp_high, true);
   if (status.ok()) status = check_route(p.route);
   return status.ok() ? check_memory(p) : status;
 }

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads)
   with_bias(up, row + kEight, p);
   visit_activation(p.activation, p.bounds, [&](auto const& function) {
 #pragma unroll
-    for (int i = 0; i < kOutputs; ++i) gate[i] = function(gate[i]) * up[i];
+    for (int i = 0; i < kOutputs; ++i) gate[i] = function(gate[i]) * factor_of_up(function, up[i]);
   });
   finish_activated(gate, m, n, p);
   store_finished(gate, m, n, p);

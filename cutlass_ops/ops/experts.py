@@ -316,9 +316,9 @@ def mixed_moe(
     to it, too. Values of quantised activations are rounded as those of
     :func:`cutlass_ops.mixed_gemm`, but multiplied as int8 where x has no zero points, both weights
     are integers in groups of 128 or more, of 8 bits without zero points, and, on Hopper, experts
-    have more than 24 rows on average. For an fp32 x, for I that is no multiple of 8, for
-    "clamped_swiglu" and where a gradient is recorded, a GPU is asked how many rows each expert has,
-    two products are launched for each expert that has any, and a capture is refused.
+    have more than 24 rows on average. For an fp32 x, for I that is no multiple of 8 and where a
+    gradient is recorded, a GPU is asked how many rows each expert has, two products are launched
+    for each expert that has any, and a capture is refused.
 
     Training: in eager calls the result is differentiable in x and ``topk_weights``, as
     :func:`cutlass_ops.mixed_gemm` is in x; the experts are frozen. Under ``torch.autocast`` an
@@ -474,8 +474,7 @@ def _mixed_moe(
     call: Call,
 ) -> Tensor:
     check_ids(topk_ids, gate_up.experts, expert_map)
-    has_kernels = _has_kernels(x, gate_up, down, topk_ids, topk_weights)
-    if has_kernels and call.activation != reference_experts.CLAMPED_SWIGLU:
+    if _has_kernels(x, gate_up, down, topk_ids, topk_weights):
         return _launch_moe(x, gate_up, down, topk_ids, topk_weights, expert_map, call)
     _check_capture("mixed_moe", x)
     of_sums = call.before_activation()

@@ -21,7 +21,10 @@ ACT_QUANT = {"none": _C.ActQuant.none, "token": _C.ActQuant.token, "block": _C.A
 CONV_ACT_QUANT = {**ACT_QUANT, "tensor": _C.ActQuant.tensor}
 ACTIVATIONS: dict[str | None, _C.Activation] = {
     None: _C.Activation.none,
-    **{name: getattr(_C.Activation, name) for name in (*reference.ACTIVATIONS, "clamp")},
+    **{
+        name: getattr(_C.Activation, name)
+        for name in (*reference.ACTIVATIONS, "clamp", CLAMPED_SWIGLU)
+    },
 }
 #: The value of torch.cuda.current_stream(index).cuda_stream, read in a tenth of the time. None in a
 #: torch without CUDA.

@@ -302,6 +302,8 @@ TEST(Experts, NameTheFieldThatForbidsThem) {
   for (auto const& [change, words] :
        std::vector<std::pair<std::function<void(MoeProblem&)>, std::string>>{
            {[](auto& p) { p.activation = Activation(77); }, "activation is 77"},
+           {[](auto& p) { p.activation = Activation::kClampedSwiglu; },
+            "clamped_swiglu takes a finite factor and a limit above 0"},
            {[](auto& p) { p.act_quant = ActQuant(9); }, "act_quant is 9"},
            {[](auto& p) { p.architecture = 100; }, "architecture is 100; the GPU is sm_90"},
            {[](auto& p) { p.architecture = 75; }, "architecture is 75"},

@@ -8,13 +8,14 @@
 
 namespace cutlass_ops {
 
-enum class Activation : int8_t { kNone = 0, kRelu, kRelu6, kGelu, kSilu, kClamp };
+enum class Activation : int8_t { kNone = 0, kRelu, kRelu6, kGelu, kSilu, kClamp, kClampedSwiglu };
 
 struct ActivationInfo {
   Activation activation;
   char const* name;
   bool clamps;  // to [low, high], which is all that static int8 and depthwise kernels can do
   float low, high;
+  bool of_gate_and_up = false;  // a function of both, which layers of experts alone take
 };
 
 inline constexpr ActivationInfo kActivations[] = {
@@ -24,6 +25,9 @@ inline constexpr ActivationInfo kActivations[] = {
     {Activation::kGelu, "gelu", false, -HUGE_VALF, HUGE_VALF},  // x / 2 * (1 + erf(x / sqrt(2)))
     {Activation::kSilu, "silu", false, -HUGE_VALF, HUGE_VALF},  // x / (1 + exp(-x))
     {Activation::kClamp, "clamp", true, 0.0f, 0.0f},            // to bounds that are given
+    // (u + 1) * g / (1 + exp(-low * g)) of g = min(gate, high) and u = up clamped to -high .. high,
+    // of numbers that are given.
+    {Activation::kClampedSwiglu, "clamped_swiglu", false, 0.0f, 0.0f, true},
 };
 
 // Null if there is no activation with this number.
@@ -33,13 +37,13 @@ constexpr ActivationInfo const* find_activation(Activation activation) {
   return nullptr;
 }
 
-// The bounds of an existing activation.
+// The bounds of an existing activation, or the other numbers that are given for it.
 struct ActivationBounds {
   float low, high;
 
   ActivationBounds(Activation activation, float clamp_low, float clamp_high)
       : low(clamp_low), high(clamp_high) {
-    if (activation == Activation::kClamp) return;
+    if (activation == Activation::kClamp || activation == Activation::kClampedSwiglu) return;
     ActivationInfo const& info = *find_activation(activation);
     low = info.low, high = info.high;
   }
