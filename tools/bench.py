@@ -11,7 +11,9 @@ together exceed three times the L2 cache, so that no copy is found there: a burs
 rest. It is one whole call as a user makes it: fp16 in, fp16 out, the quantisation of the
 activations included. Data are random. Weights are in groups of 128 unless their name says otherwise
 (-g64, -g32, -g16), of nf4 in groups of 64, of mxfp4 of 32; "channel" has one scale a row. -zp: zero
-points of the weight; -offsets: real ones; -asym: zero points of the activations.
+points of the weight; -offsets: real ones; -asym: zero points of the activations. Scales are fp16;
+those of nf4, q4_k (4 bits, groups of 32, offsets) and q6_k (8 bits, groups of 16) are fp32, as
+bitsandbytes' and GGUF's are.
 
 floor: the larger of the weight's bytes over the bandwidth at which this process read memory, and
 the operations over the tensor cores' datasheet rate (sm_90 alone); for what only moves memory, the
@@ -57,11 +59,13 @@ class Format(NamedTuple):
     #: "zeros": integer zero points (AWQ, GPTQ); "offsets": real ones (GGUF's Q4_1 and Q4_K, MNN)
     shift: str = ""
     book: str | None = None
+    #: of scales and offsets
+    scale_type: torch.dtype = torch.float16
 
     @property
-    def weight(self) -> tuple[int, int, str, str | None]:
+    def weight(self) -> tuple[int, int, str, str | None, torch.dtype]:
         """What ``packed_weight`` takes."""
-        return self.bits, self.group_size, self.shift, self.book
+        return self.bits, self.group_size, self.shift, self.book, self.scale_type
 
 
 NONE, BLOCK, TOKEN = ({"act_quant": mode} for mode in ("none", "block", "token"))
@@ -80,7 +84,7 @@ FORMATS = {
     "w4a8-block-asym": Format(4, 128, ASYMMETRIC_BLOCK),
     "w8a8-block-asym": Format(8, 128, ASYMMETRIC_BLOCK),
     "w8a8-channel-asym": Format(8, -1, ASYMMETRIC_TOKEN),
-    "nf4": Format(4, 64, NONE, book="nf4"),
+    "nf4": Format(4, 64, NONE, book="nf4", scale_type=torch.float32),
     "w4a16-zp": Format(4, 128, NONE, "zeros"),
     "w8a16-zp": Format(8, 128, NONE, "zeros"),
     "w4a8-block-zp": Format(4, 128, BLOCK, "zeros"),
@@ -101,6 +105,8 @@ FORMATS = {
     "w4a8-block-g32-offsets": Format(4, 32, BLOCK, "offsets"),
     "fp8": Format(8, 128, NONE, book="e4m3"),
     "mxfp4": Format(4, 32, NONE, book="mxfp4"),
+    "q4_k": Format(4, 32, NONE, "offsets", scale_type=torch.float32),
+    "q6_k": Format(8, 16, NONE, scale_type=torch.float32),
 }
 #: What only moves memory, once for each shape: 4 bits to fp16 or back, or codes to the
 #: packed order or back.
@@ -203,9 +209,9 @@ def heading(bandwidth: float) -> dict[str, Any]:
 
 
 def random_weight(
-    n: int, k: int, bits: int, group_size: int, shift: str = ""
+    n: int, k: int, bits: int, group_size: int, shift: str, scale_type: torch.dtype
 ) -> co.QuantizedWeight:
-    """Uniform codes and positive fp16 scales; zero points of a few codes about the middle, or as
+    """Uniform codes and positive scales; zero points of a few codes about the middle, or as
     many scales as offsets.
     """
     generator = torch.Generator("cuda").manual_seed(n + k + bits)
@@ -216,7 +222,7 @@ def random_weight(
         )
         * 0.01
         + 0.005
-    ).half()
+    ).to(scale_type)
     zeros = torch.randint(
         2 ** (bits - 1) - 3,
         2 ** (bits - 1) + 4,
@@ -229,14 +235,16 @@ def random_weight(
     if shift == "zeros":
         shifts["zeros"] = zeros
     elif shift == "offsets":
-        shifts["offsets"] = (scales.float() * (2 ** (bits - 1) - zeros.float())).half()
+        shifts["offsets"] = (scales.float() * (2 ** (bits - 1) - zeros.float())).to(scale_type)
     return co.QuantizedWeight(codes, scales, bits=bits, group_size=group_size, **shifts)
 
 
-def random_book_weight(n: int, k: int, bits: int, group_size: int, book: str) -> co.QuantizedWeight:
+def random_book_weight(
+    n: int, k: int, bits: int, group_size: int, book: str, scale_type: torch.dtype
+) -> co.QuantizedWeight:
     """A code book's codes of normal weights."""
     generator = torch.Generator("cuda").manual_seed(n + k)
-    rows = torch.randn(min(n, 512), k, generator=generator, device="cuda").half()
+    rows = torch.randn(min(n, 512), k, generator=generator, device="cuda").to(scale_type)
     return co.quantize(
         rows.repeat(-(-n // len(rows)), 1)[:n], bits=bits, group_size=group_size, book=book
     )
@@ -244,13 +252,19 @@ def random_book_weight(n: int, k: int, bits: int, group_size: int, book: str) ->
 
 @lru_cache(maxsize=4)  # formats that differ in their activations share a weight
 def packed_weight(
-    n: int, k: int, bits: int, group_size: int = 128, shift: str = "", book: str | None = None
+    n: int,
+    k: int,
+    bits: int,
+    group_size: int = 128,
+    shift: str = "",
+    book: str | None = None,
+    scale_type: torch.dtype = torch.float16,
 ) -> co.PackedWeight:
     """A random weight on the GPU."""
     weight = (
-        random_book_weight(n, k, bits, group_size, book)
+        random_book_weight(n, k, bits, group_size, book, scale_type)
         if book
-        else random_weight(n, k, bits, group_size, shift)
+        else random_weight(n, k, bits, group_size, shift, scale_type)
     )
     return co.reorder(weight.to("cuda"))
 
