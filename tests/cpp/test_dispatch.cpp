@@ -269,8 +269,15 @@ TEST(Dispatch, ChoosesNoKernelThatCannotImplementAProblem) {
   EXPECT_EQ(kernel(p), "decode_gemm");
   p = few;
   p.weight.scale_type = DataType::kBFloat16;  // x is fp16
+  EXPECT_EQ(kernel(p), "wgmma_gemm_a16");
+  p.m = 8;
+  EXPECT_EQ(kernel(p), "decode_gemm");
+  p.weight.group_size = 32, p.m = 4;
+  EXPECT_EQ(kernel(p), "decode_gemm");
+  p.m = 9;
   EXPECT_EQ(kernel(p), "wgmma_decode_fold16");
-  p.x_type = DataType::kBFloat16;
+  p = few;
+  p.weight.scale_type = p.x_type = DataType::kBFloat16;
   EXPECT_EQ(kernel(p), "wgmma_decode");
   p = few;
   p.x_stride = 4097;
