@@ -161,10 +161,19 @@ struct StoredGroup {
   template <bool kPlain = false, int kFirst = 0, int kSlices = F::kGroupKSlices, class Params>
   __device__ __forceinline__ void decode(uint32_t const* codes, uint32_t table, Params const& p,
                                          uint32_t (&a)[F::kGroupKSlices][4]) const {
-    typename F::Unscaled const unscaled(kPlain ? 0 : zeros);
+    decode_with<kPlain, false, kFirst, kSlices>(scales, codes, table, p, a);
+  }
+
+  // The same with scales of the caller's. kFloats: scales and offsets, if there are any, are fp32,
+  // and there are no zero points.
+  template <bool kPlain, bool kFloats, int kFirst, int kSlices, class Params>
+  __device__ __forceinline__ void decode_with(RowPair<F> const& own_scales, uint32_t const* codes,
+                                              uint32_t table, Params const& p,
+                                              uint32_t (&a)[F::kGroupKSlices][4]) const {
+    typename F::Unscaled const unscaled(kPlain || kFloats ? 0 : zeros);
     RowScale<F, F::kOffsets && !kPlain> g, g8;
-    scales.values(p.weight.scale_type, g.scale, g8.scale);
-    offsets.values(p.weight.offset_type, g.offset, g8.offset);
+    own_scales.values(kFloats ? DataType::kFloat32 : p.weight.scale_type, g.scale, g8.scale);
+    offsets.values(kFloats ? DataType::kFloat32 : p.weight.offset_type, g.offset, g8.offset);
 #pragma unroll
     for (int k_slice = kFirst; k_slice < kFirst + kSlices; ++k_slice) {
       unscaled.fragment(codes + k_slice * F::Unscaled::kWords, table, a[k_slice]);

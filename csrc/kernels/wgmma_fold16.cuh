@@ -278,10 +278,13 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
   // as the scales of hopper::ThreadCoord
   uint32_t const offsets = C::kOffsets + (coord.zeros - C::kZeroPoints) * p.offset_bytes;
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
-  bool const groups_of_16 = !C::kNarrow && p.tile_groups == 8;
+  // Whether scales and offsets, where they are not narrow, are fp32.
+  bool const floats = p.weight.scale_type == DataType::kFloat32 && !p.weight.zeros &&
+                      (!p.weight.offsets || p.weight.offset_type == DataType::kFloat32);
   // From the groups of a step's first 32 columns to those of its second, and from a step's to
   // the next step's.
-  uint32_t const next_group = p.tile_groups == 4 ? C::kGroupBytes : 0;
+  uint32_t const next_slice = p.tile_groups == 8 ? C::kGroupOf16Bytes : 0;
+  uint32_t const next_group = p.tile_groups >= 4 ? C::kGroupBytes : 0;
   int const next_step = p.tile_groups >= 4   ? 2 * C::kGroupBytes
                         : p.tile_groups == 2 ? C::kGroupBytes
                                              : 0;
@@ -310,52 +313,66 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
     float sums[C::kSums] = {};
     uint32_t a[2][C::kGroups][C::kGroupKSlices][4];
     StoredCodes<typename C::Fold> codes;
-    StoredGroup<typename C::Fold> vectors[C::kNarrow ? C::kGroups : C::kKSlices];
+    StoredGroup<typename C::Fold> vectors[C::kGroups];
+    RowPair<typename C::Fold> second_scales[C::kGroups];  // of the second 16 columns, where wide
     auto load = [&](int step) {
       if (step == 0) TransactionBarrier::wait(&barriers.full_chunks[chunks.stage], chunks.phase);
       uint32_t const chunk = first + C::kFirstChunk + chunks.stage * C::kChunkBytes;
       codes.load(chunk + coord.units + step * C::kLoads * kUnitBytes);
+      auto const group = [&](int i) { return chunk + step * next_step + i * next_group; };
       if constexpr (!C::kNarrow) {
-        if (groups_of_16) {
+        if (__builtin_expect(floats, true)) {
+          int const offset_bytes = p.weight.offsets ? sizeof(float) : 0;
 #pragma unroll
-          for (int i = 0; i < C::kKSlices; ++i)
-            vectors[i].scales.template load<true>(
-                chunk + step * next_step + i * C::kGroupOf16Bytes + coord.scales, p.scale_bytes);
+          for (int i = 0; i < C::kGroups; ++i) {
+            vectors[i].scales.template load<true>(group(i) + coord.scales, sizeof(float));
+            second_scales[i].template load<true>(group(i) + next_slice + coord.scales,
+                                                 sizeof(float));
+            if (C::kOffsets)
+              vectors[i].offsets.template load<false>(group(i) + offsets, offset_bytes);
+          }
           return;
         }
+#pragma unroll
+        for (int i = 0; i < C::kGroups; ++i)
+          second_scales[i].template load<true>(group(i) + next_slice + coord.scales, p.scale_bytes);
       }
 #pragma unroll
-      for (int i = 0; i < C::kGroups; ++i) {
-        uint32_t const group = chunk + step * next_step + i * next_group;
+      for (int i = 0; i < C::kGroups; ++i)
         vectors[i].template load<kPlain>(
-            {group + coord.scales, group + offsets, group + coord.zeros}, p);
-      }
+            {group(i) + coord.scales, group(i) + offsets, group(i) + coord.zeros}, p);
     };
     // One branch around all of a step's decoding instead of selects inside: the compiler then
-    // schedules each variant as one block.
+    // schedules each variant as one block. What is likely is not jumped to and from: with three
+    // variants, and branches around loads, wide scales took up to 1.6 times as long as narrow ones.
     bool const plain = kPlain || (!p.weight.zeros && !p.weight.offsets);
     auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
-      auto const decode_as = [&](auto is_plain) {
+      auto const decode_wide = [&](auto are_floats) {
+#pragma unroll
+        for (int i = 0; i < C::kGroups; ++i) {
+          uint32_t const* const words = codes.words + i * C::kGroupWords;
+          vectors[i].template decode_with<false, are_floats(), 0, 1>(vectors[i].scales, words,
+                                                                     table, p, operands[i]);
+          vectors[i].template decode_with<false, are_floats(), 1, 1>(second_scales[i], words, table,
+                                                                     p, operands[i]);
+        }
+      };
+      auto const decode_narrow = [&](auto is_plain) {
 #pragma unroll
         for (int i = 0; i < C::kGroups; ++i)
           vectors[i].template decode<is_plain()>(codes.words + i * C::kGroupWords, table, p,
                                                  operands[i]);
       };
-      if constexpr (!C::kNarrow) {
-        if (groups_of_16) {
-#pragma unroll
-          for (int i = 0; i < C::kGroups; ++i) {
-            uint32_t const* const words = codes.words + i * C::kGroupWords;
-            vectors[2 * i].template decode<true, 0, 1>(words, table, p, operands[i]);
-            vectors[2 * i + 1].template decode<true, 1, 1>(words, table, p, operands[i]);
-          }
-          return;
+      if constexpr (C::kNarrow) {
+        if (plain) {
+          decode_narrow(std::true_type());
+        } else {
+          decode_narrow(std::false_type());
         }
-      }
-      if (plain) {
-        decode_as(std::true_type());
+      } else if (__builtin_expect(floats, true)) {
+        decode_wide(std::true_type());
       } else {
-        decode_as(std::false_type());
+        decode_wide(std::false_type());
       }
     };
     auto fence = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
