@@ -314,7 +314,7 @@ def test_few_rows_in_every_shape_of_a_decode_kernel(
         (Format(4, "offsets", 16), 16, "block"),
         (Format(4, "offsets", 128), 7, "block"),
         (Format(8, "zeros", 128), 16, "token"),
-        (Format(4, "symmetric", 128, FLOAT), 16, "none"),
+        (Format(4, "symmetric", 32, FLOAT), 16, "none"),
     ],
 )
 def test_few_rows_are_folded(fmt: Format, m: int, act_quant: str) -> None:
@@ -322,6 +322,21 @@ def test_few_rows_are_folded(fmt: Format, m: int, act_quant: str) -> None:
     explanation = co.explain(make_floats(m, 4096, HALF), packed, act_quant=act_quant)
     assert explanation.kernel == "wgmma_decode_fold16"
     assert not explanation.exact
+
+
+@pytest.mark.parametrize(
+    ("group_size", "m", "kernel"),
+    [(32, 4, "decode_gemm"), (128, 8, "decode_gemm"), (128, 16, "wgmma_gemm_a16")],
+)
+def test_few_rows_with_scales_of_another_type_are_exact(
+    group_size: int, m: int, kernel: str
+) -> None:
+    fmt, x = Format(4, "symmetric", group_size, FLOAT), make_floats(m, 4096, HALF)
+    packed = co.reorder(make_weight(fmt, 4096, 4096, exact=False))
+    explanation = co.explain(x, packed)
+    assert explanation.kernel == kernel
+    assert explanation.exact
+    assert_same(co.mixed_gemm(x, packed), co.mixed_gemm(x, packed, exact=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
