@@ -189,9 +189,9 @@ bool is_long_and_quantized(GemmProblem const& problem) {
          has_millions(problem, 128);
 }
 bool is_not_long(GemmProblem const& problem) { return !is_long_and_quantized(problem); }
-// Whether wgmma_gemm_a16 decodes: scales of another type than x's, which wgmma_decode does not take
-// and wgmma_decode_fold16 applies in fp32, value by value. Over as many rows as decode_gemm takes,
-// 14336 x 4096 in groups of 128 takes half the time of the latter.
+// Whether wgmma_gemm_a16 decodes, for more rows than decode_gemm takes: scales of another type than
+// x's, which wgmma_decode does not take and wgmma_decode_fold16 applies in fp32, value by value. With
+// 16 rows it takes half the time of the latter (14336 x 4096, groups of 128).
 bool promotes_few_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   return problem.m > kMostDecodeGemmRows && !is_image(problem) && !multiplies_int8(problem) &&

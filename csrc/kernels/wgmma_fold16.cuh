@@ -281,8 +281,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
   // Whether scales and offsets, where they are not narrow, are fp32.
   bool const floats = p.weight.scale_type == DataType::kFloat32 && !p.weight.zeros &&
                       (!p.weight.offsets || p.weight.offset_type == DataType::kFloat32);
-  // From the groups of a step's first 32 columns to those of its second, and from a step's to
-  // the next step's.
+  // From the scales of 16 columns to those of the next 16, from the groups of a step's first 32
+  // columns to those of its second, and from a step's to the next step's.
   uint32_t const next_slice = p.tile_groups == 8 ? C::kGroupOf16Bytes : 0;
   uint32_t const next_group = p.tile_groups >= 4 ? C::kGroupBytes : 0;
   int const next_step = p.tile_groups >= 4   ? 2 * C::kGroupBytes
@@ -328,8 +328,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
             vectors[i].scales.template load<true>(group(i) + coord.scales, sizeof(float));
             second_scales[i].template load<true>(group(i) + next_slice + coord.scales,
                                                  sizeof(float));
-            if (C::kOffsets)
-              vectors[i].offsets.template load<false>(group(i) + offsets, offset_bytes);
+            vectors[i].offsets.template load<false>(group(i) + offsets, offset_bytes);
           }
           return;
         }

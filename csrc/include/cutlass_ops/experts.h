@@ -63,8 +63,8 @@ struct MoeProblem {
   ActQuant act_quant = ActQuant::kNone;
   bool act_symmetric = true;
   Activation activation = Activation::kSilu;
-  float clamp_low = 0.0f, clamp_high = 0.0f;
-  void const* topk_weights = nullptr;  // [tokens * top] of weight_type
+  float clamp_low = 0.0f, clamp_high = 0.0f;  // or the factor and the limit of clamped_swiglu
+  void const* topk_weights = nullptr;         // [tokens * top] of weight_type
   DataType weight_type = DataType::kFloat32;
   void* out = nullptr;   // [tokens][hidden] of x_type
   int architecture = 0;  // as in GemmProblem
