@@ -4,23 +4,13 @@
 #include <cmath>
 
 #include "cutlass_ops/activation.h"
+#include "device/scalar.cuh"
 
 namespace cutlass_ops {
 
 // Comparisons are written so that NaN falls through them: nothing turns a NaN into a number.
 __device__ __forceinline__ float clamp_keeping_nan(float x, float low, float high) {
   return x < low ? low : x > high ? high : x;
-}
-
-__device__ __forceinline__ float min_keeping_nan(float a, float b) {
-  float y;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-__device__ __forceinline__ float max_keeping_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
 }
 
 // Subnormal numbers are zeros here, and in what follows: 2^-126 is too small for any outputs but
@@ -70,11 +60,11 @@ struct Silu {
     slope = -kLog2E * bounds.low, limit = bounds.high, shift = 1.0f;
   }
   __device__ __forceinline__ float operator()(float x) const {
-    x = min_keeping_nan(x, limit);
+    x = min_or_nan(x, limit);
     return x * fast_reciprocal(1.0f + fast_exp2(x * slope));
   }
   __device__ __forceinline__ float of_up(float x) const {
-    return max_keeping_nan(min_keeping_nan(x, limit), -limit) + shift;
+    return max_or_nan(min_or_nan(x, limit), -limit) + shift;
   }
 };
 

@@ -13,19 +13,6 @@ namespace cutlass_ops {
 constexpr int kLaneColumns = 16;
 constexpr float kTiny = 0x1p-100f;  // a range below this is a range of zero
 
-// NaN goes through these, unlike through fminf and fmaxf. One instruction each, the
-// absolute value included.
-__device__ __forceinline__ float min_or_nan(float a, float b) {
-  float r;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float r;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
-
 // The range of a run of values: [low, high] around zero, or, symmetric, [0, high] of the absolute
 // values.
 template <bool kSymmetric>

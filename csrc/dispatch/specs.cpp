@@ -195,8 +195,7 @@ bool is_not_long(GemmProblem const& problem) { return !is_long_and_quantized(pro
 bool promotes_few_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   return problem.m > kMostDecodeGemmRows && !is_image(problem) && !multiplies_int8(problem) &&
-         has_integer_codes(w) && !has_short_groups(w) && !w.offsets &&
-         w.scale_type != problem.x_type;
+         multiplies_exactly(w) && !has_narrow_scales(w, problem.x_type);
 }
 // Whether wgmma_decode_fold16 may be chosen: only where wgmma_decode, whose products are exact,
 // cannot implement the problem.

@@ -342,8 +342,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
             {group(i) + coord.scales, group(i) + offsets, group(i) + coord.zeros}, p);
     };
     // One branch around all of a step's decoding instead of selects inside: the compiler then
-    // schedules each variant as one block. What is likely is not jumped to and from: with three
-    // variants, and branches around loads, wide scales took up to 1.6 times as long as narrow ones.
+    // schedules each variant as one block. What is likely with wide scales has a block of its own, as
+    // jumps cost more than the instructions between them (docs/tuning-notes.md).
     bool const plain = kPlain || (!p.weight.zeros && !p.weight.offsets);
     auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
       auto const decode_wide = [&](auto are_floats) {
