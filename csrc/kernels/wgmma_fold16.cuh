@@ -342,7 +342,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
             {group(i) + coord.scales, group(i) + offsets, group(i) + coord.zeros}, p);
     };
     // One branch around all of a step's decoding instead of selects inside: the compiler then
-    // schedules each variant as one block. What is likely with wide scales has a block of its own, as
+    // schedules each variant as one block. The likely case of wide scales is one block too, since
     // jumps cost more than the instructions between them (docs/tuning-notes.md).
     bool const plain = kPlain || (!p.weight.zeros && !p.weight.offsets);
     auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
