@@ -113,24 +113,54 @@ inline uint64_t new_flag() {
   return x ^ (x >> 31);
 }
 
-// For experts: as many clusters as fit on the GPU at once; each takes every n-th tile, n being the
-// number of clusters. Outputs are 16-bit floats, whose rows start on 16 bytes.
-template <class C>
-Status launch_grouped(void (*kernel)(CUtensorMap, CUtensorMap, GroupedParams),
-                      GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  PackedWeight const& w = problem.weight;
-  int const weight_tiles = int(padded_k(w.k) / kKPerTile);
+// What a launch reads of a kernel's Config: the code that fills in its parameters is compiled once.
+struct LaunchConfig {
+  int block_m, cluster, warpgroups, x_box_rows, threads, shared_bytes, bits;
+  bool short_tiles, splits_rows, windows;
+
+  template <class C>
+  static constexpr LaunchConfig of() {
+    return {C::kBlockM,      C::kCluster, C::kWarpgroups, C::kXBoxRows,   C::kThreads,
+            C::kSharedBytes, C::kBits,    C::kShortTiles, C::kSplitsRows, C::kWindowTiles > 0};
+  }
+
+  // Rows of x of a tile that a block loads for its cluster: half of the tile's or, where it is short,
+  // of all rows of x, in eights, if there are fewer. (TMA fills rows beyond the last with zeros at
+  // only 8 bytes a clock, which made 40 rows slower than 64.)
+  int half_x_rows(int m) const {
+    constexpr int kAtom = 8;  // rows that the swizzle repeats after
+    int const half = block_m / cluster;
+    return short_tiles ? std::min(half, (m + 2 * kAtom - 1) / (2 * kAtom) * kAtom) : half;
+  }
+};
+
+// Tiles of K that share a group of scales, groups of a tile of K, and the sizes of scales.
+inline void set_groups(PackedWeight const& w, int weight_tiles, Params& p) {
   bool const short_groups = w.group_size > 0 && w.group_size < kKPerTile;
-  GroupedParams p{
-      {w, {}, EpilogueParams(rows_of_all(problem))}, problem.groups, RowPieces(problem)};
-  p.x.scales = const_cast<float*>(problem.x_scales), p.x.stride = problem.x_rows;
-  p.row_pairs = int(ceil_div(problem.groups.row_panels, C::kWarpgroups * C::kCluster));
-  p.k_tiles = weight_tiles, p.n_pad = int(padded_rows(w.n));
   p.group_tiles = w.group_size == -1 ? weight_tiles : short_groups ? 1 : w.group_size / kKPerTile;
   p.tile_groups = short_groups ? kKPerTile / w.group_size : 1;
   p.scale_bytes = bytes_of(w.scale_type), p.offset_bytes = bytes_of(w.offset_type);
-  p.half_x_rows = C::kBlockM / C::kCluster, p.clusters = plan.grid_x / C::kCluster;
-  EpilogueParams const& e = p.epilogue;
+}
+
+// The map of 16-bit outputs, whose rows start on 16 bytes.
+inline Status encode_outputs(EpilogueParams const& e, bool gated, int box_rows, CUtensorMap* map) {
+  return gated ? encode_gated_rows(e.out, e.m, e.n, box_rows, map)
+               : encode_x_rows(e.out, 2, e.m, e.n, int64_t(e.n) * 2, box_rows, map);
+}
+
+// For experts: as many clusters as fit on the GPU at once; each takes every n-th tile, n being the
+// number of clusters.
+inline Status launch_grouped(LaunchConfig const& c,
+                             void (*kernel)(CUtensorMap, CUtensorMap, GroupedParams),
+                             GroupedGemm const& problem, Plan const& plan, Stream stream) {
+  PackedWeight const& w = problem.weight;
+  GroupedParams p{
+      {w, {}, EpilogueParams(rows_of_all(problem))}, problem.groups, RowPieces(problem)};
+  p.x.scales = const_cast<float*>(problem.x_scales), p.x.stride = problem.x_rows;
+  p.row_pairs = int(ceil_div(problem.groups.row_panels, c.warpgroups * c.cluster));
+  p.k_tiles = int(padded_k(w.k) / kKPerTile), p.n_pad = int(padded_rows(w.n));
+  set_groups(w, p.k_tiles, p);
+  p.half_x_rows = c.block_m / c.cluster, p.clusters = plan.grid_x / c.cluster;
   CUtensorMap map = {}, out_map;
   bool const codes = problem.x_codes != ActQuant::kNone;
   int const columns = codes ? int(padded_k(w.k)) : w.k, x_bytes = codes ? 1 : 2;
@@ -138,84 +168,74 @@ Status launch_grouped(void (*kernel)(CUtensorMap, CUtensorMap, GroupedParams),
   if (!problem.groups.positions)
     status = encode_x_rows(problem.x, x_bytes, problem.rows, columns, problem.x_stride * x_bytes,
                            p.half_x_rows, &map);
-  if (status.ok() && problem.groups.gated)
-    status = encode_gated_rows(e.out, e.m, e.n, C::kXBoxRows, &out_map);
-  if (status.ok() && !problem.groups.gated)
-    status = encode_x_rows(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kXBoxRows, &out_map);
+  if (status.ok())
+    status = encode_outputs(p.epilogue, problem.groups.gated, c.x_box_rows, &out_map);
   if (!status.ok()) return status;
-  return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, p);
+  return launch_plan(kernel, plan, c.threads, c.shared_bytes, stream, map, out_map, p);
 }
 
-template <class C>
-Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Params),
-                         GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
-                         CUtensorMap const& map, Stream stream, int band_tiles = 16) {
+// The other parameters of launch_persistent(), and the map of its outputs where TMA stores them.
+inline Status persistent_params(LaunchConfig const& c, GemmProblem const& problem, Plan const& plan,
+                                float* splitk_workspace, int band_tiles, Params* params,
+                                CUtensorMap* out_map) {
   PackedWeight const& w = problem.weight;
-  int const clusters = plan.grid_x / C::kCluster;
-  int const weight_tiles = int(padded_k(w.k) / kKPerTile), n_pad = int(padded_rows(w.n));
-  int k_tiles = weight_tiles;
-  if constexpr (C::kWindowTiles > 0) k_tiles += compensation_windows(weight_tiles, C::kBits);
-  bool const short_groups = w.group_size > 0 && w.group_size < kKPerTile,
-             along_m = plan.ctas_along_m > 1;
-  if (along_m && !C::kSplitsRows)
+  Params& p = *params;
+  bool const along_m = plan.ctas_along_m > 1;
+  if (along_m && !c.splits_rows)
     return {Status::kInvalid, std::string(plan.kernel) + " has no clusters along M"};
-  Params p{
-      w,
-      problem.quantized,
-      EpilogueParams(problem),
-      splitk_workspace,
-      plan.tail_tiles ? reinterpret_cast<uint64_t*>(splitk_workspace + part_floats(plan)) : nullptr,
-      plan.tail_tiles ? new_flag() : 0,
-      int(ceil_div(n_pad, plan.block_n)),
-      int(ceil_div(problem.m, plan.block_m)),
-      k_tiles,
-      n_pad,
-      0,
-      plan.tail_tiles,
-      plan.slices,
-      plan.tail,
-      0,
-      clusters,
-      band_tiles,
-      w.group_size == -1 ? weight_tiles
-      : short_groups     ? 1
-                         : w.group_size / kKPerTile,
-      short_groups ? kKPerTile / w.group_size : 1,
-      bytes_of(w.scale_type),
-      bytes_of(w.offset_type),
-      along_m ? C::kBlockM / C::kCluster : half_x_rows<C>(problem.m),
-      false,
-      along_m,
-      ImageTiles(problem),
-      problem.x_type};
+  int const weight_tiles = int(padded_k(w.k) / kKPerTile);
+  p.splitk_workspace = splitk_workspace;
+  if (plan.tail_tiles) {
+    p.flags = reinterpret_cast<uint64_t*>(splitk_workspace + part_floats(plan));
+    p.flag = new_flag();
+  }
+  p.n_pad = int(padded_rows(w.n)), p.row_pairs = int(ceil_div(p.n_pad, plan.block_n));
+  p.m_tiles = int(ceil_div(problem.m, plan.block_m));
+  p.k_tiles = weight_tiles + (c.windows ? compensation_windows(weight_tiles, c.bits) : 0);
+  set_groups(w, weight_tiles, p);
+  p.splits = plan.slices, p.tail_split = plan.tail;
+  p.clusters = plan.grid_x / c.cluster, p.band_tiles = band_tiles;
+  p.half_x_rows = along_m ? c.block_m / c.cluster : c.half_x_rows(problem.m);
+  p.splits_rows = along_m, p.image = ImageTiles(problem), p.x_type = problem.x_type;
   int const tiles = p.row_pairs * p.m_tiles;
-  if (plan.slices > 1 && plan.tail_tiles == 0) p.split_tiles = tiles;  // split-K
-  p.whole_tiles = tiles - p.split_tiles;
+  bool const split_k = plan.slices > 1 && plan.tail_tiles == 0;
+  p.split_tiles = split_k ? tiles : plan.tail_tiles, p.whole_tiles = tiles - p.split_tiles;
   p.work_end = p.tail_split.tiles_per_cluster > 1
-                   ? p.whole_tiles + p.tail_split.tiles_per_cluster * clusters
+                   ? p.whole_tiles + p.tail_split.tiles_per_cluster * p.clusters
                    : p.whole_tiles + p.split_tiles * (p.tail_split.parts - 1) + p.tail_split.last;
   EpilogueParams const& e = p.epilogue;
   p.store_halves = (!splitk_workspace || p.flags) && e.vector_store && e.vector_residual &&
                    e.out_type != DataType::kFloat32;
+  return p.store_halves ? encode_outputs(e, w.gated, c.x_box_rows, out_map) : Status();
+}
+
+inline Status launch_persistent(LaunchConfig const& c,
+                                void (*kernel)(CUtensorMap, CUtensorMap, Params),
+                                GemmProblem const& problem, Plan const& plan,
+                                float* splitk_workspace, CUtensorMap const& map, Stream stream,
+                                int band_tiles = 16) {
+  Params p{problem.weight, problem.quantized, EpilogueParams(problem)};
   CUtensorMap out_map = {};
-  if (p.store_halves) {
-    Status const status =
-        w.gated ? encode_gated_rows(e.out, e.m, e.n, C::kXBoxRows, &out_map)
-                : encode_x_rows(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kXBoxRows, &out_map);
-    if (!status.ok()) return status;
-  }
-  if constexpr (C::kWindowTiles > 0) {
-    CompensatedParams compensated{p, {}, weight_tiles};
-    int const columns = int(zero_columns(w.k));
-    Status status =
-        encode_x_rows(problem.quantized.zero_values, 2, problem.m, columns, int64_t(columns) * 2,
-                      C::kBlockM / C::kCluster, &compensated.zero_values);
-    if (!status.ok()) return status;
-    return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map,
-                       compensated);
-  } else {
-    return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, p);
-  }
+  Status status = persistent_params(c, problem, plan, splitk_workspace, band_tiles, &p, &out_map);
+  if (!status.ok()) return status;
+  return launch_plan(kernel, plan, c.threads, c.shared_bytes, stream, map, out_map, p);
+}
+
+// Of a kernel that compensates zero points by windows of K.
+inline Status launch_persistent(LaunchConfig const& c,
+                                void (*kernel)(CUtensorMap, CUtensorMap, CompensatedParams),
+                                GemmProblem const& problem, Plan const& plan,
+                                float* splitk_workspace, CUtensorMap const& map, Stream stream) {
+  CompensatedParams p{{problem.weight, problem.quantized, EpilogueParams(problem)}};
+  CUtensorMap out_map = {};
+  Status status = persistent_params(c, problem, plan, splitk_workspace, 16, &p, &out_map);
+  if (!status.ok()) return status;
+  p.weight_tiles = int(padded_k(problem.weight.k) / kKPerTile);
+  int const columns = int(zero_columns(problem.weight.k));
+  status = encode_x_rows(problem.quantized.zero_values, 2, problem.m, columns, int64_t(columns) * 2,
+                         c.block_m / c.cluster, &p.zero_values);
+  if (!status.ok()) return status;
+  return launch_plan(kernel, plan, c.threads, c.shared_bytes, stream, map, out_map, p);
 }
 
 }  // namespace cutlass_ops::hopper

@@ -128,16 +128,6 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
   }
 }
 
-// The rows of x of a tile that a block loads for both: half, or with C::kShortTiles half of all
-// rows of x, in eights, if there are fewer. (TMA fills rows beyond the last with zeros at only 8
-// bytes a clock, which made 40 rows slower than 64.)
-template <class C>
-constexpr int half_x_rows(int m) {
-  constexpr int kHalf = C::kBlockM / C::kCluster, kAtom = 8;  // rows that the swizzle repeats after
-  static_assert(C::kCluster == 2);
-  return C::kShortTiles ? std::min(kHalf, (m + 2 * kAtom - 1) / (2 * kAtom) * kAtom) : kHalf;
-}
-
 // The rows of x of a tile that a CTA copies, and the CTAs that receive them: its half for both or,
 // if the CTAs have different rows, all rows of its tile.
 template <class C>

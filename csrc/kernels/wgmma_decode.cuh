@@ -661,19 +661,31 @@ __global__ void __launch_bounds__(C::kThreads + (C::kOneCta ? 64 : 0), C::kOneCt
 
 inline int offset_bytes(PackedWeight const& w) { return w.offsets ? bytes_of(w.offset_type) : 0; }
 
+// What a launch reads of a kernel's Config: the code that fills in its parameters is compiled once.
+struct DecodeLaunch {
+  int chunk;  // bytes of the codes of a panel's tile of K
+  bool folds, codebook, int8_x, one_cta;
+
+  template <class C>
+  static constexpr DecodeLaunch of() {
+    return {C::kChunk, C::kFolds, C::kCodebook, std::is_same_v<typename C::Element, int8_t>,
+            C::kOneCta};
+  }
+};
+
 // The maps of a weight's codes and group vectors, in boxes of as many row panels as
 // any cluster has.
-template <class C>
-Status encode_weights(PackedWeight const& w, WgmmaDecodeShape const& shape, Maps* maps) {
+inline Status encode_weights(DecodeLaunch const& c, PackedWeight const& w,
+                             WgmmaDecodeShape const& shape, Maps* maps) {
   int64_t const k_pad = padded_k(w.k), n_pad = padded_rows(w.n);
   cuuint64_t const row_panels = n_pad / kRowsPerPanel,
-                   runs = k_pad / kKPerTile * (C::kChunk / kCodeRun),
+                   runs = k_pad / kKPerTile * (c.chunk / kCodeRun),
                    groups = w.group_size == -1 ? 1 : (k_pad + w.group_size - 1) / w.group_size;
-  cuuint32_t const row_panel_box = shape.most_row_panels,
-                   group_box = C::kFolds || C::kCodebook ? VectorRows(w.group_size).count : 1;
+  cuuint32_t const row_panel_box = shape.most_row_panels, chunk_runs = c.chunk / kCodeRun,
+                   group_box = c.folds || c.codebook ? VectorRows(w.group_size).count : 1;
   Status status = hopper::encode<3>(
       CU_TENSOR_MAP_DATA_TYPE_UINT64, w.codes, {kCodeRun / 8, runs, row_panels},
-      {kCodeRun, runs * kCodeRun}, {kCodeRun / 8, C::kChunk / kCodeRun, row_panel_box},
+      {kCodeRun, runs * kCodeRun}, {kCodeRun / 8, chunk_runs, row_panel_box},
       CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &maps->codes);
   // Maps of vectors with `bytes` for each row and group.
   auto const encode_vectors = [&](void const* vectors, int bytes, CUtensorMap* map) {
@@ -692,25 +704,28 @@ Status encode_weights(PackedWeight const& w, WgmmaDecodeShape const& shape, Maps
   return status;
 }
 
-template <class C>
-Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream) {
+inline int log2_of(int cluster) {
+  int log_cluster = 0;
+  while (1 << log_cluster < cluster) ++log_cluster;
+  return log_cluster;
+}
+
+inline Status launch_rows(DecodeLaunch const& c, void (*kernel)(Maps, Params),
+                          GemmProblem const& problem, Plan const& plan, Stream stream) {
   PackedWeight const& w = problem.weight;
   WgmmaDecodeShape const& shape = plan.wgmma_decode;
   Maps maps;
   QuantizedActivations const& q = problem.quantized;
   int64_t const k_pad = padded_k(w.k);
-  Status status = std::is_same_v<typename C::Element, int8_t>
-                      ? hopper::encode_x_rows(q.codes, 1, problem.m, int(k_pad), k_pad, C::kBlockM,
-                                              &maps.x_rows)
-                      : hopper::encode_x_rows(problem.x, 2, problem.m, w.k, problem.x_stride * 2,
-                                              C::kBlockM, &maps.x_rows);
+  constexpr int kRows = WgmmaDecodeShape::kBlockM;
+  Status status = c.int8_x ? hopper::encode_x_rows(q.codes, 1, problem.m, int(k_pad), k_pad, kRows,
+                                                   &maps.x_rows)
+                           : hopper::encode_x_rows(problem.x, 2, problem.m, w.k,
+                                                   problem.x_stride * 2, kRows, &maps.x_rows);
   if (!status.ok()) return status;
   int const k_tiles = int(k_pad / kKPerTile), n_pad = int(padded_rows(w.n));
-  VectorRows const rows(w.group_size);
-  status = encode_weights<C>(w, shape, &maps);
+  status = encode_weights(c, w, shape, &maps);
   if (!status.ok()) return status;
-  int log_cluster = 0;
-  while (1 << log_cluster < shape.cluster) ++log_cluster;
   Params p{w,
            q.scales,
            q.zeros,
@@ -720,37 +735,29 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
            bytes_of(w.scale_type),
            offset_bytes(w),
            EpilogueParams(problem),
-           rows,
+           VectorRows(w.group_size),
            shape,
-           EvenPartition(n_pad / WgmmaDecodeShape::unit(C::kOneCta), shape.clusters),
+           EvenPartition(n_pad / WgmmaDecodeShape::unit(c.one_cta), shape.clusters),
            EvenPartition(k_tiles, shape.cluster),
            k_tiles,
            n_pad,
-           log_cluster,
+           log2_of(shape.cluster),
            {},
            {}};
-  if constexpr (C::kFolds) {
-    return launch_plan(wgmma_decode_fold16<C>, plan, C::kThreads, shape.shared_bytes, stream, maps,
-                       p);
-  } else {
-    return launch_plan(wgmma_decode<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
-  }
+  return launch_plan(kernel, plan, WgmmaDecodeShape::threads(c.one_cta), shape.shared_bytes, stream,
+                     maps, p);
 }
 
 // For experts: a cluster has a tile of rows and a share of its expert's features.
-template <class C>
-Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Stream stream) {
+inline Status launch_groups_of_rows(DecodeLaunch const& c, void (*kernel)(Maps, Params),
+                                    GroupedGemm const& problem, Plan const& plan, Stream stream) {
   PackedWeight const& w = problem.weight;
   WgmmaDecodeShape const& shape = plan.wgmma_decode;
   Groups const& groups = problem.groups;
   Maps maps = {};
-  int64_t const k_pad = padded_k(w.k);
-  int const k_tiles = int(k_pad / kKPerTile), n_pad = int(padded_rows(w.n));
-  VectorRows const rows(w.group_size);
-  Status status = encode_weights<C>(w, shape, &maps);
+  int const k_tiles = int(padded_k(w.k) / kKPerTile);
+  Status status = encode_weights(c, w, shape, &maps);
   if (!status.ok()) return status;
-  int log_cluster = 0;
-  while (1 << log_cluster < shape.cluster) ++log_cluster;
   Params const p{w,
                  problem.x_scales,
                  nullptr,
@@ -760,21 +767,36 @@ Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Strea
                  bytes_of(w.scale_type),
                  offset_bytes(w),
                  EpilogueParams(rows_of_all(problem)),
-                 rows,
+                 VectorRows(w.group_size),
                  shape,
                  EvenPartition(groups.row_panels, shape.clusters),
                  EvenPartition(k_tiles, shape.cluster),
                  k_tiles,
-                 n_pad,
-                 log_cluster,
+                 int(padded_rows(w.n)),
+                 log2_of(shape.cluster),
                  groups,
                  RowPieces(problem)};
+  return launch_plan(kernel, plan, WgmmaDecodeShape::threads(c.one_cta), shape.shared_bytes, stream,
+                     maps, p);
+}
+
+template <class C>
+auto kernel_of() -> void (*)(Maps, Params) {
   if constexpr (C::kFolds) {
-    return launch_plan(wgmma_decode_fold16<C>, plan, C::kThreads, shape.shared_bytes, stream, maps,
-                       p);
+    return wgmma_decode_fold16<C>;
   } else {
-    return launch_plan(wgmma_decode<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
+    return wgmma_decode<C>;
   }
+}
+
+template <class C>
+Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream) {
+  return launch_rows(DecodeLaunch::of<C>(), kernel_of<C>(), problem, plan, stream);
+}
+
+template <class C>
+Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Stream stream) {
+  return launch_groups_of_rows(DecodeLaunch::of<C>(), kernel_of<C>(), problem, plan, stream);
 }
 
 }  // namespace

@@ -493,10 +493,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
+  constexpr auto kConfig = hopper::LaunchConfig::of<C>();
   CUtensorMap map;
-  Status status = hopper::encode_x(problem, hopper::half_x_rows<C>(problem.m), &map);
-  return status.ok() ? hopper::launch_persistent<C>(wgmma_fold16<C>, problem, plan,
-                                                    splitk_workspace, map, stream)
+  Status status = hopper::encode_x(problem, kConfig.half_x_rows(problem.m), &map);
+  return status.ok() ? hopper::launch_persistent(kConfig, wgmma_fold16<C>, problem, plan,
+                                                 splitk_workspace, map, stream)
                      : status;
 }
 
@@ -514,10 +515,12 @@ template <class Element, class Format, int kBlockM>
 Status launch_groups(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   if (folds_narrow_scales(problem.weight, problem.x_type)) {
     using C = Config<Element, Format, true, kBlockM, true>;
-    return hopper::launch_grouped<C>(wgmma_fold16<C>, problem, plan, stream);
+    return hopper::launch_grouped(hopper::LaunchConfig::of<C>(), wgmma_fold16<C>, problem, plan,
+                                  stream);
   }
   using C = Config<Element, Format, false, kBlockM, true>;
-  return hopper::launch_grouped<C>(wgmma_fold16<C>, problem, plan, stream);
+  return hopper::launch_grouped(hopper::LaunchConfig::of<C>(), wgmma_fold16<C>, problem, plan,
+                                stream);
 }
 
 template <class Element, class Format>

@@ -7,16 +7,17 @@ namespace {
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
+  constexpr auto kConfig = hopper::LaunchConfig::of<C>();
   CUtensorMap map;
   Status status = hopper::encode_x(
-      problem, plan.ctas_along_m > 1 ? C::kBlockM : hopper::half_x_rows<C>(problem.m), &map);
+      problem, plan.ctas_along_m > 1 ? C::kBlockM : kConfig.half_x_rows(problem.m), &map);
   if (!status.ok()) return status;
   // Where 16 tiles of rows of x exceed the cache, only few features share it with them. Bands then
   // have fewer rows of x, which have twice or four times the bytes of a feature.
   constexpr ByWidth<int> kBand(4, 8);
   bool const large = int64_t(16) * C::kBlockM * problem.weight.k * 2 > 64 << 20;
-  return hopper::launch_persistent<C>(wgmma_gemm_a16<C>, problem, plan, splitk_workspace, map,
-                                      stream, large ? kBand[C::kBits] : 16);
+  return hopper::launch_persistent(kConfig, wgmma_gemm_a16<C>, problem, plan, splitk_workspace, map,
+                                   stream, large ? kBand[C::kBits] : 16);
 }
 
 template <class Element, class Format, int kBlockM, class Scale = void, int kWarpgroups = 2>

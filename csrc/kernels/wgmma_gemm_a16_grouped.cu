@@ -8,7 +8,8 @@ template <class Element, class Format, int kBlockM>
 Status launch_zeros(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   auto const launch = [&](auto zeros) {
     using C = Config<Element, Format, kBlockM, decltype(zeros)::value, void, 2, true>;
-    return hopper::launch_grouped<C>(wgmma_gemm_a16<C>, problem, plan, stream);
+    return hopper::launch_grouped(hopper::LaunchConfig::of<C>(), wgmma_gemm_a16<C>, problem, plan,
+                                  stream);
   };
   return problem.weight.zeros ? launch(std::true_type()) : launch(std::false_type());
 }

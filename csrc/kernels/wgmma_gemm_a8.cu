@@ -11,8 +11,8 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
   int const box_x_rows = plan.ctas_along_m > 1 ? C::kBlockM : C::kBlockM / C::kCluster;
   Status status = C::kQuantizes ? hopper::encode_x(problem, box_x_rows, &map)
                                 : hopper::encode_codes(problem, box_x_rows, &map);
-  return status.ok() ? hopper::launch_persistent<C>(wgmma_gemm_a8<C>, problem, plan,
-                                                    splitk_workspace, map, stream)
+  return status.ok() ? hopper::launch_persistent(hopper::LaunchConfig::of<C>(), wgmma_gemm_a8<C>,
+                                                 problem, plan, splitk_workspace, map, stream)
                      : status;
 }
 

@@ -13,7 +13,8 @@ template <class Format, int kBlockM, bool kZeros>
 Status launch_promotion(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   auto const launch = [&](auto promotion) {
     using C = Config<Format, kBlockM, decltype(promotion)::value, kZeros, false, 2, false, true>;
-    return hopper::launch_grouped<C>(wgmma_gemm_a8<C>, problem, plan, stream);
+    return hopper::launch_grouped(hopper::LaunchConfig::of<C>(), wgmma_gemm_a8<C>, problem, plan,
+                                  stream);
   };
   if (problem.x_codes == ActQuant::kBlock)
     return launch(std::integral_constant<Promotion, Promotion::kBlock>());
