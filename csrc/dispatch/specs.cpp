@@ -95,7 +95,7 @@ Field mma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
                   blocks ? needs_groups_of_32(problem.weight) : Field::kNone);
 }
 Field book_gemm_a16_can(GemmProblem const& problem, Device const& device) {
-  if (Field field = first_of(needs_few_rows(problem, 8), needs_ampere(problem, device),
+  if (Field field = first_of(needs_few_rows(problem, 4), needs_ampere(problem, device),
                              needs_groups_of_32(problem.weight));
       field != Field::kNone)
     return field;
@@ -506,8 +506,7 @@ constexpr Candidate kWgmmaFold16[] = {wgmma_fold16_of<kBits>(32),  wgmma_fold16_
 
 // ---- tiles of the portable kernels, by M
 
-constexpr Candidate kCodebookGemmA16[] = {{book_gemm_a16_tile(4), 0, 4},
-                                          {book_gemm_a16_tile(8), 0, 8}};
+constexpr Candidate kCodebookGemmA16[] = {{kBookGemmA16Tile, 0, 4}};
 // Problems for which tiles of 64 rows have no registers left.
 bool has_groups_of_16(GemmProblem const& problem) { return problem.weight.group_size == 16; }
 bool is_image_or_has_groups_of_16(GemmProblem const& problem) {

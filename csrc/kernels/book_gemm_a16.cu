@@ -1,4 +1,4 @@
-// A few fp16 or bf16 rows of x times 4-bit weights of a code book: up to 8 rows of x,
+// A few fp16 or bf16 rows of x times 4-bit weights of a code book: up to 4 rows of x,
 // sm_80 and later.
 //
 //   block    512 output features (a row panel of 64 for each of 8 warps) x all rows of x times a
@@ -9,9 +9,9 @@
 //   decode   by look-up in a table in shared memory (device/decode.cuh), to the book's value
 //            rounded to x's type
 //   multiply mma.sync m16n8k16, fp32 sums of exact products. A look-up gives rows g and g + 8 for
-//            one column, an operand wants two columns of one row: four PRMT a fragment. For up to 4
-//            rows of x there is no need: the pair goes in as it is, and a row of x takes two of the
-//            eight columns of operand B, (x, 0) that picks row g, and (0, x) that picks row g + 8
+//            one column, an operand wants two columns of one row. So that nothing is exchanged, the
+//            pair goes in as it is, and a row of x takes two of the eight columns of operand B,
+//            (x, 0) that picks row g, and (0, x) that picks row g + 8
 //   promote  sum = fma(step's sum, absmax, sum): the scale never rounds a weight
 //
 // Every warp has different features, so that sums are added only where K is split
@@ -35,23 +35,22 @@ constexpr int kMinCtasPerSm = 2;
 #endif
 
 // kSteps: promotions in half a tile; two where groups are of 32 columns.
-template <class Element_, int kBlockM_, int kSteps_>
+template <class Element_, int kSteps_>
 struct Config {
   using Element = Element_;
   static constexpr Operand kOperand =
       std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
-  static constexpr int kBlockM = kBlockM_;
+  static constexpr int kBlockM = BookA16Cta::kBlockM;
   // From the table on, x.
   static constexpr int kX = decode::Int4Codebook::kTableBytes;
-  static constexpr BookA16Cta kCta{kBlockM, kX};
-  static constexpr bool kPairs = kCta.pairs;
+  static constexpr BookA16Cta kCta{kX};
   static constexpr int kSteps = kSteps_;
   static constexpr int kWarps = kCta.warps, kThreads = kCta.threads;
   static constexpr int kRows = kRowsPerPanel * kWarps;
   static constexpr int kSumStride = kRows + 4;
   static constexpr int kTilesAtOnce = kCta.tiles_at_once, kXBytes = kCta.x_bytes,
                        kSharedBytes = kCta.shared_bytes;
-  static_assert(kSharedBytes <= book_gemm_a16_tile(kBlockM).shared_bytes,
+  static_assert(kSharedBytes <= kBookGemmA16Tile.shared_bytes,
                 "its tile promises less shared memory");
   static_assert(kSharedBytes >= kBlockM * kSumStride * int(sizeof(float)),
                 "the sums leave through shared memory");
@@ -68,9 +67,8 @@ struct Params {
   bool vector_loads;  // rows of x start on 16 bytes, K is a multiple of 8, and no permutation
 };
 
-// Columns of x from `first` on to shared memory: [pair of 16 columns][x_row][t][2t, 2t+1, 2t+8,
-// 2t+9 of either 16]; with kPairs [16 columns][(x, 0) of each row, (0, x) of each row][t][2t, 2t+8,
-// 2t+1, 2t+9].
+// Columns of x from `first` on to shared memory: [16 columns][(x, 0) of each row, (0, x) of each
+// row][t][2t, 2t+8, 2t+1, 2t+9].
 template <class C>
 __device__ __forceinline__ void stage_x_rows(uint8_t* to, Params const& p, int first, int columns) {
   constexpr int kAtOnce = 4;  // whose loads are in flight together
@@ -103,21 +101,14 @@ __device__ __forceinline__ void stage_x_rows(uint8_t* to, Params const& p, int f
     for (int i = 0; i < kAtOnce; ++i) {
       int item = begin + i * C::kThreads, x_row = item / runs, run = item % runs;
       if (item >= all) break;
-      if constexpr (C::kPairs) {
-        uint8_t* at = to + run * 512 + x_row * 64;
+      uint8_t* at = to + run * 512 + x_row * 64;
 #pragma unroll
-        for (int t = 0; t < 4; ++t) {
-          uint32_t a = words[i][t], b = words[i][4 + t];
-          *reinterpret_cast<uint4*>(at + t * 16) =
-              make_uint4(a & 0xffffu, b & 0xffffu, a >> 16, b >> 16);
-          *reinterpret_cast<uint4*>(at + t * 16 + 256) =
-              make_uint4(a << 16, b << 16, a & 0xffff0000u, b & 0xffff0000u);
-        }
-      } else {
-        uint8_t* at = to + (run / 2 * C::kBlockM + x_row) * 64 + run % 2 * 8;
-#pragma unroll
-        for (int t = 0; t < 4; ++t)
-          *reinterpret_cast<uint2*>(at + t * 16) = make_uint2(words[i][t], words[i][4 + t]);
+      for (int t = 0; t < 4; ++t) {
+        uint32_t a = words[i][t], b = words[i][4 + t];
+        *reinterpret_cast<uint4*>(at + t * 16) =
+            make_uint4(a & 0xffffu, b & 0xffffu, a >> 16, b >> 16);
+        *reinterpret_cast<uint4*>(at + t * 16 + 256) =
+            make_uint4(a << 16, b << 16, a & 0xffff0000u, b & 0xffff0000u);
       }
     }
   }
@@ -146,64 +137,15 @@ __device__ __forceinline__ float2 scale_values(DataType type, uint2 raw) {
   return make_float2(__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u));
 }
 
-using Sums = float[kRowBlocks][4];
+using Sums = float[kRowBlocks / 2][4];
 
 // Half a tile. `x`: this lane's first column; `scales`: the index of the scale of this lane's first
-// row. next(rb) loads the next codes of a row block as soon as its codes are decoded.
+// row. next(rb) loads the next codes of a row block as soon as its codes are decoded. Sums:
+// [two row blocks][rows of either, columns 2t and 2t + 1 of operand B].
 template <class C, class Next>
 __device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next next, uint32_t table,
                                               uint8_t const* x, Params const& p, int64_t scales,
                                               Sums& sums) {
-  constexpr int kPieces = kHalfColumns / 16 / C::kSteps;  // of 16 columns, in a step
-#pragma unroll
-  for (int step = 0; step < C::kSteps; ++step) {
-    int64_t const step_scales = scales + (p.rows.count == 4 ? int64_t(step) * p.n_pad : 0);
-    uint2 ahead = load_scales(p.weight, step_scales);
-    uint4 b[kPieces / 2];
-#pragma unroll
-    for (int i = 0; i < kPieces / 2; ++i)
-      b[i] = *reinterpret_cast<uint4 const*>(x + (step * kPieces / 2 + i) * C::kBlockM * 64);
-    auto word = [&](int rb, int i) {
-      uint4 const& four = codes[rb];
-      uint32_t w = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
-      asm volatile("" : "+r"(w));  // not looked up before its turn: registers
-      return w;
-    };
-    uint32_t pairs[2][4];  // of this piece, and of the next
-    decode::Int4Codebook::look_up<0>(word(0, step * kPieces), table, pairs[0]);
-#pragma unroll
-    for (int rb = 0; rb < kRowBlocks; ++rb) {
-      uint2 raw = ahead;
-      if (rb + 1 < kRowBlocks) ahead = load_scales(p.weight, step_scales + 2 * (rb + 1));
-      float products[4];
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        int const turn = rb * kPieces + i;
-        if (turn + 1 < kRowBlocks * kPieces) {
-          decode::Int4Codebook::look_up<0>(
-              word((turn + 1) / kPieces, step * kPieces + (turn + 1) % kPieces), table,
-              pairs[(turn + 1) % 2]);
-        }
-        uint32_t a[4];
-        decode::Int4Codebook::combine(pairs[turn % 2], a);
-        uint4 const& two = b[i / 2];
-        multiply_add<C::kOperand>(products, a, i % 2 ? two.z : two.x, i % 2 ? two.w : two.y, i == 0,
-                                  0.0f);
-      }
-      if (step == C::kSteps - 1) next(rb);
-      float2 scale = scale_values(p.weight.scale_type, raw);
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        sums[rb][e] = fmaf(products[e], e < 2 ? scale.x : scale.y, sums[rb][e]);
-    }
-  }
-}
-
-// The same for kPairs. Sums: [two row blocks][rows of either, columns 2t and 2t + 1 of operand B].
-template <class C, class Next>
-__device__ __forceinline__ void multiply_half_pairs(uint4 (&codes)[kRowBlocks], Next next,
-                                                    uint32_t table, uint8_t const* x,
-                                                    Params const& p, int64_t scales, Sums& sums) {
   constexpr int kPieces = kHalfColumns / 16 / C::kSteps;  // of 16 columns, in a step
   int upper = threadIdx.x % 4 / 2;                        // columns 4 .. 7: rows g + 8
 #pragma unroll
@@ -308,11 +250,7 @@ __global__ void __launch_bounds__(C::kThreads, kMinCtasPerSm)
           if (more) load(half, rb);
         };
         int64_t const row = scales + int64_t(half) * half_rows * p.n_pad;
-        if constexpr (C::kPairs) {
-          multiply_half_pairs<C>(ahead[half], next, table, x, p, row, sums);
-        } else {
-          multiply_half<C>(ahead[half], next, table, x, p, row, sums);
-        }
+        multiply_half<C>(ahead[half], next, table, x, p, row, sums);
         x += kHalfColumns / 32 * C::kXBytes;
       }
     }
@@ -321,18 +259,11 @@ __global__ void __launch_bounds__(C::kThreads, kMinCtasPerSm)
   float* tiles_per_cluster = reinterpret_cast<float*>(shared);
   __syncthreads();
 #pragma unroll
-  for (int rb = 0; rb < kRowBlocks; ++rb)
+  for (int rb = 0; rb < kRowBlocks / 2; ++rb)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if constexpr (C::kPairs) {
-        if (rb < 2)
-          tiles_per_cluster[(2 * t + e % 2) % 4 * C::kSumStride + warp * kRowsPerPanel +
-                            (2 * rb + e / 2) * 16 + g + t / 2 * 8] = sums[rb][e];
-      } else {
-        tiles_per_cluster[(2 * t + e % 2) * C::kSumStride + warp * kRowsPerPanel + rb * 16 + g +
-                          8 * (e / 2)] = sums[rb][e];
-      }
-    }
+    for (int e = 0; e < 4; ++e)
+      tiles_per_cluster[(2 * t + e % 2) % 4 * C::kSumStride + warp * kRowsPerPanel +
+                        (2 * rb + e / 2) * 16 + g + t / 2 * 8] = sums[rb][e];
   __syncthreads();
   float* splitk_workspace = p.splitk_workspace
                                 ? p.splitk_workspace + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad
@@ -359,20 +290,12 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
   return launch_plan(book_gemm_a16<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
-template <class Element, int kBlockM>
+template <class Element>
 Status launch_groups(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
   return problem.weight.group_size == 32
-             ? launch_config<Config<Element, kBlockM, 2>>(problem, plan, splitk_workspace, stream)
-             : launch_config<Config<Element, kBlockM, 1>>(problem, plan, splitk_workspace, stream);
-}
-
-template <class Element>
-Status launch_element(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
-                      Stream stream) {
-  return launch_height<4, 8>(plan, plan.block_m, [&](auto height) {
-    return launch_groups<Element, height()>(problem, plan, splitk_workspace, stream);
-  });
+             ? launch_config<Config<Element, 2>>(problem, plan, splitk_workspace, stream)
+             : launch_config<Config<Element, 1>>(problem, plan, splitk_workspace, stream);
 }
 
 }  // namespace
@@ -380,8 +303,8 @@ Status launch_element(GemmProblem const& problem, Plan const& plan, float* split
 Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                             Stream stream) {
   return problem.x_type == DataType::kFloat16
-             ? launch_element<__half>(problem, plan, splitk_workspace, stream)
-             : launch_element<__nv_bfloat16>(problem, plan, splitk_workspace, stream);
+             ? launch_groups<__half>(problem, plan, splitk_workspace, stream)
+             : launch_groups<__nv_bfloat16>(problem, plan, splitk_workspace, stream);
 }
 
 }  // namespace cutlass_ops

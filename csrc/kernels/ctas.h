@@ -68,18 +68,16 @@ struct MmaA8Cta {
 // ---- book_gemm_a16
 
 struct BookA16Cta {
-  int block_m;
+  static constexpr int kBlockM = 4;  // rows of x, which take two columns of operand B each
   int table_bytes;
 
-  bool pairs = block_m == 4;  // rows of x take two columns of operand B
   int warps = 8, threads = 32 * warps;
-  int tiles_at_once = pairs ? 8 : 16;             // of x
-  int x_bytes = 32 * (pairs ? 32 : 2 * block_m);  // of 32 columns
+  int tiles_at_once = 8;  // of x
+  int x_bytes = 1024;     // of 32 columns
   // The table starts on a multiple of its size, which dynamic shared memory does not; x follows it.
   int shared_bytes = table_bytes - 1024 + table_bytes + tiles_at_once * kKPerTile / 32 * x_bytes;
 
-  constexpr BookA16Cta(int block_m_, int table_bytes_)
-      : block_m(block_m_), table_bytes(table_bytes_) {}
+  constexpr explicit BookA16Cta(int table_bytes_) : table_bytes(table_bytes_) {}
 };
 
 // ---- wgmma_gemm_a8, wgmma_gemm_a16: hopper::TileConfig

@@ -156,9 +156,9 @@ TEST(Dispatch, DecodesUpTo16Rows) {
   EXPECT_EQ(kernel(book), "wgmma_fold16");
   book.architecture = 80;
   EXPECT_EQ(kernel(book), "mma_gemm_a16");
-  book.m = 9;
+  book.m = 5;
   EXPECT_EQ(kernel(book), "mma_gemm_a16");
-  book.m = 8;
+  book.m = 4;
   EXPECT_EQ(kernel(book), "book_gemm_a16");
   EXPECT_EQ(planned(book).slices, 16);  // 8 tiles of 512 rows for 132 multiprocessors
 }
