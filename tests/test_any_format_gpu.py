@@ -310,7 +310,8 @@ def test_few_rows_in_every_shape_of_a_decode_kernel(
     [
         (Format(4, "symmetric", 32), 1, "none"),
         (Format(8, "symmetric", 32), 16, "none"),
-        (Format(8, "symmetric", 16, FLOAT), 1, "none"),
+        (Format(8, "symmetric", 16, FLOAT), 9, "none"),
+        (Format(4, "symmetric", 16), 1, "none"),
         (Format(4, "offsets", 16), 16, "block"),
         (Format(4, "offsets", 128), 7, "block"),
         (Format(8, "zeros", 128), 16, "token"),
@@ -326,7 +327,13 @@ def test_few_rows_are_folded(fmt: Format, m: int, act_quant: str) -> None:
 
 @pytest.mark.parametrize(
     ("group_size", "m", "kernel"),
-    [(32, 4, "decode_gemm"), (128, 8, "decode_gemm"), (128, 16, "wgmma_gemm_a16")],
+    [
+        (16, 1, "decode_gemm"),
+        (16, 8, "decode_gemm"),
+        (32, 4, "decode_gemm"),
+        (128, 8, "decode_gemm"),
+        (128, 16, "wgmma_gemm_a16"),
+    ],
 )
 def test_few_rows_with_scales_of_another_type_are_exact(
     group_size: int, m: int, kernel: str

@@ -17,7 +17,7 @@ DecodeMemory decode_memory(GemmProblem const& p, DecodeShape const& shape) {
   at.zeros = 4096 + rows * kRowsPerPanel * bytes_of(w.scale_type);
   at.offsets = at.zeros + (w.zeros ? rows * kRowsPerPanel : 0);
   at.stage = at.offsets + (w.offsets ? rows * kRowsPerPanel * bytes_of(w.offset_type) : 0);
-  int step = w.group_size == 32 || w.group_size == 64 ? w.group_size : columns,
+  int step = w.group_size > 0 && w.group_size <= 64 ? w.group_size : columns,
       steps = shape.slice * kKPerTile / step;
   at.x_row = shape.slice * kKPerTile * 2 + 16;
   at.x = shape.warps * shape.stages * at.stage;

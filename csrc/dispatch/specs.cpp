@@ -134,9 +134,10 @@ Field decode_gemm_can(GemmProblem const& problem, Device const& device) {
   if (Field field = needs_few_rows(problem, kMostDecodeGemmRows); field != Field::kNone)
     return field;
   int64_t const groups = w.group_size == -1 ? 1 : padded_k(w.k) / w.group_size + 1;
+  bool const has_groups = w.group_size != 16 || (has_integer_codes(w) && !multiplies_int8(problem));
   return first_of(
       needs_hopper(problem, device, kPortableSharedBytes), needs_integers_or_codebook(w),
-      needs_groups_of_32(w),
+      has_groups ? Field::kNone : Field::kGroups,
       groups * padded_rows(w.n) < int64_t(1) << 29 ? Field::kNone : Field::kGroupVectors);
 }
 Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
@@ -189,6 +190,14 @@ bool is_long_and_quantized(GemmProblem const& problem) {
          has_millions(problem, 128);
 }
 bool is_not_long(GemmProblem const& problem) { return !is_long_and_quantized(problem); }
+// Whether decode_gemm may be chosen. Groups of 16 are a promotion for each operand A, which pays only
+// where wgmma_decode_fold16 is slow: with scales of another type than x's (8 bits, M = 1: 0.7 to 0.9
+// of the time) and, if there are offsets, a large weight (0.8 to 1.0; 4096 x 4096 1.1 to 1.3).
+bool promotes_few_groups(GemmProblem const& problem) {
+  PackedWeight const& w = problem.weight;
+  if (w.group_size != 16) return is_not_long(problem);
+  return w.scale_type != problem.x_type && (!w.offsets || has_millions(problem, 32));
+}
 // Whether wgmma_gemm_a16 decodes, for more rows than decode_gemm takes: scales of another type than
 // x's, which wgmma_decode does not take and wgmma_decode_fold16 applies in fp32, value by value. With
 // 16 rows it takes half the time of the latter (14336 x 4096, groups of 128).
@@ -276,7 +285,7 @@ constexpr Candidate kWgmmaDecodeFold16[] = {
 };
 constexpr Candidate kDecodeGemm[] = {
     decode_candidate("decode_gemm", decode_gemm_tile(4), 4, nullptr, true),
-    decode_candidate("decode_gemm", decode_gemm_tile(8), 8, is_not_long, true),
+    decode_candidate("decode_gemm", decode_gemm_tile(8), 8, promotes_few_groups, true),
 };
 
 // ---- tiles of the Hopper kernels, by their costs

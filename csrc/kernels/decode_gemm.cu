@@ -179,7 +179,8 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
           float (&d)[4] = products[tb][rb];
           if (first) {
             float (&c)[4] = start[tb];
-            multiply_add<C::kOperand>(d, a, b[tb][0], b[tb][1], c[0], c[1], c[2], c[3]);
+            multiply_add<C::kOperand>(d, a, b[tb][at % 2 * 2], b[tb][at % 2 * 2 + 1], c[0], c[1],
+                                      c[2], c[3]);
           } else {
             multiply_add<C::kOperand>(d, a, b[tb][at % 2 * 2], b[tb][at % 2 * 2 + 1], d[0], d[1],
                                       d[2], d[3]);
@@ -543,6 +544,13 @@ template <class Element, class Format, int kBlockM, bool kInt8, int kWarps>
 Status launch_warps(GemmProblem const& problem, Plan const& plan, Stream stream) {
   PackedWeight const& w = problem.weight;
   switch (w.group_size) {
+    case 16:
+      if constexpr (Format::kIntegers && !kInt8) {
+        return launch_config<Config<Element, Format, kBlockM, 16, kInt8, kWarps, Weights::kAny>>(
+            problem, plan, stream);
+      } else {
+        return unsupported("decode_gemm has groups of 16 of integers times 16-bit x alone");
+      }
     case 32:
       return launch_config<Config<Element, Format, kBlockM, 32, kInt8, kWarps, Weights::kAny>>(
           problem, plan, stream);

@@ -46,7 +46,7 @@ constexpr bool bias_fits(bool int8) {
   return false;
 }
 
-// kBlockM: 8, or 4 of a code book. kShortGroup: 32 or 64 columns, where the weight has such groups,
+// kBlockM: 8, or 4 of a code book. kShortGroup: 16, 32 or 64 columns, where the weight has such groups,
 // which are the steps then; or 0: a step is a piece. kInt8: activations are integers with scales.
 // kWeights: the test for zero points and offsets at every step takes a sixth of its time
 // (instructions under a predicate that is false are issued, too).
@@ -228,8 +228,11 @@ struct WeightLoader {
     };
     int i = threadIdx.x % 32;
     if constexpr (C::kShortGroups) {
-      if (i < rows << log_pieces) copy(i);
-      if (i + 32 < rows << log_pieces) copy(i + 32);
+      // of 4 bytes each, or less
+      constexpr int kMostPieces = C::kPieceColumns / C::kStepColumns * kRowsPerPanel * 4 / 16;
+#pragma unroll
+      for (int j = 0; j < kMostPieces; j += 32)
+        if (i + j < rows << log_pieces) copy(i + j);
     } else if (i < 4 << log_bytes) {
       copy_async_16(to + i * 16, static_cast<uint8_t const*>(from) +
                                      ((uint32_t(row * p.n_pad + row_panel_begin) << log_bytes) +

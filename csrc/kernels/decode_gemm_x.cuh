@@ -311,22 +311,26 @@ __device__ __forceinline__ void stage_codes(uint8_t* shared, Params const& p, in
   }
 }
 
-// The sums of x over each step, in the decoder's units: four lanes sum a step of a row.
+// The sums of x over each step, in the decoder's units: four lanes sum a step of a row, two one of
+// 16 columns.
 template <class C>
 __device__ __forceinline__ void sum_steps(uint8_t* shared, Params const& p, int columns) {
   using E = CodeBias<typename C::Decode>;
-  constexpr int kPieces = C::kStepColumns / 32;  // of 16 bytes, a lane
+  constexpr int kLanes = C::kStepColumns < 32 ? 2 : 4,
+                kPieces = C::kStepColumns / (8 * kLanes),  // of 16 bytes, a lane
+      kWarpSteps = 32 / kLanes;
   int const steps = columns / C::kStepColumns, count = p.epilogue.m * steps;
 #pragma unroll 2
   // whole warps
-  for (int item = threadIdx.x / 4; item < (count + 7) / 8 * 8; item += C::kThreads / 4) {
+  for (int item = threadIdx.x / kLanes; item < (count + kWarpSteps - 1) / kWarpSteps * kWarpSteps;
+       item += C::kThreads / kLanes) {
     Quotient place(min(item, count - 1), steps);
     uint8_t const* row = shared + p.memory.x + place.quotient * p.memory.x_row +
                          place.remainder * (C::kStepColumns * 2);
     float sums[4] = {};
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      uint4 v = *reinterpret_cast<uint4 const*>(row + (i * 4 + threadIdx.x % 4) * 16);
+      uint4 v = *reinterpret_cast<uint4 const*>(row + (i * kLanes + threadIdx.x % kLanes) * 16);
       uint32_t const words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -336,8 +340,8 @@ __device__ __forceinline__ void sum_steps(uint8_t* shared, Params const& p, int 
     }
     float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    if (threadIdx.x % 4 == 0 && item < count)
+    if (kLanes == 4) sum += __shfl_xor_sync(~0u, sum, 2);
+    if (threadIdx.x % kLanes == 0 && item < count)
       reinterpret_cast<float*>(
           shared + p.memory.sums)[place.remainder * C::kBlockM + place.quotient] = sum * E::kUnit;
   }

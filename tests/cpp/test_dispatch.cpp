@@ -108,6 +108,7 @@ TEST(Dispatch, GivesGroupsOf16ToKernelsThatHaveRoomForThem) {
         Case{"fp32 scales", false, false, false, DataType::kFloat32, true},
         Case{"zero points", true, false, false, DataType::kFloat16, false},
         Case{"offsets", false, true, false, DataType::kFloat16, false},
+        Case{"offsets and fp32 scales", false, true, false, DataType::kFloat32, false},
         Case{"a code book", false, false, true, DataType::kFloat16, true},
         Case{"a code book and fp32 scales", false, false, true, DataType::kFloat32, false}}) {
     auto const weight = [&](int m) {
@@ -118,7 +119,9 @@ TEST(Dispatch, GivesGroupsOf16ToKernelsThatHaveRoomForThem) {
       p.weight.scale_type = c.scales;
       return p;
     };
-    EXPECT_STREQ(planned(weight(1)).kernel, "wgmma_decode_fold16") << c.name;
+    bool const promotes = c.scales == DataType::kFloat32 && !c.book && !c.offsets;
+    EXPECT_STREQ(planned(weight(1)).kernel, promotes ? "decode_gemm" : "wgmma_decode_fold16")
+        << c.name;
     EXPECT_STREQ(planned(weight(100)).kernel, c.fits ? "wgmma_fold16" : "mma_gemm_a16") << c.name;
     GemmProblem exact = weight(100);
     exact.exact = true;

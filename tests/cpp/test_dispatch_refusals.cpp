@@ -303,7 +303,7 @@ TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
     auto const groups = [=](GemmProblem& p) { p.weight.group_size = group_size; };
     forbids("wgmma_gemm_a16", "groups of " + std::to_string(group_size), groups);
     forbids("wgmma_decode", "groups of " + std::to_string(group_size), groups);
-    forbids("decode_gemm", group_size == 16 ? "groups of 16" : "", groups);
+    forbids("decode_gemm", "", groups);
     forbids("wgmma_decode_fold16", "", groups);
     forbids("wgmma_fold16", "", groups);
   }
@@ -311,10 +311,12 @@ TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
     offsets(p);
     p.weight.group_size = 16;
   });
-  forbids("book_gemm_a16", "groups of 16", [&](GemmProblem& p) {
-    book(p), p.m = 4;
-    p.weight.group_size = 16;
-  });
+  for (char const* kernel : {"decode_gemm", "book_gemm_a16"}) {
+    forbids(kernel, "groups of 16", [&](GemmProblem& p) {
+      book(p), p.m = 4;
+      p.weight.group_size = 16;
+    });
+  }
   forbids("wgmma_gemm_a16", "offsets", offsets);
   forbids("wgmma_decode", "offsets", offsets);
   forbids("wgmma_gemm_a16", "a code book", book);
