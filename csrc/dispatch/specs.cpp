@@ -515,7 +515,7 @@ constexpr Candidate kWgmmaFold16[] = {wgmma_fold16_of<kBits>(32),  wgmma_fold16_
 
 // ---- tiles of the portable kernels, by M
 
-constexpr Candidate kCodebookGemmA16[] = {{kBookGemmA16Tile, 0, 4}};
+constexpr Candidate kCodebookGemmA16[] = {{book_gemm_a16_tile(), 0, 4}};
 // Problems for which tiles of 64 rows have no registers left.
 bool has_groups_of_16(GemmProblem const& problem) { return problem.weight.group_size == 16; }
 bool is_image_or_has_groups_of_16(GemmProblem const& problem) {

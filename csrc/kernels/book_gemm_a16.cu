@@ -50,7 +50,7 @@ struct Config {
   static constexpr int kSumStride = kRows + 4;
   static constexpr int kTilesAtOnce = kCta.tiles_at_once, kXBytes = kCta.x_bytes,
                        kSharedBytes = kCta.shared_bytes;
-  static_assert(kSharedBytes <= kBookGemmA16Tile.shared_bytes,
+  static_assert(kSharedBytes <= book_gemm_a16_tile().shared_bytes,
                 "its tile promises less shared memory");
   static_assert(kSharedBytes >= kBlockM * kSumStride * int(sizeof(float)),
                 "the sums leave through shared memory");

@@ -45,7 +45,7 @@ Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* 
 Status launch_grouped_mma_gemm_a16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // book_gemm_a16.cu: fp16 or bf16 activations, weights of a code book, a few rows of x.
-constexpr Tile kBookGemmA16Tile{512, 4, 2, 2, kPortableSharedBytes};
+constexpr Tile book_gemm_a16_tile() { return {512, 4, 2, 2, kPortableSharedBytes}; }
 Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                             Stream stream);
 
