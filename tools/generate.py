@@ -102,6 +102,8 @@ def pack(model: torch.nn.Module, bits: int, group_size: int) -> None:
 def compile_small_operations() -> None:
     """Compile what Llama's layers do between the products, of models made before and after."""
     module = modeling_llama
+    # Every number of texts and every size of a model is a compilation of each.
+    torch._dynamo.config.recompile_limit = 64
     compiled = partial(torch.compile, dynamic=False, fullgraph=True)
     module.LlamaRMSNorm.forward = compiled(module.LlamaRMSNorm.forward)
     module.apply_rotary_pos_emb = compiled(module.apply_rotary_pos_emb)
