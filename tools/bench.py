@@ -408,7 +408,8 @@ def peers(name: str, packed: co.PackedWeight) -> dict[str, Peer]:
             return torch._int_mm(rows[m], w.t())
 
         found["torch int8"] = Peer(codes.clone, int8, codes.nbytes)
-    if options.get("act_symmetric", True) and not form.shift:
+    # humming's scales are those of x.
+    if options.get("act_symmetric", True) and not form.shift and form.scale_type == torch.float16:
         try:
             from humming.layer import HummingLayer
         except ImportError:

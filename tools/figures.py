@@ -48,6 +48,8 @@ FORMATS = {
     "w4a8-block-asym": "W4A8, scales and zero points for blocks",
     "w8a8-block-asym": "W8A8, scales and zero points for blocks",
     "nf4": "NF4",
+    "q4_k": "Q4_K (int4, groups of 32, offsets)",
+    "q6_k": "Q6_K (int8, groups of 16)",
 }
 #: README's formats, with one row of x, as in a chat of one user.
 ONE_ROW = ("w4a16", "w8a16", "w4a8-block", "w8a8-block")
@@ -309,7 +311,7 @@ def whole_layers() -> str:
     ]
     tokens = {
         row["kernel"]: row["decode_ms"]["1"] * 1e3
-        for row in read("h200-vllm.json")["rows"]
+        for row in read("h100-vllm.json")["rows"]
         if (engine_model(row), row["checkpoint"]) == README_MODEL
     }
     lines.append(
@@ -328,7 +330,7 @@ def whole_layers() -> str:
 
 def generation() -> str:
     """Tokens a second."""
-    result = read("h200-generate.json")
+    result = read("h100-generate.json")
     speeds: dict[tuple[str, str, str], dict[int, float]] = {}
     for row in result["rows"]:
         place = (row["model"], row["format"], "yes" if row["compiled"] else "no")
@@ -339,15 +341,15 @@ def generation() -> str:
         for place, by_batch in speeds.items()
     )
     table = markdown(["model", "format", "compiled, texts =", *batches], lines, words=3)
-    return f"{about('h200-generate.json')} Tokens a second:\n\n{table}"
+    return f"{about('h100-generate.json')} Tokens a second:\n\n{table}"
 
 
 def training() -> str:
     """A step of QLoRA."""
-    rows = read("training_h200.json")["rows"]
+    rows = read("training_h100.json")["rows"]
     lines = ([row["name"], f"{row['ms']:.1f}", f"{row['peak_mb']:.0f}"] for row in rows)
     table = markdown(["weights", "ms a step", "peak memory, MB"], lines)
-    return f"{about('training_h200.json')}\n\n{table}"
+    return f"{about('training_h100.json')}\n\n{table}"
 
 
 def expert_layers() -> dict[str, dict[int, tuple[float, float]]]:
