@@ -790,6 +790,8 @@ LABELS = {
     "w4a16": "W4A16",
     "w8a16": "W8A16",
     "nf4": "NF4",
+    "q4_k": "Q4_K",
+    "q6_k": "Q6_K",
     "w4a8-block": "W4A8 block",
     "w8a8-block": "W8A8 block",
     "w4a8-token": "W4A8 row",
