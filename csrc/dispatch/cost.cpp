@@ -185,7 +185,7 @@ int64_t decode_time_in(GemmProblem const& problem, Device const& device, KernelS
   // 14336 and 4096 x 4096, groups of 32, 64 and 128, at M = 1 to 16.
   constexpr ByWidth<double> kWideScales(2.0, 1.5);
   bool const wide = spec.rounds && !multiplies_int8(problem) && has_integer_codes(problem.weight) &&
-                    problem.weight.scale_type != problem.x_type;
+                    !has_own_scales(problem.weight, problem.x_type);
   double const weights = cost.chunk * t.chunks + cost.share * t.share;
   return int64_t(cost.start + (wide ? kWideScales[code_bits(problem.weight)] : 1.0) * weights +
                  cost.x * t.x + double(cost.row) * t.rows);

@@ -178,7 +178,8 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
 
 bool decodes_exactly(GroupedGemm const& p) {
   PackedWeight const& w = p.weight;
-  return kGroupedDecodeIsExact[code_bits(w)] && multiplies_exactly(w) && w.scale_type == p.x_type;
+  return kGroupedDecodeIsExact[code_bits(w)] && multiplies_exactly(w) &&
+         has_own_scales(w, p.x_type);
 }
 
 WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device, double row_tiles,

@@ -39,9 +39,13 @@ inline bool has_short_groups(PackedWeight const& w) {
   return w.group_size == 16 || w.group_size == 32 || w.group_size == 64;
 }
 
+// Whether scales have x's type.
+inline bool has_own_scales(PackedWeight const& w, DataType x_type) {
+  return w.scale_type == x_type;
+}
 // Whether kernels that round weights apply scales and offsets in x's type, which both have.
 inline bool has_narrow_scales(PackedWeight const& w, DataType x_type) {
-  return w.scale_type == x_type && (!w.offsets || w.offset_type == x_type);
+  return has_own_scales(w, x_type) && (!w.offsets || w.offset_type == x_type);
 }
 // The same of wgmma_fold16, whose instances for scales of any type alone take groups of 16.
 inline bool folds_narrow_scales(PackedWeight const& w, DataType x_type) {

@@ -144,7 +144,7 @@ Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   if (Field field = needs_few_rows(problem, kMostDecodeRows); field != Field::kNone) return field;
   if (Field field = needs_hopper(problem, device); field != Field::kNone) return field;
-  bool const own_scales = w.scale_type == problem.x_type;
+  bool const own_scales = has_own_scales(w, problem.x_type);
   if (Field field = needs_integers_or_codebook(w); field != Field::kNone) return field;
   if (has_codebook(w)) {
     if (w.group_size == 16 || w.group_size == 32) return Field::kGroups;
@@ -181,7 +181,7 @@ bool can_quantize_values(GemmProblem const& problem) {
 }
 // Exact products also need scales of x's type.
 bool can_quantize_blocks(GemmProblem const& problem) {
-  return can_quantize_values(problem) && problem.weight.scale_type == problem.x_type;
+  return can_quantize_values(problem) && has_own_scales(problem.weight, problem.x_type);
 }
 // For large int4 weights and a long x with one scale a row, mma_gemm_a8 is chosen, which cuts K
 // into more slices than a cluster.
@@ -196,7 +196,7 @@ bool is_not_long(GemmProblem const& problem) { return !is_long_and_quantized(pro
 bool promotes_few_groups(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   if (w.group_size != 16) return is_not_long(problem);
-  return w.scale_type != problem.x_type && (!w.offsets || has_millions(problem, 32));
+  return !has_own_scales(w, problem.x_type) && (!w.offsets || has_millions(problem, 32));
 }
 // Whether wgmma_gemm_a16 decodes, for more rows than decode_gemm takes: scales of another type than
 // x's, which wgmma_decode does not take and wgmma_decode_fold16 applies in fp32, value by value. With
@@ -210,7 +210,7 @@ bool promotes_few_rows(GemmProblem const& problem) {
 // cannot implement the problem.
 bool folds_few_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  bool const own_scales = w.scale_type == problem.x_type;
+  bool const own_scales = has_own_scales(w, problem.x_type);
   if (promotes_few_rows(problem)) return false;
   if (has_codebook(w))
     return w.group_size == 16 || w.group_size == 32 || is_irregular(problem) ||
@@ -333,7 +333,8 @@ bool four_warpgroups_of_many_weights(GemmProblem const& problem) {
   return four_warpgroups_without_x_zeros(problem) && has_many_weights(problem);
 }
 bool four_warpgroups_with_scales_of_x(GemmProblem const& problem) {
-  return kFourWarpgroups[code_bits(problem.weight)] && problem.weight.scale_type == problem.x_type;
+  return kFourWarpgroups[code_bits(problem.weight)] &&
+         has_own_scales(problem.weight, problem.x_type);
 }
 // wgmma_fold16 is chosen where wgmma_gemm_a8 or wgmma_gemm_a16, whose products are exact, cannot
 // implement the problem.
