@@ -33,7 +33,7 @@ def draw(columns: Sequence[str], rows: Sequence[Row], path: Path) -> None:
             is the heading of the rows below it.
         path: the SVG file.
     """
-    label = round(max((len(name) for name, ratios in rows if ratios), default=0) * FONT * 0.54) + 12
+    label = round(max((len(name) for name, ratios in rows if ratios), default=0) * FONT * 0.61) + 8
     width, height = label + CELL * len(columns), HEIGHT * (len(rows) + 1)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 '
