@@ -120,6 +120,7 @@ struct LaunchConfig {
 
   template <class C>
   static constexpr LaunchConfig of() {
+    static_assert(C::kCluster == 2, "half_x_rows() halves a tile");
     return {C::kBlockM,      C::kCluster, C::kWarpgroups, C::kXBoxRows,   C::kThreads,
             C::kSharedBytes, C::kBits,    C::kShortTiles, C::kSplitsRows, C::kWindowTiles > 0};
   }

@@ -122,6 +122,11 @@ TEST(Dispatch, GivesGroupsOf16ToKernelsThatHaveRoomForThem) {
     bool const promotes = c.scales == DataType::kFloat32 && !c.book && !c.offsets;
     EXPECT_STREQ(planned(weight(1)).kernel, promotes ? "decode_gemm" : "wgmma_decode_fold16")
         << c.name;
+    GemmProblem large = weight(1);
+    large.weight.n = 14336;
+    EXPECT_STREQ(planned(large).kernel,
+                 c.scales == DataType::kFloat32 && !c.book ? "decode_gemm" : "wgmma_decode_fold16")
+        << c.name;
     EXPECT_STREQ(planned(weight(100)).kernel, c.fits ? "wgmma_fold16" : "mma_gemm_a16") << c.name;
     GemmProblem exact = weight(100);
     exact.exact = true;
