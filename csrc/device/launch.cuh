@@ -19,6 +19,13 @@ inline Status cuda_error(char const* call, cudaError_t error) {
                              cudaGetErrorString(error) + ")"};
 }
 
+// Of a power of two.
+inline int log2_of(int value) {
+  int log = 0;
+  while (1 << log < value) ++log;
+  return log;
+}
+
 // Allow a kernel this much dynamic shared memory on the current device. The runtime is called once,
 // or when the size grows: the call takes longer than a launch.
 inline Status allow_shared_memory(void const* kernel, int bytes) {

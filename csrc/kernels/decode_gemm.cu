@@ -512,8 +512,6 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
                   : problem.quantized.codes               ? Source::kCodes
                   : problem.act_quant == ActQuant::kToken ? Source::kBlockM
                                                           : Source::kBlocks;
-  int log_cluster = 0;
-  while (1 << log_cluster < shape.cluster) ++log_cluster;
   Params p{w,
            FloatRows(problem.x, problem.x_type, problem.x_stride, w.k, w.perm),
            problem.quantized,
@@ -526,7 +524,7 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
            shape.stages,
            shape.cluster,
            shape.clusters,
-           log_cluster,
+           log2_of(shape.cluster),
            EvenPartition(int(padded_rows(w.n)) / kRowsPerPanel, shape.clusters),
            EvenPartition(int(padded_k(w.k) / kKPerTile), shape.cluster),
            EvenPartition(C::kThreads / 16, problem.m),

@@ -440,12 +440,6 @@ __global__ void __launch_bounds__(kThreads, kChunks == 16  ? 1
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int log2_of(int value) {
-  int log = 0;
-  while (1 << log < value) ++log;
-  return log;
-}
-
 template <class T>
 Status launch_dequantize_type(FlatProblem const& p, int multiprocessors, Stream stream) {
   using Turn = DequantizeTurn<T>;

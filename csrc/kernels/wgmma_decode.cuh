@@ -704,12 +704,6 @@ inline Status encode_weights(DecodeLaunch const& c, PackedWeight const& w,
   return status;
 }
 
-inline int log2_of(int cluster) {
-  int log_cluster = 0;
-  while (1 << log_cluster < cluster) ++log_cluster;
-  return log_cluster;
-}
-
 inline Status launch_rows(DecodeLaunch const& c, void (*kernel)(Maps, Params),
                           GemmProblem const& problem, Plan const& plan, Stream stream) {
   PackedWeight const& w = problem.weight;
