@@ -478,6 +478,7 @@ class ConvPlan:
     block_m: int
     block_n: int
     cluster_size: int
+    windows: bool
     ctas_per_sm: int
     stages: int
     grid: int

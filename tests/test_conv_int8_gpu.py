@@ -189,6 +189,34 @@ def spread(weight: co.PackedWeight, x_scale: float = 0.03) -> float:
     return float(weight.scales.float().mean()) * x_scale * 73 * 73 * weight.k**0.5 / 40
 
 
+def test_launches_follow_each_other() -> None:
+    """CTAs of a cluster end at different times: none may leave before its neighbour's last
+    arrivals.
+    """
+    weight = packed(codes(torch.int8, 256, 64, 1, 1), torch.rand(256, device="cuda") * 0.01)
+    x = codes(torch.int8, 32, 64, 56, 56)
+    scales = conv_int8.Scales(0.03, 0, spread(weight), 0)
+    call = Call(None, out_dtype=torch.int8)
+    count = None
+    results: list[Tensor] = []
+    while count is None or len(results) < count:
+        plans: list[_C.ConvPlan] = []
+
+        def choose(problem: _C.ConvProblem, plans: list[_C.ConvPlan] = plans) -> _C.ConvPlan:
+            plans[:] = problem.plans(_C.current_device())
+            return plans[len(results)]
+
+        for _ in range(50):
+            y = conv_int8.launch(
+                x, weight, Geometry((1, 1), (0, 0), (1, 1), 1), scales, call, choose
+            )
+        count = len(plans)
+        results.append(y)
+        torch.cuda.synchronize()
+    for y in results[1:]:
+        assert torch.equal(y, results[0])
+
+
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_bits_are_the_references(kind: str, device: str) -> None:

@@ -166,6 +166,7 @@ def layer(row: tuple[Any, ...], zero: int) -> dict[str, Any]:
                 "block_m": plan.block_m,
                 "block_n": plan.block_n,
                 "cluster": plan.cluster_size,
+                "windows": plan.windows,
                 "us": round(microseconds(call, inputs), 2),
                 "predicted_us": round(plan.predicted_clocks / 1755, 2),
             }
@@ -278,7 +279,8 @@ def main() -> None:
               f"fp16 {line['torch_fp16_us']:.1f}, peers {line['peers_us']}",
               flush=True)  # fmt: skip
         for plan in line["plans"]:
-            tile = f"{plan['block_m']} x {plan['block_n']}, clusters of {plan['cluster']}"
+            source = "windows, " if plan["windows"] else ""
+            tile = f"{source}{plan['block_m']} x {plan['block_n']}, clusters of {plan['cluster']}"
             print(f"    {plan['kernel']:24} {tile:30} {plan['us']:8.1f} us", flush=True)
     result = {
         "device": torch.cuda.get_device_name(),

@@ -67,6 +67,11 @@ Status encode(CUtensorMapDataType type, void const* data, cuuint64_t const (&dim
   return {};
 }
 
+// The swizzle of lines of 64 or 128 bytes.
+inline CUtensorMapSwizzle swizzle_of(int line_bytes) {
+  return line_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+}
+
 // Tensor map of rows of x [m][columns], rows `stride_bytes` apart, in boxes of 128 bytes x
 // box_x_rows and the 128-byte swizzle.
 inline Status encode_x_rows(void const* x, int element_bytes, int m, int columns,
@@ -87,10 +92,11 @@ inline Status encode_gated_rows(void* out, int m, int columns, int box_rows, CUt
 }
 
 // Tensor map of the pixels of an image under one tap of a kernel, for each place of the kernel, in
-// boxes of 128 bytes of a pixel's `channels` x `box_pixels` and the 128-byte swizzle. Pixels are
-// `pixel_bytes` apart. The image is one that im2col_rank() takes.
+// boxes of `line_bytes` of a pixel's `channels` x `box_pixels`. Pixels are `pixel_bytes` apart. The
+// image is one that im2col_rank() takes.
 inline Status encode_pixels(void const* x, int element_bytes, int channels, int64_t pixel_bytes,
-                            ImageRows const& image, int box_pixels, CUtensorMap* map) {
+                            ImageRows const& image, int box_pixels, CUtensorMap* map,
+                            int line_bytes = 128) {
   static Encoder<PFN_cuTensorMapEncodeIm2col_v12000> const encoder("cuTensorMapEncodeIm2col");
   if (!encoder.status.ok()) return encoder.status;
   int const rank = im2col_rank(image);
@@ -109,8 +115,8 @@ inline Status encode_pixels(void const* x, int element_bytes, int channels, int6
   CUresult const result = encoder(
       map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
       cuuint32_t(rank), const_cast<void*>(x), dims, strides, lower, upper,
-      cuuint32_t(128 / element_bytes), cuuint32_t(box_pixels), steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      cuuint32_t(line_bytes / element_bytes), cuuint32_t(box_pixels), steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(line_bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     return {Status::kCuda, "cuTensorMapEncodeIm2col: error " + std::to_string(int(result))};

@@ -213,31 +213,23 @@ bool fits_tma(ConvProblem const& p) {
   return true;
 }
 
-// Tiles of a CTA of conv_int8_wgmma, and the clocks that all of them take.
-struct WgmmaCost {
-  int64_t tiles, clocks;
-};
+// Pixels of the result in tiles: all, or those of patches of conv_int8_wgmma.
+int64_t rows_of(ConvProblem const& p, ConvWgmmaTile const& tile) {
+  constexpr int kPatch = ConvWindow::kPatch;
+  return tile.windows ? p.batch * ceil_div(p.out_height(), kPatch) *
+                            ceil_div(p.out_width(), kPatch) * kPatch * kPatch
+                      : p.pixels();
+}
 
-WgmmaCost wgmma_cost(ConvProblem const& p, Device const& device, ConvWgmmaTile const& tile) {
-  // Fitted to every plan of 23 layers on an H200 (results/h200-conv.json). An SM multiplies 4096
-  // pairs of codes a clock, but takes 600 clocks for a stage: TMA collects the pixels of a box one
-  // by one. The other constants are clocks: for the begin and the end of a tile, which only another
-  // CTA of the SM hides, for a stored line of 32 channels, and for a launch without and with
-  // clusters.
-  constexpr int kPairs = 4096, kStage = 600, kBegin = 2200, kStore = 700, kLaunch = 1500,
-                kClusters = 4900;
-  ConvWeight const& w = p.weight;
-  int64_t const taps = int64_t(w.height) * w.width, slices = taps * ceil_div(w.channels, 32);
-  int64_t const n_tiles = p.groups * ceil_div(w.n / p.groups, tile.block_n);
-  int64_t const clusters = ceil_div(p.pixels(), ConvWgmmaTile::kBlockM * tile.cluster_size);
-  int64_t const multiply = slices * 32 * ConvWgmmaTile::kBlockM * tile.block_n / kPairs;
-  int64_t const load = taps * ceil_div(w.channels, ConvWgmmaTile::kBlockK) * kStage;
-  int64_t const end = kBegin + kStore * tile.block_n / 32;
-  int64_t const tiles = clusters * tile.cluster_size * n_tiles,
-                of_sm = ceil_div(tiles, device.multiprocessors);
-  int64_t const shown = tile.ctas_per_sm() == 1 ? of_sm : ceil_div(of_sm, tile.ctas_per_sm());
-  return {tiles, of_sm * std::max(multiply, load) + shown * end + kLaunch +
-                     (tile.cluster_size > 1 ? kClusters : 0)};
+constexpr int kLeastStages = 3;  // of conv_int8_wgmma
+
+// Whether there are windows that fit into shared memory beside some stages, and into a TMA box.
+bool fits_windows(ConvProblem const& p, ConvWgmmaTile const& tile) {
+  constexpr int kMostBox = 256;
+  if (p.stride[0] > 1 || p.stride[1] > 1 || p.weight.height * p.weight.width == 1) return false;
+  ConvWindow const window(p);
+  return std::max(window.width, window.height) <= kMostBox &&
+         tile.stages(1, window) >= kLeastStages && rows_of(p, tile) <= kMostConvPixels;
 }
 
 // The offset in the workspace of the copy of x with more channels.
@@ -246,20 +238,42 @@ int copied_channels(ConvProblem const& p, int vector) {
 }
 
 ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile const& tile) {
+  ConvWeight const& w = p.weight;
+  int64_t const n_tiles = p.groups * ceil_div(w.n / p.groups, tile.block_n);
+  int64_t const clusters =
+      ceil_div(rows_of(p, tile), ConvWgmmaTile::kBlockM * tile.cluster_size) * n_tiles;
+  int64_t const of_sm = ceil_div(clusters * tile.cluster_size, device.multiprocessors);
   ConvPlan plan;
-  WgmmaCost const cost = wgmma_cost(p, device, tile);
   plan.kernel = kWgmma;
   plan.block_m = ConvWgmmaTile::kBlockM, plan.block_n = tile.block_n;
-  plan.cluster_size = tile.cluster_size;
-  // With few tiles a CTA can use all of an SM's shared memory.
-  plan.ctas_per_sm =
-      int(std::min<int64_t>(tile.ctas_per_sm(), ceil_div(cost.tiles, device.multiprocessors)));
-  plan.stages = tile.stages(plan.ctas_per_sm);
-  int64_t const ctas =
-      std::min<int64_t>(cost.tiles, int64_t(device.multiprocessors) * plan.ctas_per_sm);
-  plan.grid = std::max(int(ctas) / tile.cluster_size, 1) * tile.cluster_size;
+  plan.cluster_size = tile.cluster_size, plan.windows = tile.windows;
+  // With few tiles, or large windows, a CTA can use all of an SM's shared memory.
+  ConvWindow const window(p);
+  plan.ctas_per_sm = int(std::min<int64_t>(tile.ctas_per_sm(), of_sm));
+  if (tile.stages(plan.ctas_per_sm, window) < kLeastStages) plan.ctas_per_sm = 1;
+  plan.stages = tile.stages(plan.ctas_per_sm, window);
+  int64_t const at_once = std::clamp<int64_t>(
+      device.multiprocessors * plan.ctas_per_sm / tile.cluster_size, 1, clusters);
+  plan.grid = int(at_once) * tile.cluster_size;
   plan.copied_channels = copied_channels(p, kConvVector);
-  plan.predicted_clocks = cost.clocks;
+
+  // Fitted to every plan of 35 layers on an H100 (results/convolutions_h100.json). An SM multiplies
+  // 4096 pairs of codes a clock, but takes 660 clocks for the pixels under a tap: TMA collects them
+  // one by one. The other constants are clocks: for the begin and the end of a tile, which only
+  // another CTA of the SM hides, for a stored line of 32 channels, for channels that are not those
+  // of the CTA's last tile, and for a launch without and with clusters.
+  constexpr int kPairs = 4096, kTap = 660, kBegin = 2600, kStore = 600, kChannels = 800,
+                kLaunch = 1500, kClusters = 8000;
+  int64_t const taps = int64_t(w.height) * w.width;
+  int64_t const multiply =
+      taps * ceil_div(w.channels, 32) * 32 * ConvWgmmaTile::kBlockM * tile.block_n / kPairs;
+  int64_t const load =
+      tile.windows ? 0 : taps * ceil_div(w.channels, ConvWgmmaTile::kBlockK) * kTap;
+  int64_t const end =
+      kBegin + kStore * tile.block_n / 32 + (at_once % n_tiles == 0 ? 0 : kChannels);
+  plan.predicted_clocks = of_sm * std::max(multiply, load) +
+                          ceil_div(of_sm, plan.ctas_per_sm) * end + kLaunch +
+                          (tile.cluster_size > 1 ? kClusters : 0);
   return plan;
 }
 
@@ -424,9 +438,12 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
                whole = has_vectors(product);
     int const channels = whole || pads ? stored_channels(product.channels) : product.channels;
     size_t const first = plans->size();
-    if (device.architecture == 90 && fits_tma(product) && copies)
-      append(plans, kConvWgmmaTiles,
-             [&](auto const& tile) { return plan_wgmma(product, device, tile); });
+    if (device.architecture == 90 && fits_tma(product) && copies) {
+      for (ConvWgmmaTile const& tile : kConvWgmmaTiles) {
+        if (!tile.windows || fits_windows(product, tile))
+          plans->push_back(plan_wgmma(product, device, tile));
+      }
+    }
     if (device.architecture == 90 && fits_collective(product) && copies)
       append(plans, kGemmCollectiveTiles,
              [&](auto const& tile) { return plan_collective(product, device, tile); });

@@ -18,32 +18,56 @@ struct ConvParams {
   int most_cut[2] = {0, 0};
 };
 
-// conv_int8_wgmma.cu: Hopper (sm_90a alone), 128 pixels x 64, 128 or 256 channels.
+// The pixels of x under all taps of a patch of 8 x 8 pixels of the result, for a convolution whose
+// strides are 1.
+struct ConvWindow {
+  static constexpr int kPatch = 8, kBuffers = 2;  // each has the windows of a tile's patches
+
+  int width = 0, height = 0;
+  ConvWindow() = default;
+  explicit ConvWindow(ConvProblem const& p)
+      : width(kPatch + (p.weight.width - 1) * p.dilation[1]),
+        height(kPatch + (p.weight.height - 1) * p.dilation[0]) {}
+  constexpr int pixels() const { return width * height; }
+  // Of one, in whole atoms of the swizzle.
+  constexpr int bytes() const { return (pixels() * 128 + 1023) / 1024 * 1024; }
+};
+
+// conv_int8_wgmma.cu: Hopper (sm_90a alone), 128 pixels x 64, 128, 160 or 256 channels.
 struct ConvWgmmaTile {
-  static constexpr int kBlockM = 128;
+  static constexpr int kWarpgroups = 2, kBlockM = 64 * kWarpgroups;  // that multiply 64 pixels each
   static constexpr int kBlockK = 128;  // bytes of one tap: a line of the 128-byte swizzle
   static constexpr int kMostStages = 8;
   static constexpr int kStagedInts = 2 * 16 * 8;
 
   int block_n, cluster_size;
+  bool windows;
   // A loading warpgroup gives registers to the two that multiply, or a single warp loads.
   constexpr bool moves_registers() const { return block_n > 128; }
   constexpr int threads() const { return 2 * 128 + (moves_registers() ? 128 : 32); }
   constexpr int ctas_per_sm() const { return block_n > 128 ? 1 : 2; }
-  constexpr int stage_bytes() const { return (kBlockM + block_n) * kBlockK; }
+  constexpr int pixel_bytes() const { return windows ? 0 : kBlockM * kBlockK; }  // of a stage
+  constexpr int stage_bytes() const { return pixel_bytes() + block_n * kBlockK; }
+  constexpr int window_bytes(ConvWindow const& window) const {
+    return windows ? ConvWindow::kBuffers * kWarpgroups * window.bytes() : 0;
+  }
   // Factors and biases of the tile's channels, for each warpgroup; two buffers for stores of each
   // warp; and barriers.
   constexpr int other_bytes() const {
-    return 2 * block_n * 8 + 8 * kStagedInts * 4 + 2 * kMostStages * 8;
+    return 2 * block_n * 8 + 8 * kStagedInts * 4 + 2 * (kMostStages + ConvWindow::kBuffers) * 8;
   }
-  constexpr int shared_bytes(int stages) const { return stages * stage_bytes() + other_bytes(); }
+  constexpr int shared_bytes(int stages, ConvWindow const& window) const {
+    return window_bytes(window) + stages * stage_bytes() + other_bytes();
+  }
   // Stages of a CTA where an SM holds `ctas`. A CTA takes 1 KB for the system.
-  constexpr int stages(int ctas) const {
-    int const fits = (228 * 1024 / ctas - 1024 - other_bytes()) / stage_bytes();
+  constexpr int stages(int ctas, ConvWindow const& window) const {
+    int const fits = (228 * 1024 / ctas - 1024 - shared_bytes(0, window)) / stage_bytes();
     return fits < kMostStages ? fits : kMostStages;
   }
 };
-constexpr ConvWgmmaTile kConvWgmmaTiles[] = {{64, 1}, {128, 1}, {160, 2}, {256, 2}};
+constexpr ConvWgmmaTile kConvWgmmaTiles[] = {{64, 1, false},  {128, 1, false}, {160, 2, false},
+                                             {256, 2, false}, {64, 2, true},   {128, 2, true},
+                                             {160, 2, true}};
 Status launch_conv_int8_wgmma(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
 // gemm_int8_collective.cu: Hopper (sm_90a alone), products with rows of whole vectors of bytes.

@@ -1,22 +1,30 @@
 // Static int8 convolutions on Hopper, as implicit GEMMs: 128 pixels of the result x kBlockN output
 // channels.
 //
-// K is taken tap by tap, 128 channels at a time. A stage holds, of x, the pixels under one tap,
-// which TMA's im2col mode collects in the order of the result's pixels with zeros where there are
-// none, and the weights of the tap. Both stay in shared memory for wgmma. One warp loads, two
-// warpgroups multiply 64 pixels each; CTAs of a cluster take neighbouring pixels, and each loads a
-// part of the weights for both. CTAs take tiles in turn, channels fastest, so that those at work
-// share pixels in L2, and load the next tile's stages while they store one. Where two share an SM,
-// one multiplies while the other stores.
+// K is taken tap by tap, in blocks of 128 channels. A stage of the ring holds the weights of one tap
+// and block. The pixels of x come from one of two sources:
+//   taps     the stage also holds the pixels under the tap. TMA's im2col mode collects them in the
+//            order of the result's pixels, with zeros where there are none
+//   windows  the 64 pixels of a warpgroup are a patch of 8 x 8 in one image. All pixels under all
+//            taps of the patch are loaded once a block of channels, as a box of the image. The
+//            operand of a tap is eight lines of eight pixels inside it. wgmma can read them where
+//            they are: the 128-byte swizzle is a function of the address, so an operand may begin at
+//            any pixel, and the stride from line to line is a field of the descriptor. With 3 x 3
+//            taps a tile needs 200 pixels instead of 1152. Only for strides of 1
+// A block of at most 64 channels, the last of a tap, has lines of 64 bytes in the 64-byte swizzle:
+// TMA would fill the missing half of 128 bytes with zeros at 8 bytes a clock.
+//
+// All operands stay in shared memory. One warp loads, two warpgroups multiply 64 pixels each. CTAs
+// of a cluster take neighbouring pixels, and each loads a part of the weights for both. CTAs take
+// tiles in turn, channels fastest, so that concurrent ones share pixels in L2, and load the next
+// tile's stages while they store one. Where two share an SM, one multiplies while the other stores.
 //
 // The zero point of x is taken from the sums afterwards (requantize.cuh), as if no tap lay outside
 // of x, and put back for those that do. Outputs of four lanes are exchanged, so that a lane stores
 // 8 bytes at a time.
-#include <cutlass/arch/barrier.h>
-
-#include "device/hopper.cuh"
 #include "device/requantize.cuh"
 #include "device/tensor_map.cuh"
+#include "kernels/conv_int8_wgmma_load.cuh"
 
 // for other GPUs the kernels have no bodies, which read the members of Config
 #pragma nv_diag_suppress 177
@@ -24,105 +32,20 @@
 namespace cutlass_ops {
 namespace {
 
-struct Params : ConvParams {
-  int stages;
-  int n_tiles, group_tiles;   // of all output channels; of a group of the convolution
-  int tiles;                  // of a cluster
-  int k_blocks, last_slices;  // of a tap's channels; of 32, in the last block
-};
-
-template <bool kUnsigned_, int kBlockN_, int kCluster_>
-struct Config {
-  using Tile = ConvWgmmaTile;
-  static constexpr Tile kTile = {kBlockN_, kCluster_};
-  static constexpr bool kUnsigned = kUnsigned_;
-  static constexpr int kBlockN = kBlockN_, kCluster = kCluster_;
-  static constexpr int kPixelBytes = Tile::kBlockM * Tile::kBlockK,
-                       kStageBytes = kTile.stage_bytes();
-  static constexpr int kSums = kBlockN / 2;  // of a thread
-  using Mma = decltype(cute::SM90::GMMA::ss_op_selector<
-                       std::conditional_t<kUnsigned, uint8_t, int8_t>, int8_t, int32_t,
-                       cute::Shape<cute::_64, cute::Int<kBlockN>, cute::_32>>());
-};
-
-struct Barriers {
-  uint64_t full[ConvWgmmaTile::kMostStages], empty[ConvWgmmaTile::kMostStages];
-};
-
-struct Ring {
-  int const stages;
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == stages) stage = 0, phase ^= 1;
-  }
-};
-
-template <class C>
-struct Tile {
-  int first_pixel, group, first_n, end_n;
-  __device__ __forceinline__ Tile(Params const& p, int index, int rank) {
-    int const row = index / p.n_tiles, column = index - row * p.n_tiles,
-              channels = p.problem.weight.n / p.problem.groups;
-    first_pixel = (row * C::kCluster + rank) * ConvWgmmaTile::kBlockM;
-    group = column / p.group_tiles;
-    first_n = group * channels + (column - group * p.group_tiles) * C::kBlockN;
-    end_n = (group + 1) * channels;
-  }
-};
-
-// ---- load
-
-template <class C>
-__device__ __forceinline__ void load_tiles(uint8_t* stages, Barriers& barriers,
-                                           CUtensorMap const& pixels, CUtensorMap const& weights,
-                                           Params const& p, int rank) {
-  constexpr int kShare = C::kBlockN / C::kCluster;
-  constexpr uint16_t kEveryCta = (1 << C::kCluster) - 1;
-  constexpr auto kHint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  ConvProblem const& problem = p.problem;
-  bool const leader = cute::elect_one_sync();
-  Ring ring{p.stages};
-  for (int index = blockIdx.x / C::kCluster; index < p.tiles; index += gridDim.x / C::kCluster) {
-    Tile<C> const tile(p, index, rank);
-    int const row = tile.first_pixel / p.out_width, image = row / p.out_height;
-    int const x = (tile.first_pixel - row * p.out_width) * problem.stride[1] - problem.padding[1];
-    int const y = (row - image * p.out_height) * problem.stride[0] - problem.padding[0];
-    int const first_channel = tile.group * problem.weight.channels;
-    int tap = 0;
-    for (int i = 0; i < problem.weight.height; ++i) {
-      for (int j = 0; j < problem.weight.width; ++j, ++tap) {
-#pragma unroll 1
-        for (int block = 0; block < p.k_blocks; ++block, ring.advance()) {
-          uint8_t* const stage = stages + ring.stage * C::kStageBytes;
-          uint64_t* const full = &barriers.full[ring.stage];
-          int const channel = block * ConvWgmmaTile::kBlockK;
-          ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
-          if (!leader) continue;
-          TransactionBarrier::arrive_and_expect_tx(full, C::kStageBytes);
-          cute::SM90_TMA_LOAD_IM2COL_4D::copy(&pixels, full, stage, first_channel + channel, x, y,
-                                              image, uint16_t(j * problem.dilation[1]),
-                                              uint16_t(i * problem.dilation[0]));
-          uint8_t* const to = stage + C::kPixelBytes + rank * kShare * ConvWgmmaTile::kBlockK;
-          if constexpr (C::kCluster > 1) {
-            cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&weights, full, kEveryCta, kHint, to, channel,
-                                                   tap, tile.first_n + rank * kShare);
-          } else {
-            cute::SM90_TMA_LOAD_3D::copy(&weights, full, kHint, to, channel, tap, tile.first_n);
-          }
-        }
-      }
-    }
-  }
-}
-
 // ---- multiply
 
 template <class Mma, size_t... I>
-__device__ __forceinline__ void multiply_slice(uint64_t a, uint64_t b, uint32_t* sums, bool add,
+__device__ __forceinline__ void multiply_slice(uint64_t a, uint64_t b, uint32_t* sums,
                                                std::index_sequence<I...>) {
-  using cute::SM90::GMMA::ScaleOut;
-  Mma::fma(a, b, sums[I]..., add ? ScaleOut::One : ScaleOut::Zero);
+  Mma::fma(a, b, sums[I]...);
+}
+
+// An operand that begins at `shared`, the same in all lanes: lines of 128 bytes in the 128-byte
+// swizzle or, if kNarrow, of 64 bytes in that of 64 bytes; eights of lines are `step` lines apart.
+template <bool kNarrow>
+__device__ __forceinline__ uint64_t lines_descriptor(void const* shared, int step = 8) {
+  uint32_t const address = __shfl_sync(~0u, (cute::cast_smem_ptr_to_uint(shared) >> 4) & 0x3fff, 0);
+  return uint64_t(kNarrow ? 2 : 1) << 62 | uint64_t(step * (kNarrow ? 4 : 8)) << 32 | address;
 }
 
 // The main loop of a warpgroup. Sums are those of one tile.
@@ -130,81 +53,144 @@ template <class C>
 struct Multiplier {
   static constexpr int kSlices = ConvWgmmaTile::kBlockK / 32;
 
+  uint8_t const* windows;
   uint8_t const* stages;
   Barriers& barriers;
   Params const& p;
   int const warpgroup;
-  Ring ring;
-  int previous = -1;
+  Ring ring, buffer{ConvWindow::kBuffers};
+  int until_others = 0;          // stages until the second half of the warpgroups begins
+  int previous = -1, read = -1;  // a stage, and a window, to be released after its last products
 
-  __device__ __forceinline__ void release(int stage) {
+  __device__ __forceinline__ void release() {
     int const lane = threadIdx.x % 32;
-    ClusterBarrier::arrive(&barriers.empty[stage], lane, lane < C::kCluster);
+    ClusterBarrier::arrive(&barriers.empty[previous], lane, lane < C::kCluster);
+    if (C::kLoadsWindows && read >= 0) {
+      if (lane == 0) ClusterBarrier::arrive(&barriers.window_empty[read]);
+      read = -1;
+    }
   }
 
-  // The first so many slices of 32 channels of a stage.
+  // The first so many slices of 32 channels of a stage. `pixels`: of a window.
   template <int kCount>
-  __device__ __forceinline__ void multiply_stage(uint32_t (&sums)[C::kSums]) {
+  __device__ __forceinline__ void multiply_stage(uint32_t (&sums)[C::kSums], uint64_t pixels = 0) {
+    constexpr bool kNarrow = kCount <= 2;
+    constexpr int kLine = kNarrow ? 64 : ConvWgmmaTile::kBlockK;
     uint8_t const* const stage = stages + ring.stage * C::kStageBytes;
-    uint64_t const a = uniform_operand_descriptor(stage + warpgroup * 64 * ConvWgmmaTile::kBlockK);
-    uint64_t const b = uniform_operand_descriptor(stage + C::kPixelBytes);
+    if constexpr (!C::kLoadsWindows)
+      pixels = lines_descriptor<kNarrow>(stage + warpgroup * 64 * kLine);
+    uint64_t const weights = lines_descriptor<kNarrow>(stage + C::kPixelBytes);
     TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
     fence_registers(sums);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int slice = 0; slice < kCount; ++slice) {
-      multiply_slice<typename C::Mma>(a + slice * 2, b + slice * 2, sums,
-                                      previous >= 0 || slice > 0,
+      multiply_slice<typename C::Mma>(pixels + slice * 2, weights + slice * 2, sums,
                                       std::make_index_sequence<C::kSums>{});
     }
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<1>();
-    if (previous >= 0) release(previous);
+    if (previous >= 0) release();
     fence_registers(sums);
     previous = ring.stage;
     ring.advance();
   }
 
-  // A tile; of the last block of a tap's channels, kLast slices.
+  // All taps of a block of channels.
+  template <int kCount>
+  __device__ __forceinline__ void multiply_taps(uint32_t (&sums)[C::kSums]) {
+    ConvProblem const& problem = p.problem;
+    if constexpr (C::kLoadsWindows) {
+      constexpr int kLine = kCount <= 2 ? 4 : 8;  // of 16 bytes
+      uint64_t const first = lines_descriptor<kCount <= 2>(
+          windows + (buffer.stage * C::kWarpgroups + warpgroup) * p.window.bytes(), p.window.width);
+      TransactionBarrier::wait(&barriers.window_full[buffer.stage], buffer.phase);
+#pragma unroll 1
+      for (int i = 0; i < problem.weight.height; ++i) {
+        int line = i * problem.dilation[0] * p.window.width * kLine;
+#pragma unroll 1
+        for (int j = 0; j < problem.weight.width; ++j, line += problem.dilation[1] * kLine)
+          multiply_stage<kCount>(sums, first + line);
+      }
+      read = buffer.stage;
+      buffer.advance();
+    } else {
+#pragma unroll 1
+      for (int tap = problem.weight.height * problem.weight.width; tap > 0; --tap)
+        multiply_stage<kCount>(sums);
+    }
+  }
+
+  // A tile; of the last block of channels, kLast slices.
   template <int kLast>
   __device__ __forceinline__ void multiply_tile(uint32_t (&sums)[C::kSums]) {
     previous = -1;
-    int const taps = p.problem.weight.height * p.problem.weight.width;
+    fence_registers(sums);
     if constexpr (kLast == kSlices) {
 #pragma unroll 1
-      for (int k = taps * p.k_blocks; k > 0; --k) multiply_stage<kSlices>(sums);
+      for (int block = 0; block < p.k_blocks; ++block) multiply_taps<kSlices>(sums);
     } else {
 #pragma unroll 1
-      for (int tap = 0; tap < taps; ++tap) {
-#pragma unroll 1
-        for (int block = 1; block < p.k_blocks; ++block) multiply_stage<kSlices>(sums);
-        multiply_stage<kLast>(sums);
-      }
+      for (int block = 1; block < p.k_blocks; ++block) multiply_taps<kSlices>(sums);
+      multiply_taps<kLast>(sums);
     }
     cute::warpgroup_wait<0>();
     fence_registers(sums);
-    release(previous);
+    release();
   }
 };
 
 // ---- store
 
-// 16 rows of a warp whose outputs are bytes in whole vectors. kCuts: the zero point of x is put
-// back for taps outside of x; `number` is the border class of row lane / 2.
-template <class C, bool kCuts>
-__device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums],
-                                              ChannelVectors const* vectors, Params const& p,
-                                              Tile<C> const& tile, int first_row, int number) {
-  int const t = threadIdx.x % 4, row = first_row + threadIdx.x % 32 / 4, n = tile.first_n + t * 8;
-  int cuts[2];  // where the sums of those taps' codes are; negative: nowhere
+// Puts the zero point of x back into the sums of 16 rows of a warp for taps outside of x. `number`
+// is the border class of row lane / 2.
+template <class C>
+__device__ __forceinline__ void add_cut_taps(uint32_t (&sums)[C::kSums], Params const& p,
+                                             Tile<C> const& tile, int number) {
+  constexpr int kAtOnce =
+      C::kBlockN == 64 ? 8 : 4;  // loads of a half: there are registers for them
+  int const lane = threadIdx.x % 32, channel = tile.first_n + lane % 4 * 2;
+  int const group_n = tile.end_n - p.problem.weight.n / p.problem.groups;
+  int const* cut[2];
+  bool cuts[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if (!kCuts) break;
-    int const own = __shfl_sync(~0u, number, int(threadIdx.x) % 32 / 4 * 2 + half * 16);
-    int const group_n = tile.end_n - p.problem.weight.n / p.problem.groups;
-    cuts[half] = own ? cut_sums_at(p, own, tile.group) + tile.first_n - group_n + t * 2 : -1;
+    int const own = __shfl_sync(~0u, number, lane / 4 * 2 + half * 16);
+    cuts[half] = own != 0;
+    cut[half] = p.problem.weight.cut_sums + cut_sums_at(p, own, tile.group) + channel - group_n;
   }
-  uint8_t* const out = static_cast<uint8_t*>(p.problem.out) + int64_t(row) * p.problem.weight.n + n;
+#pragma unroll
+  for (int j = 0; j < C::kBlockN / 8; j += kAtOnce) {
+    int2 outside[2][kAtOnce];
+#pragma unroll
+    for (int i = 0; i < 2 * kAtOnce; ++i) {
+      int const half = i / kAtOnce, step = (j + i % kAtOnce) * 8;
+      int2& v = outside[half][i % kAtOnce] = make_int2(0, 0);
+      // volatile: loaded ahead, they would take the registers of the sums
+      if (cuts[half] && channel + step < tile.end_n)
+        asm volatile("ld.global.nc.v2.s32 {%0, %1}, [%2];"
+                     : "=r"(v.x), "=r"(v.y)
+                     : "l"(cut[half] + step));
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kAtOnce; ++i) {
+      int2 const v = outside[i / kAtOnce][i % kAtOnce];
+      uint32_t* const two = sums + (j + i % kAtOnce) * 4 + i / kAtOnce * 2;
+      two[0] += uint32_t(wrapping_multiply(p.problem.x_zero_point, v.x));
+      two[1] += uint32_t(wrapping_multiply(p.problem.x_zero_point, v.y));
+    }
+  }
+}
+
+// 16 rows of a warp whose outputs are bytes in whole vectors.
+template <class C>
+__device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums],
+                                              ChannelVectors const* vectors, Params const& p,
+                                              Tile<C> const& tile, RowPixels<C> const& rows) {
+  int const t = threadIdx.x % 4, row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4,
+            n = tile.first_n + t * 8;
+  int const pixels[2] = {rows(p, row), rows(p, row + 8)};
+  uint8_t* const out = static_cast<uint8_t*>(p.problem.out) + n;
   uint32_t const shared = cute::cast_smem_ptr_to_uint(vectors + t * 2);
 #pragma unroll
   for (int j = 0; j < C::kBlockN / 8; j += 4) {
@@ -216,40 +202,30 @@ __device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums],
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t const* const own = sums + (j + i) * 4 + half * 2;
-        int2 acc = make_int2(int(own[0] + v[1]), int(own[1] + v[3]));
-        if (kCuts && cuts[half] >= 0 && tile.first_n + (j + i) * 8 < tile.end_n) {
-          int2 outside;  // volatile: loaded ahead, they would take the registers of the sums
-          asm volatile("ld.global.nc.v2.s32 {%0, %1}, [%2];"
-                       : "=r"(outside.x), "=r"(outside.y)
-                       : "l"(p.problem.weight.cut_sums + cuts[half] + (j + i) * 8));
-          acc.x = wrapping_add(acc.x, wrapping_multiply(p.problem.x_zero_point, outside.x));
-          acc.y = wrapping_add(acc.y, wrapping_multiply(p.problem.x_zero_point, outside.y));
-        }
-        int const first = requantize(p, acc.x, __uint_as_float(v[0]));
-        int const second = requantize(p, acc.y, __uint_as_float(v[2]));
+        int const first = requantize(p, int(own[0] + v[1]), __uint_as_float(v[0]));
+        int const second = requantize(p, int(own[1] + v[3]), __uint_as_float(v[2]));
         pairs[half][i] = __byte_perm(first, second, 0x0040);
       }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint2 const bytes = exchange_pairs(pairs[half], t);
-      if (row + half * 8 < p.pixels && n + j * 8 < tile.end_n)
-        *reinterpret_cast<uint2*>(out + half * 8 * p.problem.weight.n + j * 8) = bytes;
+      if (pixels[half] >= 0 && n + j * 8 < tile.end_n) {
+        *reinterpret_cast<uint2*>(out + int64_t(pixels[half]) * p.problem.weight.n + j * 8) = bytes;
+      }
     }
   }
 }
 
-// Four neighbouring outputs of a row, or `count` of them. `outside`: sums of the codes of
-// taps outside of x.
+// Four neighbouring outputs of a row, or `count` of them.
 __device__ __forceinline__ void finish_four(Params const& p, int const (&sums)[4],
-                                            int const (&outside)[4], ChannelVectors const* vectors,
-                                            int64_t index, int count) {
+                                            ChannelVectors const* vectors, int64_t index,
+                                            int count) {
   int y[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     ChannelVectors const v = vectors[i];
-    int const acc = wrapping_add(wrapping_add(sums[i], v.bias),
-                                 wrapping_multiply(p.problem.x_zero_point, outside[i]));
+    int const acc = wrapping_add(sums[i], v.bias);
     y[i] = p.problem.out_type == ConvOutput::kInt32 ? acc : requantize(p, acc, v.factor);
   }
   if (p.whole_vectors) {
@@ -269,63 +245,59 @@ __device__ __forceinline__ void finish_four(Params const& p, int const (&sums)[4
 }
 
 // 16 rows of a warp with any outputs, through shared memory, which needs few registers. A lane has
-// four channels of row lane / 2, whose border class is `number`.
+// four channels of row lane / 2, which is `pixel`.
 template <class C>
 __device__ __forceinline__ void store_any(uint32_t (&sums)[C::kSums], ChannelVectors const* vectors,
                                           int* staging, Params const& p, Tile<C> const& tile,
-                                          int first_row, int number) {
-  int const lane = threadIdx.x % 32, row = first_row + lane / 2, own = lane % 2 * 4;
-  int64_t const line = int64_t(row) * p.problem.weight.n;
-  int const group_n = tile.end_n - p.problem.weight.n / p.problem.groups;
-  int const cut = cut_sums_at(p, number, tile.group) + tile.first_n - group_n;
+                                          int pixel) {
+  int const lane = threadIdx.x % 32, own = lane % 2 * 4;
+  int64_t const line = int64_t(pixel) * p.problem.weight.n;
 #pragma unroll
   for (int j = 0; j < C::kBlockN / 8; ++j) {
     int* const staged = staging + j % 2 * (C::Tile::kStagedInts / 2);
     int const channel = j * 8 + own, n = tile.first_n + channel;
-    bool const there = row < p.pixels && n < tile.end_n;
-    int4 outside = make_int4(0, 0, 0, 0);
-    if (there && number)
-      outside = __ldg(reinterpret_cast<int4 const*>(p.problem.weight.cut_sums + cut + channel));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       *reinterpret_cast<uint2*>(staged + (lane / 4 + half * 8) * 8 + lane % 4 * 2) =
           make_uint2(sums[j * 4 + half * 2], sums[j * 4 + half * 2 + 1]);
     }
     __syncwarp();  // the other half has been read, too
-    if (!there) continue;
+    if (pixel < 0 || n >= tile.end_n) continue;
     int4 const found = *reinterpret_cast<int4 const*>(staged + lane * 4);
-    int const acc[4] = {found.x, found.y, found.z, found.w},
-              added[4] = {outside.x, outside.y, outside.z, outside.w};
-    finish_four(p, acc, added, vectors + channel, line + n, tile.end_n - n);
+    int const acc[4] = {found.x, found.y, found.z, found.w};
+    finish_four(p, acc, vectors + channel, line + n, tile.end_n - n);
   }
 }
 
 template <class C>
 __device__ __forceinline__ void store(uint32_t (&sums)[C::kSums], ChannelVectors const* vectors,
                                       int* staging, Params const& p, Tile<C> const& tile) {
-  int const warp = threadIdx.x / 32, first_row = tile.first_pixel + warp * 16;
-  int const number =
-      p.cuts_taps ? border_class(p, min(first_row + int(threadIdx.x) % 32 / 2, p.pixels - 1)) : 0;
-  if (p.whole_vectors && __any_sync(~0u, number != 0)) {
-    store_vectors<C, true>(sums, vectors, p, tile, first_row, number);
-  } else if (p.whole_vectors) {
-    store_vectors<C, false>(sums, vectors, p, tile, first_row, number);
+  int const warp = threadIdx.x / 32;
+  RowPixels<C> const rows(p, tile.first_row + warp / 4 * 64);
+  int const pixel = rows(p, warp % 4 * 16 + int(threadIdx.x) % 32 / 2);
+  if (p.cuts_taps) add_cut_taps<C>(sums, p, tile, pixel >= 0 ? border_class(p, pixel) : 0);
+  if (p.whole_vectors) {
+    store_vectors<C>(sums, vectors, p, tile, rows);
   } else {
-    store_any<C>(sums, vectors, staging + warp * C::Tile::kStagedInts, p, tile, first_row, number);
+    store_any<C>(sums, vectors, staging + warp * C::Tile::kStagedInts, p, tile, pixel);
   }
 }
 
 template <class C>
-__device__ __forceinline__ void multiply_tiles(uint8_t const* stages, ChannelVectors* vectors,
-                                               int* staging, Barriers& barriers, Params const& p,
-                                               int rank, int warpgroup) {
+__device__ __forceinline__ void multiply_tiles(uint8_t const* windows, uint8_t const* stages,
+                                               ChannelVectors* vectors, int* staging,
+                                               Barriers& barriers, Params const& p, int rank,
+                                               int warpgroup) {
   constexpr int kColumns = (C::kBlockN + 127) / 128;  // of a thread
   int const thread = threadIdx.x % 128;
   vectors += warpgroup * C::kBlockN;
-  Multiplier<C> multiplier{stages, barriers, p, warpgroup, Ring{p.stages}};
-  uint32_t sums[C::kSums];
-  for (int index = blockIdx.x / C::kCluster; index < p.tiles; index += gridDim.x / C::kCluster) {
+  Multiplier<C> multiplier{windows, stages, barriers, p, warpgroup, Ring{p.stages}};
+  // Whether all tiles of a CTA have the same channels.
+  bool const keeps = gridDim.x / C::kCluster % p.n_tiles == 0;
+  int const first = blockIdx.x / C::kCluster;
+  for (int index = first; index < p.tiles; index += gridDim.x / C::kCluster) {
     Tile<C> const tile(p, index, rank);
+    uint32_t sums[C::kSums] = {};
     // Prefetched to L1 during the main loop, which has few registers.
 #pragma unroll
     for (int i = 0; i < kColumns; ++i)
@@ -337,15 +309,16 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* stages, ChannelVec
     } else {
       multiplier.template multiply_tile<4>(sums);
     }
-    // the last tile's vectors have been read
+    // The last tile's vectors have been read.
     cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       int const n = min(tile.first_n + i * 128 + thread, tile.end_n - 1);
-      float const scale = row_scale(p.problem.weight, n);
-      if (i * 128 + thread < C::kBlockN)
+      if (i * 128 + thread < C::kBlockN && !(keeps && index != first)) {
+        float const scale = row_scale(p.problem.weight, n);
         vectors[i * 128 + thread] = {requantize_factor(p.problem, scale),
                                      compensated_bias(p.problem, n, scale)};
+      }
     }
     cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup);
     store<C>(sums, vectors, staging, p, tile);
@@ -354,18 +327,24 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* stages, ChannelVec
 
 template <class C>
 __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
-    conv_int8_wgmma(__grid_constant__ CUtensorMap const pixels,
-                    __grid_constant__ CUtensorMap const weights, __grid_constant__ Params const p) {
+    conv_int8_wgmma(__grid_constant__ Maps const maps, __grid_constant__ Params const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ __align__(1024) uint8_t stages[];
+  extern __shared__ __align__(1024) uint8_t windows[];
+  uint8_t* const stages = windows + C::Tile(C::kTile).window_bytes(p.window);
   auto* const vectors = reinterpret_cast<ChannelVectors*>(stages + p.stages * C::kStageBytes);
-  auto* const staging = reinterpret_cast<int*>(vectors + 2 * C::kBlockN);
-  auto& barriers = *reinterpret_cast<Barriers*>(staging + 8 * C::Tile::kStagedInts);
+  auto* const staging = reinterpret_cast<int*>(vectors + C::kWarpgroups * C::kBlockN);
+  auto& barriers =
+      *reinterpret_cast<Barriers*>(staging + 4 * C::kWarpgroups * C::Tile::kStagedInts);
   int const rank = C::kCluster > 1 ? int(cute::block_rank_in_cluster()) : 0;
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) {
       TransactionBarrier::init(&barriers.full[i], 1);
-      ClusterBarrier::init(&barriers.empty[i], C::kCluster * 8);  // the warps that multiply
+      ClusterBarrier::init(&barriers.empty[i],
+                           C::kCluster * C::kWarpgroups * 4);  // the warps that multiply
+    }
+    for (int i = 0; C::kLoadsWindows && i < ConvWindow::kBuffers; ++i) {
+      TransactionBarrier::init(&barriers.window_full[i], 1);
+      ClusterBarrier::init(&barriers.window_empty[i], C::kWarpgroups * 4);
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -378,25 +357,30 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
   pdl_wait();
   // Provably the same in all lanes, so that addresses of copies and MMAs stay in uniform registers.
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  if (warp >= 8) {
+  if (warp >= 4 * C::kWarpgroups) {
     if constexpr (C::kTile.moves_registers()) cutlass::arch::warpgroup_reg_dealloc<24>();
-    if (warp == 8) load_tiles<C>(stages, barriers, pixels, weights, p, rank);
+    if (warp == 4 * C::kWarpgroups) load_tiles<C>(windows, stages, barriers, maps, p, rank);
   } else {
     if constexpr (C::kTile.moves_registers()) cutlass::arch::warpgroup_reg_alloc<240>();
-    multiply_tiles<C>(stages, vectors, staging, barriers, p, rank, warp / 4);
-  }
-  // A CTA must not exit before its neighbour's last arrivals and copies.
-  if constexpr (C::kCluster > 1) {
-    cute::cluster_arrive_relaxed();
-    cute::cluster_wait();
+    multiply_tiles<C>(windows, stages, vectors, staging, barriers, p, rank, warp / 4);
   }
 #endif
 }
 
 // ---- launch
 
-// The pixels under one tap, for each pixel of the result.
-Status encode_pixels(ConvProblem const& p, CUtensorMap* map) {
+// The pixels under one tap, for each pixel of the result, or windows; lines of `line` bytes.
+Status encode_pixels(ConvProblem const& p, bool windows, ConvWindow const& window, int block_m,
+                     int line, CUtensorMap* map) {
+  if (windows) {
+    cuuint64_t const channels = cuuint64_t(p.channels), width = cuuint64_t(p.width),
+                     height = cuuint64_t(p.height);
+    return hopper::encode<4>(
+        CU_TENSOR_MAP_DATA_TYPE_UINT8, p.x, {channels, width, height, cuuint64_t(p.batch)},
+        {channels, channels * width, channels * width * height},
+        {cuuint32_t(line), cuuint32_t(window.width), cuuint32_t(window.height), 1},
+        hopper::swizzle_of(line), CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
+  }
   ImageRows image;
   image.batch = p.batch;
   image.size[1] = p.height, image.size[2] = p.width, image.taps[1] = p.weight.height,
@@ -405,42 +389,70 @@ Status encode_pixels(ConvProblem const& p, CUtensorMap* map) {
     image.stride[axis + 1] = p.stride[axis], image.padding[axis + 1] = p.padding[axis];
     image.dilation[axis + 1] = p.dilation[axis];
   }
-  return hopper::encode_pixels(p.x, 1, p.channels, p.channels, image, ConvWgmmaTile::kBlockM, map);
+  return hopper::encode_pixels(p.x, 1, p.channels, p.channels, image, block_m, map, line);
+}
+
+template <class C>
+Status encode_maps(ConvProblem const& p, ConvWindow const& window, Maps* maps) {
+  ConvWeight const& w = p.weight;
+  cuuint64_t const stored = cuuint64_t(stored_channels(w.channels)),
+                   taps = cuuint64_t(w.height * w.width);
+  for (int narrow : {0, 1}) {
+    int const line = narrow ? 64 : ConvWgmmaTile::kBlockK;
+    Status status =
+        encode_pixels(p, C::kLoadsWindows, window, C::kBlockM, line, &maps->pixels[narrow]);
+    if (status.ok())
+      status = hopper::encode<3>(
+          CU_TENSOR_MAP_DATA_TYPE_UINT8, w.codes, {stored, taps, cuuint64_t(w.n)},
+          {stored, stored * taps}, {cuuint32_t(line), 1, cuuint32_t(C::kBlockN / C::kCluster)},
+          hopper::swizzle_of(line), CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &maps->weights[narrow]);
+    if (!status.ok()) return status;
+  }
+  return {};
 }
 
 template <class C>
 Status launch_config(ConvParams const& params, ConvPlan const& plan, Stream stream) {
-  ConvWeight const& w = params.problem.weight;
+  ConvProblem const& problem = params.problem;
+  ConvWeight const& w = problem.weight;
   Params p;
   static_cast<ConvParams&>(p) = params;
   p.stages = plan.stages;
-  p.group_tiles = ceil_div(w.n / params.problem.groups, C::kBlockN),
-  p.n_tiles = params.problem.groups * p.group_tiles;
-  p.tiles = ceil_div(params.pixels, C::kCluster * ConvWgmmaTile::kBlockM) * p.n_tiles;
+  p.group_tiles = ceil_div(w.n / problem.groups, C::kBlockN),
+  p.n_tiles = problem.groups * p.group_tiles;
+  p.window = ConvWindow(problem);
+  p.patches[0] = ceil_div(params.out_width, ConvWindow::kPatch);
+  p.patches[1] = ceil_div(params.out_height, ConvWindow::kPatch);
+  p.patches[2] = problem.batch * p.patches[0] * p.patches[1];
+  int const rows =
+      C::kLoadsWindows ? p.patches[2] * ConvWindow::kPatch * ConvWindow::kPatch : params.pixels;
+  p.tiles = ceil_div(rows, C::kCluster * C::kBlockM) * p.n_tiles;
   p.k_blocks = ceil_div(w.channels, ConvWgmmaTile::kBlockK);
   p.last_slices = ceil_div(w.channels - (p.k_blocks - 1) * ConvWgmmaTile::kBlockK, 32);
-  CUtensorMap pixels, weights;
-  Status status = encode_pixels(params.problem, &pixels);
-  cuuint64_t const stored = cuuint64_t(stored_channels(w.channels)),
-                   taps = cuuint64_t(w.height * w.width);
-  if (status.ok())
-    status = hopper::encode<3>(
-        CU_TENSOR_MAP_DATA_TYPE_UINT8, w.codes, {stored, taps, cuuint64_t(w.n)},
-        {stored, stored * taps},
-        {cuuint32_t(ConvWgmmaTile::kBlockK), 1, cuuint32_t(C::kBlockN / C::kCluster)},
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &weights);
+  Maps maps;
+  Status const status = encode_maps<C>(problem, p.window, &maps);
   if (!status.ok()) return status;
   return launch_clusters(conv_int8_wgmma<C>, dim3(unsigned(plan.grid)), C::kCluster,
-                         C::kTile.threads(), C::kTile.shared_bytes(plan.stages), stream, pixels,
-                         weights, p);
+                         C::kTile.threads(), C::kTile.shared_bytes(plan.stages, p.window), stream,
+                         maps, p);
+}
+
+template <bool kUnsigned, bool kLoadsWindows>
+Status launch_source(ConvParams const& params, ConvPlan const& plan, Stream stream) {
+  if (plan.block_n == 256)
+    return launch_config<Config<kUnsigned, 256, 2, kLoadsWindows>>(params, plan, stream);
+  if (plan.block_n == 160)
+    return launch_config<Config<kUnsigned, 160, 2, kLoadsWindows>>(params, plan, stream);
+  constexpr int kCluster = kLoadsWindows ? 2 : 1;
+  if (plan.block_n == 64)
+    return launch_config<Config<kUnsigned, 64, kCluster, kLoadsWindows>>(params, plan, stream);
+  return launch_config<Config<kUnsigned, 128, kCluster, kLoadsWindows>>(params, plan, stream);
 }
 
 template <bool kUnsigned>
 Status launch_type(ConvParams const& params, ConvPlan const& plan, Stream stream) {
-  if (plan.block_n == 64) return launch_config<Config<kUnsigned, 64, 1>>(params, plan, stream);
-  if (plan.block_n == 256) return launch_config<Config<kUnsigned, 256, 2>>(params, plan, stream);
-  if (plan.block_n == 160) return launch_config<Config<kUnsigned, 160, 2>>(params, plan, stream);
-  return launch_config<Config<kUnsigned, 128, 1>>(params, plan, stream);
+  return plan.windows ? launch_source<kUnsigned, true>(params, plan, stream)
+                      : launch_source<kUnsigned, false>(params, plan, stream);
 }
 
 }  // namespace

@@ -433,6 +433,43 @@ TEST(Int8Plans, OfCollectivesAreProductsThatStoreWholeVectors) {
   }
 }
 
+TEST(Int8Plans, LoadWindowsWhereStridesAre1) {
+  auto const windows = [](ConvProblem const& p) {
+    std::vector<ConvPlan> plans = of_kernel("conv_int8_wgmma", int8_plans(p));
+    plans.erase(std::remove_if(plans.begin(), plans.end(),
+                               [](ConvPlan const& plan) { return !plan.windows; }),
+                plans.end());
+    return plans;
+  };
+  size_t const all = size_t(std::count_if(std::begin(kConvWgmmaTiles), std::end(kConvWgmmaTiles),
+                                          [](ConvWgmmaTile const& tile) { return tile.windows; }));
+  EXPECT_GT(all, 0u);
+  for (int taps : {3, 5, 9}) {
+    ConvProblem const p = int8_images(100, 64, 320, taps);
+    std::vector<ConvPlan> const plans = windows(p);
+    EXPECT_EQ(plans.size(), all) << taps;
+    for (ConvPlan const& plan : plans) {
+      ConvWgmmaTile const tile{plan.block_n, plan.cluster_size, true};
+      EXPECT_GE(plan.stages, 3);
+      EXPECT_LE(plan.ctas_per_sm * (tile.shared_bytes(plan.stages, ConvWindow(p)) + 1024),
+                228 * 1024);
+      // 9 x 9 pixels are 4 patches
+      EXPECT_LE(plan.grid, 200 * ceil_div(320, plan.block_n));
+      EXPECT_EQ(plan.grid % plan.cluster_size, 0);
+    }
+  }
+  EXPECT_TRUE(windows(int8_images(100, 64, 320, 1)).empty());
+  for (auto const& change : std::vector<std::function<void(ConvProblem&)>>{
+           [](auto& p) { p.stride[0] = 2; }, [](auto& p) { p.stride[1] = 2; },
+           // no room for windows of 24 x 24 pixels
+           [](auto& p) { p.dilation[0] = p.dilation[1] = p.padding[0] = p.padding[1] = 8; }}) {
+    ConvProblem p = int8_images(100, 64, 320, 3);
+    change(p);
+    EXPECT_TRUE(windows(p).empty());
+    EXPECT_FALSE(of_kernel("conv_int8_wgmma", int8_plans(p)).empty());
+  }
+}
+
 TEST(Int8Plans, AreRefusedWhereATileSpansMoreThan32Bits) {
   ConvProblem p = int8_images(2, 1 << 23, 16, 1);
   EXPECT_TRUE(of_kernel("conv_int8_implicit_gemm", int8_plans(p)).empty());

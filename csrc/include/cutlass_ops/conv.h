@@ -108,6 +108,7 @@ struct ConvPlan {
   bool pads = false;
   size_t workspace = 0;
   int64_t predicted_clocks = 0;  // 0: not predicted
+  bool windows = false;  // x is loaded as the windows of patches of the result, not tap by tap
 };
 
 // The order of codes that the kernels read: by taps if each output channel has one input channel,

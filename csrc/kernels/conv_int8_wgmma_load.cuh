@@ -1,0 +1,209 @@
+// The tiles of conv_int8_wgmma.cu and the warp that loads them.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include "device/hopper.cuh"
+#include "kernels/conv_int8.h"
+
+namespace cutlass_ops {
+namespace {
+
+struct Params : ConvParams {
+  int stages;
+  int n_tiles, group_tiles;   // of all output channels; of a group of the convolution
+  int tiles;                  // of a cluster
+  int k_blocks, last_slices;  // of a tap's channels; of 32, in the last block
+  ConvWindow window;
+  int patches[3];  // along width and height; of all images
+};
+
+// Tensor maps; [1]: of blocks of at most 64 channels.
+struct Maps {
+  CUtensorMap pixels[2], weights[2];
+};
+
+template <bool kUnsigned_, int kBlockN_, int kCluster_, bool kLoadsWindows_>
+struct Config {
+  using Tile = ConvWgmmaTile;
+  static constexpr Tile kTile = {kBlockN_, kCluster_, kLoadsWindows_};
+  static constexpr bool kUnsigned = kUnsigned_, kLoadsWindows = kLoadsWindows_;
+  static constexpr int kWarpgroups = Tile::kWarpgroups, kBlockM = Tile::kBlockM;
+  static constexpr int kBlockN = kBlockN_, kCluster = kCluster_;
+  static constexpr int kPixelBytes = kTile.pixel_bytes(), kStageBytes = kTile.stage_bytes();
+  static constexpr int kSums = kBlockN / 2;  // of a thread
+  using Mma = decltype(cute::SM90::GMMA::ss_op_selector<
+                       std::conditional_t<kUnsigned, uint8_t, int8_t>, int8_t, int32_t,
+                       cute::Shape<cute::_64, cute::Int<kBlockN>, cute::_32>>());
+};
+
+struct Barriers {
+  uint64_t full[ConvWgmmaTile::kMostStages], empty[ConvWgmmaTile::kMostStages];
+  uint64_t window_full[ConvWindow::kBuffers], window_empty[ConvWindow::kBuffers];
+};
+
+struct Ring {
+  int const stages;
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == stages) stage = 0, phase ^= 1;
+  }
+};
+
+// The first pixel of a patch of the result, by the patch's number.
+struct Patch {
+  int x, y, image;
+  __device__ __forceinline__ Patch(Params const& p, int index) {
+    int const line = index / p.patches[0];
+    x = (index - line * p.patches[0]) * ConvWindow::kPatch;
+    image = line / p.patches[1];
+    y = (line - image * p.patches[1]) * ConvWindow::kPatch;
+  }
+};
+
+template <class C>
+struct Tile {
+  int first_row, group, first_n, end_n;  // rows are pixels of the result, or of its patches
+  __device__ __forceinline__ Tile(Params const& p, int index, int rank) {
+    int const row = index / p.n_tiles, column = index - row * p.n_tiles,
+              channels = p.problem.weight.n / p.problem.groups;
+    first_row = (row * C::kCluster + rank) * C::kBlockM;
+    group = column / p.group_tiles;
+    first_n = group * channels + (column - group * p.group_tiles) * C::kBlockN;
+    end_n = (group + 1) * channels;
+  }
+};
+
+// The pixels of the result that are a warpgroup's 64 rows.
+template <class C>
+struct RowPixels {
+  static constexpr int kPatch = ConvWindow::kPatch;
+  int first, columns, lines;  // of a patch: its first pixel, and how much of it is in the image
+  __device__ __forceinline__ RowPixels(Params const& p, int row)
+      : first(row), columns(0), lines(0) {
+    if constexpr (C::kLoadsWindows) {
+      int const index = row / (kPatch * kPatch);
+      Patch const patch(p, index);
+      first = (patch.image * p.out_height + patch.y) * p.out_width + patch.x;
+      columns = p.out_width - patch.x;
+      lines = index < p.patches[2] ? p.out_height - patch.y : 0;
+    }
+  }
+  // The pixel of a row; -1 where there is none.
+  __device__ __forceinline__ int operator()(Params const& p, int row) const {
+    if constexpr (!C::kLoadsWindows) return first + row < p.pixels ? first + row : -1;
+    int const x = row % kPatch, y = row / kPatch;
+    return x < columns && y < lines ? first + y * p.out_width + x : -1;
+  }
+};
+
+// Loads the windows of a CTA's tiles, in the order in which they are multiplied.
+template <class C>
+class WindowLoader {
+  uint8_t* const windows_;
+  Barriers& barriers_;
+  Maps const& maps_;
+  Params const& p_;
+  int const rank_;
+  bool const leader_;
+  int index_, block_ = 0;
+  Ring ring_{ConvWindow::kBuffers};
+
+ public:
+  __device__ __forceinline__ WindowLoader(uint8_t* windows, Barriers& barriers, Maps const& maps,
+                                          Params const& p, int rank, bool leader)
+      : windows_(windows),
+        barriers_(barriers),
+        maps_(maps),
+        p_(p),
+        rank_(rank),
+        leader_(leader),
+        index_(blockIdx.x / C::kCluster) {}
+
+  // Those of the next block of channels.
+  __device__ __forceinline__ void load_next() {
+    if (index_ >= p_.tiles) return;
+    ClusterBarrier::wait(&barriers_.window_empty[ring_.stage], ring_.phase ^ 1);
+    if (leader_) {
+      Tile<C> const tile(p_, index_, rank_);
+      ConvProblem const& problem = p_.problem;
+      bool const narrow = block_ == p_.k_blocks - 1 && p_.last_slices <= 2;
+      uint64_t* const full = &barriers_.window_full[ring_.stage];
+      uint8_t* const to = windows_ + ring_.stage * C::kWarpgroups * p_.window.bytes();
+      TransactionBarrier::arrive_and_expect_tx(
+          full, C::kWarpgroups * p_.window.pixels() * (narrow ? 64 : ConvWgmmaTile::kBlockK));
+#pragma unroll
+      for (int i = 0; i < C::kWarpgroups; ++i) {
+        int const number = tile.first_row / 64 + i;
+        Patch const patch(p_, min(number, p_.patches[2] - 1));
+        cute::SM90_TMA_LOAD_4D::copy(
+            &maps_.pixels[narrow], full, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+            to + i * p_.window.bytes(),
+            tile.group * problem.weight.channels + block_ * ConvWgmmaTile::kBlockK,
+            patch.x - problem.padding[1], patch.y - problem.padding[0], patch.image);
+      }
+    }
+    ring_.advance();
+    if (++block_ == p_.k_blocks) block_ = 0, index_ += gridDim.x / C::kCluster;
+  }
+};
+
+template <class C>
+__device__ __forceinline__ void load_tiles(uint8_t* windows, uint8_t* stages, Barriers& barriers,
+                                           Maps const& maps, Params const& p, int rank) {
+  constexpr int kShare = C::kBlockN / C::kCluster;
+  constexpr uint16_t kEveryCta = (1 << C::kCluster) - 1;
+  constexpr auto kHint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  ConvProblem const& problem = p.problem;
+  bool const leader = cute::elect_one_sync();
+  int const taps = problem.weight.height * problem.weight.width;
+  WindowLoader<C> window(windows, barriers, maps, p, rank, leader);
+  if constexpr (C::kLoadsWindows) window.load_next();
+  Ring ring{p.stages};
+  for (int index = blockIdx.x / C::kCluster; index < p.tiles; index += gridDim.x / C::kCluster) {
+    Tile<C> const tile(p, index, rank);
+    int const row = tile.first_row / p.out_width, image = row / p.out_height;
+    int const x = (tile.first_row - row * p.out_width) * problem.stride[1] - problem.padding[1];
+    int const y = (row - image * p.out_height) * problem.stride[0] - problem.padding[0];
+    int const first_channel = tile.group * problem.weight.channels;
+#pragma unroll 1
+    for (int block = 0; block < p.k_blocks; ++block) {
+      int const channel = block * ConvWgmmaTile::kBlockK;
+      bool const narrow = block == p.k_blocks - 1 && p.last_slices <= 2;
+      int const line = narrow ? 64 : ConvWgmmaTile::kBlockK;
+#pragma unroll 1
+      for (int tap = 0, i = 0, j = 0; tap < taps; ++tap, ring.advance()) {
+        // The next window, while this one is multiplied.
+        if (C::kLoadsWindows && tap == taps / 2) window.load_next();
+        uint8_t* const stage = stages + ring.stage * C::kStageBytes;
+        uint64_t* const full = &barriers.full[ring.stage];
+        ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
+        if (leader) {
+          TransactionBarrier::arrive_and_expect_tx(full,
+                                                   C::kStageBytes / ConvWgmmaTile::kBlockK * line);
+          if constexpr (!C::kLoadsWindows) {
+            cute::SM90_TMA_LOAD_IM2COL_4D::copy(
+                &maps.pixels[narrow], full, stage, first_channel + channel, x, y, image,
+                uint16_t(j * problem.dilation[1]), uint16_t(i * problem.dilation[0]));
+          }
+          uint8_t* const to = stage + C::kPixelBytes + rank * kShare * line;
+          CUtensorMap const& weights = maps.weights[narrow];
+          if constexpr (C::kCluster > 1) {
+            cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&weights, full, kEveryCta, kHint, to, channel,
+                                                   tap, tile.first_n + rank * kShare);
+          } else {
+            cute::SM90_TMA_LOAD_3D::copy(&weights, full, kHint, to, channel, tap, tile.first_n);
+          }
+        }
+        if (++j == problem.weight.width) j = 0, ++i;
+      }
+    }
+  }
+  // A CTA must not exit before the last arrivals of its neighbour at its barriers.
+  for (int i = 0; C::kCluster > 1 && i < p.stages; ++i, ring.advance())
+    ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
+}
+
+}  // namespace
+}  // namespace cutlass_ops
