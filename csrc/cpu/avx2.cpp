@@ -18,21 +18,34 @@ struct PairProduct {
 };
 
 template <class Width>
-struct TilesOf {
+struct CodesOf {
   using Type = HalfTiles;
 };
 template <>
-struct TilesOf<Nibbles> {
+struct CodesOf<Nibbles> {
   using Type = ByteTiles<Nibbles::kBits, PairProduct>;
 };
-struct Tiles {
-  template <class Width>
-  using Of = typename TilesOf<Width>::Type;
-};
+
+void multiply_any(CpuProduct const& p, int panel, int first, int rows) {
+  KeepDenormals const keep;
+  if (p.has_floats) return multiply_any_floats(p, panel, first, rows);
+  if (has_few_rows(p)) return multiply_few(p, panel, first, rows);
+  with_width(info(p.weight.format).bits, [&](auto width) {
+    using Codes = typename CodesOf<decltype(width)>::Type;
+    multiply_tiles<IntegerTiles<Codes>>(p, panel, first, rows);
+  });
+}
+
+CpuKernels::IntegerOrder order_of_any(CpuProduct const& p) {
+  if (has_few_rows(p)) return order_of_few(p);
+  return with_width(info(p.weight.format).bits, [](auto width) {
+    constexpr bool kCentred = CodesOf<decltype(width)>::Type::kCentred;
+    return CpuKernels::IntegerOrder{64, 64, kCentred, kCentred ? half_column : byte_column};
+  });
+}
 
 }  // namespace
 
-CpuKernels const kAvx2Kernels = {"avx2", integer_order<Tiles>, multiply<Tiles>, dequantize,
-                                 quantize_block};
+CpuKernels const kAvx2Kernels = {"avx2", order_of_any, multiply_any, dequantize, quantize_block};
 
 }  // namespace cutlass_ops

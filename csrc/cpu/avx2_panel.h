@@ -1,5 +1,4 @@
-// A panel's product on CPUs with AVX2 or more. Tiles::Of<Width>: the tiles of integers with weights
-// of a width.
+// A panel's product on CPUs with AVX2 or more: of floats, and of few rows.
 #pragma once
 
 #include "cpu/avx2_rows.h"
@@ -29,30 +28,18 @@ void multiply_few(CpuProduct const& p, int panel, int first, int rows) {
   }
 }
 
-template <class Tiles>
-void multiply(CpuProduct const& p, int panel, int first, int rows) {
-  KeepDenormals const keep;
+void multiply_any_floats(CpuProduct const& p, int panel, int first, int rows) {
   if (has_few_rows(p)) return multiply_few(p, panel, first, rows);
-  if (p.has_floats) {
-    return visit(p.weight.format, [&](auto format) {
-      multiply_tiles<FloatTiles<decltype(format)>>(p, panel, first, rows);
-    });
-  }
-  with_width(info(p.weight.format).bits, [&](auto width) {
-    using Codes = typename Tiles::template Of<decltype(width)>;
-    multiply_tiles<IntegerTiles<Codes>>(p, panel, first, rows);
-  });
+  visit(p.weight.format,
+        [&](auto format) { multiply_tiles<FloatTiles<decltype(format)>>(p, panel, first, rows); });
 }
 
-template <class Tiles>
-CpuKernels::IntegerOrder integer_order(CpuProduct const& p) {
-  return with_width(info(p.weight.format).bits, [&](auto width) {
+// The order of integers that multiply_few() reads.
+CpuKernels::IntegerOrder order_of_few(CpuProduct const& p) {
+  return with_width(info(p.weight.format).bits, [](auto width) {
     using W = decltype(width);
-    constexpr bool kCentred = Tiles::template Of<W>::kCentred;
-    if (has_few_rows(p))
-      return CpuKernels::IntegerOrder{unit_k(W::kBits), 64, RowProducts<W>::kCentred,
-                                      fragment_column<W::kBits>};
-    return CpuKernels::IntegerOrder{64, 64, kCentred, kCentred ? half_column : byte_column};
+    return CpuKernels::IntegerOrder{unit_k(W::kBits), 64, RowProducts<W>::kCentred,
+                                    fragment_column<W::kBits>};
   });
 }
 

@@ -440,7 +440,7 @@ int word_column(int place, int element) {
   return 16 * j + 2 * t + element / 2 + 8 * (element % 2);
 }
 int byte_column(int place) { return word_column(place, place % 4); }
-int half_column(int place) { return word_column(place, place % 4 / 2 + place % 2 * 2); }
+[[maybe_unused]] int half_column(int place) { return word_column(place, place % 4 / 2 + place % 2 * 2); }
 
 // ---- a panel
 
@@ -468,12 +468,24 @@ void store_vector(CpuProduct const& p, int m, int column, __m256 value) {
   for (int i = 0; i < count; ++i) store_float(p.out, p.out_type, at + i, values[i]);
 }
 
+// The rows of a chunk, behind the last scale block.
+void store_rows(CpuProduct const& p, TileMemory const& memory, int panel, int first, int rows) {
+  int const columns = std::min(kRowsPerPanel, p.weight.n - panel * kRowsPerPanel);
+  for (int row = 0; row < rows; ++row) {
+    for (int column = 0; column < columns; column += 8) {
+      __m256 value = _mm256_load_ps(memory.total[row] + column);
+      if (p.weight.offsets)
+        value = _mm256_add_ps(value, _mm256_load_ps(memory.offsets[row] + column));
+      store_vector(p, first + row, panel * kRowsPerPanel + column, value);
+    }
+  }
+}
+
 template <class Tiles>
 void multiply_tiles(CpuProduct const& p, int panel, int first, int rows) {
   constexpr int kBits = Tiles::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
-  bool const with_offsets = p.weight.offsets;
   std::unique_ptr<TileMemory> const memory(new TileMemory);
-  memory->clear(rows, with_offsets);
+  memory->clear(rows, p.weight.offsets);
   uint8_t const* const chunks = p.weight.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
   int const blocks = (rows + kTileRows - 1) / kTileRows;
   Prefetch prefetch(chunks);
@@ -510,14 +522,7 @@ void multiply_tiles(CpuProduct const& p, int panel, int first, int rows) {
       }
     }
   }
-  int const columns = std::min(kRowsPerPanel, p.weight.n - panel * kRowsPerPanel);
-  for (int row = 0; row < rows; ++row) {
-    for (int column = 0; column < columns; column += 8) {
-      __m256 value = _mm256_load_ps(memory->total[row] + column);
-      if (with_offsets) value = _mm256_add_ps(value, _mm256_load_ps(memory->offsets[row] + column));
-      store_vector(p, first + row, panel * kRowsPerPanel + column, value);
-    }
-  }
+  store_rows(p, *memory, panel, first, rows);
 }
 
 }  // namespace

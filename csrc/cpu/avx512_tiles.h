@@ -1,0 +1,209 @@
+// Products of many rows of int8 x, with AVX-512 VNNI. As in avx2_tiles.h codes are decoded into a
+// buffer first, here those of a whole panel, and a value of x is broadcast. A vector has the bytes of
+// four columns of the 16 rows of a row block.
+#pragma once
+
+#include "cpu/avx2_tiles.h"
+
+namespace cutlass_ops {
+namespace {
+
+// Rows of x whose sums of two row blocks fit into registers together.
+constexpr int kWideTileRows = 12;
+
+// out(t) = quarters t of all four.
+template <class Store>
+[[gnu::always_inline]] inline void store_quarters(__m512i const (&v)[4], Store const& store) {
+  __m512i const a = _mm512_shuffle_i32x4(v[0], v[1], 0x44),
+                b = _mm512_shuffle_i32x4(v[2], v[3], 0x44);
+  __m512i const c = _mm512_shuffle_i32x4(v[0], v[1], 0xee),
+                d = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
+  store(0, _mm512_shuffle_i32x4(a, b, 0x88)), store(1, _mm512_shuffle_i32x4(a, b, 0xdd));
+  store(2, _mm512_shuffle_i32x4(c, d, 0x88)), store(3, _mm512_shuffle_i32x4(c, d, 0xdd));
+}
+
+// Calls use(t, j, codes) with the codes, above 0, of columns 16 * j + 2 * t + {0, 8, 1, 9} of a
+// fragment of 16 rows and 64 columns.
+template <int kBits, class Use>
+[[gnu::always_inline]] inline void for_each_wide_word(uint8_t const* fragment, Use const& use) {
+  constexpr int kAbove = 1 << (kBits - 1);
+  __m512i const flip = _mm512_set1_epi8(char(kAbove)),
+                code = _mm512_set1_epi8(char(2 * kAbove - 1));
+  constexpr int kXorAnd = 0x28;
+  auto const codes = [&](__m512i words) {
+    return _mm512_ternarylogic_epi32(words, flip, code, kXorAnd);
+  };
+  for (int unit = 0; unit < kBits / 4; ++unit) {
+    // Words c of lanes t of rows 0 .. 3, and of rows 4 .. 7, in quarter t.
+    __m512i rows[2][4];
+    for (int four = 0; four < 2; ++four) {
+      __m512i v[4];
+      for (int g = 0; g < 4; ++g)
+        v[g] = _mm512_loadu_si512(fragment + unit * kUnitBytes + (4 * four + g) * 64);
+      __m512i const a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpacklo_epi32(v[2], v[3]);
+      __m512i const c = _mm512_unpackhi_epi32(v[0], v[1]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+      rows[four][0] = _mm512_unpacklo_epi64(a, b), rows[four][1] = _mm512_unpackhi_epi64(a, b);
+      rows[four][2] = _mm512_unpacklo_epi64(c, d), rows[four][3] = _mm512_unpackhi_epi64(c, d);
+    }
+    if constexpr (byte_rows(kBits) == 2) {
+      for (int j = 0; j < 4; ++j) {
+        __m512i const low = rows[0][j], high = rows[1][j];
+        store_quarters({codes(low), codes(high), codes(_mm512_srli_epi32(low, 4)),
+                        codes(_mm512_srli_epi32(high, 4))},
+                       [&](int t, __m512i v) { use(t, j, v); });
+      }
+    } else {
+      for (int j = 0; j < 2; ++j) {
+        store_quarters({codes(rows[0][2 * j]), codes(rows[1][2 * j]), codes(rows[0][2 * j + 1]),
+                        codes(rows[1][2 * j + 1])},
+                       [&](int t, __m512i v) { use(t, 2 * unit + j, v); });
+      }
+    }
+  }
+}
+
+// The tile of a panel: [row block][word of four columns], and the sums of its runs' codes.
+struct WideTile {
+  static constexpr int kMostWords = kKPerTile / 4;
+  __m512i words[kRowBlocks][kMostWords];
+  __m512i colsums[kMostRuns][kRowBlocks];
+
+  template <int kBits>
+  void decode(CpuProduct const& p, Span const& span, uint8_t const* codes) {
+    constexpr int kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
+    for (int i = 0; i < kRowBlocks; ++i) {
+      for (int f = 0; f < span.columns / kLaneColumns; ++f) {
+        for_each_wide_word<kBits>(
+            codes + i * kBlockBytes + f * (kUnitBytes * kBits / 4),
+            [&](int t, int j, __m512i v) { words[i][kWordsOf16 * (4 * f + j) + t] = v; });
+      }
+    }
+    if (!p.zeros) return;
+    int const steps = p.run() / 4;
+    for (int part = 0; part < span.runs; ++part) {
+      for (int i = 0; i < kRowBlocks; ++i) {
+        __m512i sum = _mm512_setzero_si512();
+        for (int step = 0; step < steps; ++step)
+          sum = _mm512_dpbusd_epi32(sum, words[i][part * steps + step], _mm512_set1_epi8(1));
+        colsums[part][i] = sum;
+      }
+    }
+  }
+};
+
+// Rows m .. m + kRows - 1 of x, which are `row` and so on of their chunk, times row blocks `block` and
+// the kBlocks - 1 behind it. Codes are `above` what they are in the weight.
+template <int kRows, int kBlocks>
+void multiply_wide(CpuProduct const& p, WideTile const& tile, TileMemory& memory, Span const& span,
+                   int block, int m, int row, int above) {
+  int const steps = p.run() / 4;
+  for (int part = 0; part < span.runs; ++part) {
+    Span::Run const& run = span.run[part];
+    int64_t const at = int64_t(m) * p.blocks + run.block;
+    __m512i sums[kRows][kBlocks];
+    // What zero points take away, once a scale block.
+    __m512i zeros[kBlocks];
+    unrolled<kBlocks>([&](auto i) {
+      zeros[i] = _mm512_sub_epi32(_mm512_set1_epi32(-above),
+                                  _mm512_loadu_si512(run.zeros + 2 * (block + i)));
+    });
+    unrolled<kRows>([&](auto r) {
+      int const x_sum = run.last ? int(p.sums[at + int64_t(r) * p.blocks]) : 0;
+      unrolled<kBlocks>([&](auto i) {
+        sums[r][i] = p.weight.zeros ? _mm512_mullo_epi32(zeros[i], _mm512_set1_epi32(x_sum))
+                                    : _mm512_set1_epi32(-above * x_sum);
+      });
+    });
+    int8_t const* x = p.codes + m * p.x_stride + span.begin + part * p.run();
+    __m512i const* codes = tile.words[block] + part * steps;
+#pragma GCC unroll 1
+    for (int step = 0; step < steps; ++step, ++codes, x += 4) {
+      __m512i words[kBlocks];
+      unrolled<kBlocks>([&](auto i) { words[i] = codes[i * WideTile::kMostWords]; });
+      unrolled<kRows>([&](auto r) {
+        int32_t word;
+        std::memcpy(&word, x + r * p.x_stride, sizeof word);
+        __m512i const values = _mm512_set1_epi32(word);
+        unrolled<kBlocks>(
+            [&](auto i) { sums[r][i] = _mm512_dpbusd_epi32(sums[r][i], words[i], values); });
+      });
+    }
+    __m512 scales[kBlocks];
+    unrolled<kBlocks>([&](auto i) {
+      scales[i] = _mm512_loadu_ps(reinterpret_cast<float const*>(run.scales + 2 * (block + i)));
+    });
+    unrolled<kRows>([&](auto r) {
+      int64_t const vectors = at + int64_t(r) * p.blocks;
+      if (p.zeros) {
+        __m512i const zero = _mm512_set1_epi32(p.zeros[vectors]);
+        unrolled<kBlocks>([&](auto i) {
+          __m512i const more = _mm512_mullo_epi32(zero, tile.colsums[part][block + i]);
+          sums[r][i] = _mm512_sub_epi32(sums[r][i], more);
+        });
+      }
+      if (!run.whole) {
+        unrolled<kBlocks>([&](auto i) {
+          int32_t* const to = memory.pending[row + r] + 16 * (block + i);
+          sums[r][i] = _mm512_add_epi32(_mm512_load_si512(to), sums[r][i]);
+          _mm512_store_si512(to, run.last ? _mm512_setzero_si512() : sums[r][i]);
+        });
+      }
+      if (!run.last) return;
+      __m512 const factor = _mm512_set1_ps(p.scales[vectors]);
+      unrolled<kBlocks>([&](auto i) {
+        float* const to = memory.total[row + r] + 16 * (block + i);
+        __m512 const value =
+            _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][i]), _mm512_mul_ps(factor, scales[i]));
+        _mm512_store_ps(to, _mm512_add_ps(_mm512_load_ps(to), value));
+      });
+    });
+    if (!run.last) continue;
+    for (int i = block; i < block + kBlocks; ++i) add_offsets(p, memory, run, at, i, row, kRows);
+  }
+}
+
+// All row blocks.
+template <int kRows>
+void multiply_wide(CpuProduct const& p, WideTile const& tile, TileMemory& memory, Span const& span,
+                   int m, int row, int above) {
+  constexpr int kBlocks = kRows <= kWideTileRows / 2 ? 4 : 2;
+  for (int block = 0; block < kRowBlocks; block += kBlocks)
+    multiply_wide<kRows, kBlocks>(p, tile, memory, span, block, m, row, above);
+}
+
+template <int... kCounts>
+void multiply_wide_rows(std::integer_sequence<int, kCounts...>, int rows, CpuProduct const& p,
+                        WideTile const& tile, TileMemory& memory, Span const& span, int m, int row,
+                        int above) {
+  using Multiply =
+      void (*)(CpuProduct const&, WideTile const&, TileMemory&, Span const&, int, int, int);
+  static constexpr Multiply kMultiply[] = {multiply_wide<kCounts + 1>...};
+  kMultiply[rows - 1](p, tile, memory, span, m, row, above);
+}
+
+template <int kBits>
+void multiply_wide_panel(CpuProduct const& p, int panel, int first, int rows) {
+  std::unique_ptr<TileMemory> const memory(new TileMemory);
+  memory->clear(rows, p.weight.offsets);
+  WideTile tile;
+  uint8_t const* const chunks = p.weight.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
+  int const parts = (rows + kWideTileRows - 1) / kWideTileRows;
+  Prefetch prefetch(chunks);
+  for (Runs runs(p, panel); runs.next();) {
+    Span const span(p, runs);
+    prefetch.lines(span.columns * kRowsPerPanel * kBits / 8 / 64);
+    tile.decode<kBits>(p, span,
+                       chunks + int64_t(span.begin / kKPerTile) * k_tile_bytes(kBits) +
+                           span.begin % kKPerTile / kLaneColumns * (kUnitBytes * kBits / 4));
+    for (int part = 0; part < parts; ++part) {
+      int const row = rows * part / parts;
+      multiply_wide_rows(std::make_integer_sequence<int, kWideTileRows>(),
+                         rows * (part + 1) / parts - row, p, tile, *memory, span, first + row, row,
+                         1 << (kBits - 1));
+    }
+  }
+  store_rows(p, *memory, panel, first, rows);
+}
+
+}  // namespace
+}  // namespace cutlass_ops
