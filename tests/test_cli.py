@@ -334,7 +334,8 @@ def test_version() -> None:
 # ---- doctor
 
 
-def test_doctor_multiplies() -> None:
+def test_doctor_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_C, "cpu_float_panel_rows", lambda: 128)
     facts = run_json("doctor")
     assert facts["ok"]
     assert facts["torch"].startswith(torch.__version__)

@@ -156,6 +156,7 @@ def test_a_grouped_product_has_the_references_bits(options: dict[str, Any], gate
 
 
 def test_many_rows_of_floats_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_C, "cpu_float_panel_rows", lambda: 128)
     gate_up, down, x, _, w = problem(140, 2)
     ids = torch.tensor([1, 3]).repeat(140, 1)
     ids[100:, 1] = 0  # 140, 100 and 40 rows

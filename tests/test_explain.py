@@ -281,7 +281,10 @@ def test_many_rows_on_a_cpu_are_multiplied_by_torch(
             assert torch.equal(y[:5], co.mixed_gemm(x[:5], packed))
 
 
-def test_many_rows_on_a_cpu_round_a_code_book_to_their_dtype_first() -> None:
+def test_many_rows_on_a_cpu_round_a_code_book_to_their_dtype_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_C, "cpu_float_panel_rows", lambda: 128)
     qw = reference.quantize_weight_book(torch.randn(200, K), 64, "nf4")
     packed = co.reorder(qw)
     for dtype in (torch.float16, torch.bfloat16):
@@ -292,7 +295,8 @@ def test_many_rows_on_a_cpu_round_a_code_book_to_their_dtype_first() -> None:
         assert (y - expected).norm() <= 1e-6 * expected.norm()
 
 
-def test_many_rows_on_a_cpu_that_are_not_finite() -> None:
+def test_many_rows_on_a_cpu_that_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_C, "cpu_float_panel_rows", lambda: 128)
     packed = co.reorder(weight(n=200))
     for dtype in (torch.bfloat16, torch.float32):
         x = activations(128, K).to(dtype)
@@ -302,7 +306,8 @@ def test_many_rows_on_a_cpu_that_are_not_finite() -> None:
         assert y[1:7].isfinite().all()
 
 
-def test_explain_says_what_a_cpu_does_with_many_rows() -> None:
+def test_explain_says_what_a_cpu_does_with_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_C, "cpu_float_panel_rows", lambda: 128)
     packed = sized(4096, 4096, 4)
     in_bfloat16 = _C.cpu_multiplies_bfloat16()
     for m, dtype, options, rounds in (
@@ -323,13 +328,17 @@ def test_explain_says_what_a_cpu_does_with_many_rows() -> None:
         assert found.workspace == (2 if rounds else 4) * 2**20 * min(torch.get_num_threads(), 16)
     for m, dtype, options in (
         (127, torch.float32, {}),
-        (31, torch.bfloat16, {}),
+        (15, torch.bfloat16, {}),
         (128, torch.float32, {"exact": True}),
         (128, torch.float32, {"batch_invariant": True}),
         (128, torch.float32, {"act_quant": "block"}),
     ):
         assert co.explain(m, packed, dtype=dtype, **options).kernel == _C.cpu_kernel()
-    assert (co.explain(32, packed, dtype=torch.bfloat16).kernel == "torch.matmul") == in_bfloat16
+    assert (co.explain(16, packed, dtype=torch.bfloat16).kernel == "torch.matmul") == in_bfloat16
+    monkeypatch.undo()
+    assert _C.cpu_float_panel_rows() >= 128
+    by_torch = _C.cpu_float_panel_rows() == 128
+    assert (co.explain(128, packed, dtype=torch.float32).kernel == "torch.matmul") == by_torch
 
 
 @pytest.mark.skipif(_C.built_with_cuda, reason="this build has CUDA kernels")

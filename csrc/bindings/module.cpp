@@ -166,6 +166,8 @@ PYBIND11_MODULE(_C, m) {
         "Choose another, for tests; the bits are the same.");
   m.def("cpu_multiplies_bfloat16", &cpu_multiplies_bfloat16,
         "Whether this machine has instructions for products of bf16.");
+  m.def("cpu_float_panel_rows", &cpu_float_panel_rows,
+        "Rows of x from which a CPU multiplies dequantised panels in fp32.");
   m.attr("cpu_panel_rows") = kCpuPanelRows;
   m.def("cpu_kernel", &cpu_kernel, "The name of the kernels that compute on a CPU.");
   m.def(

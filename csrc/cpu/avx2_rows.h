@@ -64,6 +64,7 @@ void load_panel(void const* data, DataType type, int64_t vector, float* out) {
 struct BlockVectors {
   alignas(32) float scales[kRowsPerPanel], offsets[kRowsPerPanel];
 
+  BlockVectors() = default;
   BlockVectors(PackedWeight const& w, int64_t vector) {
     load_panel(w.scales, w.scale_type, vector, scales);
     if (w.offsets) load_panel(w.offsets, w.offset_type, vector, offsets);

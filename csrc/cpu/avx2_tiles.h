@@ -14,8 +14,6 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr int kTileRows = 6;  // of x: 12 sums of eight rows of the weight, two vectors of codes and
-                              // two more fill the registers
 constexpr int kVectors = kRowsPerPanel / 8;  // of a panel's rows, in their natural order
 
 // Calls use(t, j, rows 0 .. 7, rows 8 .. 15) with the words of columns 16 * j + 2 * t + {0, 8, 1,
@@ -152,37 +150,31 @@ void decode_floats(CpuProduct const& p, Avx2Decoder<Format> const& decoder, Span
                                                                                 codes, i, tile);
 }
 
-// Sums of one lane: of kRows of x, and of eight rows of the weight and the next eight.
+// Sums of one lane: of kRows of x.
 template <int kRows>
 [[gnu::always_inline]] inline void sum_lane(float const* tile, float const* x, int64_t stride,
-                                            int places, int lane, __m256 (&out)[kRows][2]) {
+                                            int places, int lane, Sixteen (&out)[kRows]) {
   float const* codes = tile + lane * places * kRowsPerBlock;
-  __m256 sums[kRows][2];
+  Sixteen sums[kRows];
   x += lane;
-  unrolled<kRows>([&](auto r) { sums[r][0] = sums[r][1] = _mm256_setzero_ps(); });
+  unrolled<kRows>([&](auto r) { sums[r] = Sixteen(0.0f); });
   for (int place = 0; place < places; ++place, codes += kRowsPerBlock, x += kLanes) {
-    __m256 const low = _mm256_load_ps(codes), high = _mm256_load_ps(codes + 8);
-    unrolled<kRows>([&](auto r) {
-      __m256 const value = _mm256_broadcast_ss(x + r * stride);
-      sums[r][0] = _mm256_add_ps(sums[r][0], _mm256_mul_ps(low, value));
-      sums[r][1] = _mm256_add_ps(sums[r][1], _mm256_mul_ps(high, value));
-    });
+    Sixteen const rows = Sixteen::load(codes);
+    unrolled<kRows>([&](auto r) { sums[r] = sums[r] + rows * Sixteen(x[r * stride]); });
   }
-  unrolled<2 * kRows>([&](auto i) { out[i / 2][i % 2] = sums[i / 2][i % 2]; });
+  unrolled<kRows>([&](auto r) { out[r] = sums[r]; });
 }
 
 template <int kRows>
-[[gnu::always_inline]] inline void add_to(__m256 (&sums)[kRows][2],
-                                          __m256 const (&more)[kRows][2]) {
-  unrolled<2 * kRows>(
-      [&](auto i) { sums[i / 2][i % 2] = _mm256_add_ps(sums[i / 2][i % 2], more[i / 2][i % 2]); });
+[[gnu::always_inline]] inline void add_to(Sixteen (&sums)[kRows], Sixteen const (&more)[kRows]) {
+  unrolled<kRows>([&](auto r) { sums[r] = sums[r] + more[r]; });
 }
 
 // Sums of the lanes of j.
 template <int kRows>
 void sum_16_columns(float const* tile, float const* x, int64_t stride, int places, int j,
-                    __m256 (&sums)[kRows][2]) {
-  __m256 lanes[kRows][2];
+                    Sixteen (&sums)[kRows]) {
+  Sixteen lanes[kRows];
   sum_lane<kRows>(tile, x, stride, places, j, sums);
   sum_lane<kRows>(tile, x, stride, places, j + 4, lanes);
   add_to<kRows>(sums, lanes);
@@ -191,8 +183,8 @@ void sum_16_columns(float const* tile, float const* x, int64_t stride, int place
 // Sums of the lanes of j = 2 * half and 2 * half + 1.
 template <int kRows>
 void sum_32_columns(float const* tile, float const* x, int64_t stride, int places, int half,
-                    __m256 (&sums)[kRows][2]) {
-  __m256 lanes[kRows][2], pair[kRows][2];
+                    Sixteen (&sums)[kRows]) {
+  Sixteen lanes[kRows], pair[kRows];
   sum_lane<kRows>(tile, x, stride, places, 2 * half, sums);
   sum_lane<kRows>(tile, x, stride, places, 2 * half + 1, lanes);
   add_to<kRows>(sums, lanes);
@@ -211,7 +203,7 @@ void multiply_tile(CpuProduct const& p, TileMemory& memory, Span const& span, in
   int const places = span.columns / kLanes;
   for (int part = 0; part < span.runs; ++part) {
     Span::Run const& run = span.run[part];
-    __m256 sums[kRows][2], more[kRows][2];
+    Sixteen sums[kRows], more[kRows];
     if (p.run() == 16) {
       sum_16_columns<kRows>(tile, x, p.x_stride, places, part, sums);
     } else {
@@ -222,18 +214,18 @@ void multiply_tile(CpuProduct const& p, TileMemory& memory, Span const& span, in
       add_to<kRows>(sums, more);
     }
     if (!run.whole) {
-      for (int v = 0; v < 2 * kRows; ++v) {
-        float* const to =
-            reinterpret_cast<float*>(memory.pending[row + v / 2]) + 16 * i + v % 2 * 8;
-        __m256& sum = sums[v / 2][v % 2];
-        sum = _mm256_add_ps(_mm256_load_ps(to), sum);
-        _mm256_store_ps(to, run.last ? _mm256_setzero_ps() : sum);
+      for (int r = 0; r < kRows; ++r) {
+        float* const to = reinterpret_cast<float*>(memory.pending[row + r]) + 16 * i;
+        sums[r] = Sixteen::load(to) + sums[r];
+        (run.last ? Sixteen(0.0f) : sums[r]).store(to);
       }
     }
     if (!run.last) continue;
-    for (int v = 0; v < 2 * kRows; ++v)
-      add_product(memory.total[row + v / 2] + 16 * i + v % 2 * 8, sums[v / 2][v % 2],
-                  run.scales[2 * i + v % 2]);
+    Sixteen const scales = Sixteen::load(reinterpret_cast<float const*>(run.scales + 2 * i));
+    for (int r = 0; r < kRows; ++r) {
+      float* const to = memory.total[row + r] + 16 * i;
+      (Sixteen::load(to) + sums[r] * scales).store(to);
+    }
     add_offsets(p, memory, run, int64_t(m) * p.blocks + run.block, i, row, kRows);
   }
 }
@@ -440,7 +432,9 @@ int word_column(int place, int element) {
   return 16 * j + 2 * t + element / 2 + 8 * (element % 2);
 }
 int byte_column(int place) { return word_column(place, place % 4); }
-[[maybe_unused]] int half_column(int place) { return word_column(place, place % 4 / 2 + place % 2 * 2); }
+[[maybe_unused]] int half_column(int place) {
+  return word_column(place, place % 4 / 2 + place % 2 * 2);
+}
 
 // ---- a panel
 
@@ -481,13 +475,22 @@ void store_rows(CpuProduct const& p, TileMemory const& memory, int panel, int fi
   }
 }
 
+// use(count) with a constant, from 1 to kMost.
+template <int kMost, class Use>
+void with_count(int count, Use const& use) {
+  if constexpr (kMost > 0) {
+    if (count == kMost) return use(std::integral_constant<int, kMost>());
+    with_count<kMost - 1>(count, use);
+  }
+}
+
 template <class Tiles>
 void multiply_tiles(CpuProduct const& p, int panel, int first, int rows) {
   constexpr int kBits = Tiles::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
   std::unique_ptr<TileMemory> const memory(new TileMemory);
   memory->clear(rows, p.weight.offsets);
   uint8_t const* const chunks = p.weight.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
-  int const blocks = (rows + kTileRows - 1) / kTileRows;
+  int const parts = (rows + kMostTileRows - 1) / kMostTileRows;
   Prefetch prefetch(chunks);
   Tiles tiles(p);
   for (Runs runs(p, panel); runs.next();) {
@@ -497,28 +500,11 @@ void multiply_tiles(CpuProduct const& p, int panel, int first, int rows) {
     for (int i = 0; i < kRowBlocks; ++i) {
       prefetch.lines(span.columns * kRowsPerBlock * kBits / 8 / 64);
       tiles.decode(p, *memory, span, codes + i * kBlockBytes, i);
-      for (int block = 0; block < blocks; ++block) {
-        int const row = rows * block / blocks, m = first + row;
-        switch (rows * (block + 1) / blocks - row) {
-          case 1:
-            tiles.template multiply<1>(p, *memory, span, i, m, row);
-            break;
-          case 2:
-            tiles.template multiply<2>(p, *memory, span, i, m, row);
-            break;
-          case 3:
-            tiles.template multiply<3>(p, *memory, span, i, m, row);
-            break;
-          case 4:
-            tiles.template multiply<4>(p, *memory, span, i, m, row);
-            break;
-          case 5:
-            tiles.template multiply<5>(p, *memory, span, i, m, row);
-            break;
-          case 6:
-            tiles.template multiply<6>(p, *memory, span, i, m, row);
-            break;
-        }
+      for (int part = 0; part < parts; ++part) {
+        int const row = rows * part / parts;
+        with_count<kMostTileRows>(rows * (part + 1) / parts - row, [&](auto count) {
+          tiles.template multiply<decltype(count)::value>(p, *memory, span, i, first + row, row);
+        });
       }
     }
   }

@@ -43,6 +43,39 @@ __m256 load_floats(void const* data, DataType type, int64_t index) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 
+// Floats of the 16 rows of a row block, in as few vectors as there are.
+#if defined(__AVX512F__)
+struct Sixteen {
+  __m512 v;
+  Sixteen() = default;
+  Sixteen(__m512 all) : v(all) {}
+  explicit Sixteen(float all) : v(_mm512_set1_ps(all)) {}
+  static Sixteen load(float const* from) { return _mm512_loadu_ps(from); }
+  void store(float* to) const { _mm512_storeu_ps(to, v); }
+  friend Sixteen operator+(Sixteen a, Sixteen b) { return _mm512_add_ps(a.v, b.v); }
+  friend Sixteen operator*(Sixteen a, Sixteen b) { return _mm512_mul_ps(a.v, b.v); }
+};
+constexpr int kMostTileRows = 12;  // of x, whose sums and products fit into registers
+#else
+struct Sixteen {
+  __m256 low, high;
+  Sixteen() = default;
+  Sixteen(__m256 first, __m256 second) : low(first), high(second) {}
+  explicit Sixteen(float all) : low(_mm256_set1_ps(all)), high(low) {}
+  static Sixteen load(float const* from) {
+    return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};
+  }
+  void store(float* to) const { _mm256_storeu_ps(to, low), _mm256_storeu_ps(to + 8, high); }
+  friend Sixteen operator+(Sixteen a, Sixteen b) {
+    return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
+  }
+  friend Sixteen operator*(Sixteen a, Sixteen b) {
+    return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
+  }
+};
+constexpr int kMostTileRows = 6;  // 12 sums, two vectors of codes and two more fill the registers
+#endif
+
 // use(0) .. use(kCount - 1), with constants: arrays with such indices alone are kept in registers.
 template <class Use, int... kIndices>
 [[gnu::always_inline]] inline void unrolled(std::integer_sequence<int, kIndices...>,

@@ -1,6 +1,9 @@
-// Products of few rows of int8 x, with AVX-512 VNNI. The 64 bytes of a lane group (layout.h) are
-// one vector: in it, x in the order of the codes is multiplied with rows g and g + 8 of a fragment,
-// and nothing is shuffled before the sums of a scale block.
+// Products of few rows of x, with AVX-512: int8 ones with VNNI, and floats with codes of 4 bits.
+//
+// Of int8 x the 64 bytes of a lane group (layout.h) are one vector: in it, x in the order of the
+// codes is multiplied with rows g and g + 8 of a fragment, and nothing is shuffled before the sums of
+// a scale block. Of floats the lanes of rows g and g + 8, in which sums are as with AVX2, are one
+// vector, and codes look up their values.
 #pragma once
 
 #include "cpu/avx2_rows.h"
@@ -151,6 +154,80 @@ void multiply_vnni(CpuProduct const& p, int panel, int m) {
     p.zeros ? multiply_vnni<kBits, kRows, true>(p, panel, m)
             : multiply_vnni<kBits, kRows, false>(p, panel, m);
   });
+}
+
+// ---- floats
+
+// The values of a product with codes of 4 bits by stored code, whose highest bit is inverted.
+__m512 stored_values(CpuProduct const& p) {
+  constexpr int kMiddle = 8;
+  alignas(64) float values[2 * kMiddle];
+  for (int c = 0; c < 2 * kMiddle; ++c)
+    values[c] = p.codebook ? p.codebook[c ^ kMiddle] : float((c ^ kMiddle) - kMiddle);
+  return _mm512_load_ps(values);
+}
+
+__m512i both(__m256i low, __m256i high) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+__m512 both(__m256 low, __m256 high) {
+  return _mm512_castsi512_ps(both(_mm256_castps_si256(low), _mm256_castps_si256(high)));
+}
+
+template <int kRows, bool kZeros>
+void multiply_nibbles(CpuProduct const& p, int panel, int m) {
+  constexpr int kBits = Nibbles::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
+  uint8_t const* const tiles = p.weight.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
+  __m512 const values = stored_values(p);
+  Prefetch prefetch(tiles);
+  RowTotals rows[kRows];
+  RunSums<float> sums[kRows];
+  int64_t const stride = p.x_stride;
+  for (Runs runs(p, panel); runs.next();) {
+    uint8_t const* const codes = tiles + int64_t(runs.begin / kKPerTile) * k_tile_bytes(kBits) +
+                                 runs.begin % kKPerTile / kLaneColumns * kUnitBytes;
+    float const* const first = p.x + m * stride + runs.begin;
+    for (int g = 0; g < kGroups; ++g) {
+      __m256 lanes[kRows][kRowVectors];
+      unrolled<kRowBlocks>([&](auto i) {
+        ZeroPoints<kZeros> const points(p, runs, 8 * g + 2 * i, 0);
+        __m512 const zeros = both(points.rows[0], points.rows[1]);
+        __m512 of_rows[kRows];
+        unrolled<kRows>([&](auto r) { of_rows[r] = _mm512_setzero_ps(); });
+        float const* x = first;
+        uint8_t const* bytes = codes + i * kBlockBytes + g * 64;
+        for (int column = 0; column < runs.span; column += kLaneColumns, bytes += kUnitBytes) {
+          prefetch.line();
+          for (int half = 0; half < 2; ++half, x += 32) {
+            __m256i const a = load(bytes + 32 * half);
+            __m512i const words = both(a, _mm256_srli_epi32(a, 4));
+            unrolled<4>([&](auto e) {
+              __m512 value = _mm512_permutexvar_ps(_mm512_srli_epi32(words, 8 * e), values);
+              if constexpr (kZeros) value = _mm512_sub_ps(value, zeros);
+              unrolled<kRows>([&](auto r) {
+                __m512 const factor = _mm512_castpd_ps(_mm512_broadcast_f64x4(
+                    _mm256_loadu_pd(reinterpret_cast<double const*>(x + r * stride + 8 * e))));
+                of_rows[r] = _mm512_add_ps(of_rows[r], _mm512_mul_ps(value, factor));
+              });
+            });
+          }
+        }
+        unrolled<kRows>([&](auto r) {
+          lanes[r][2 * i] = _mm512_castps512_ps256(of_rows[r]);
+          lanes[r][2 * i + 1] =
+              _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(of_rows[r]), 1));
+        });
+      });
+      for (int r = 0; r < kRows; ++r) reduce(lanes[r], runs.run, g, sums[r]);
+    }
+    promote<kRows>(p, runs, m, sums, rows);
+  }
+  for (int r = 0; r < kRows; ++r) rows[r].store(p, panel, m + r);
+}
+
+template <int kRows>
+void multiply_nibbles(CpuProduct const& p, int panel, int m) {
+  (p.weight.zeros ? multiply_nibbles<kRows, true> : multiply_nibbles<kRows, false>)(p, panel, m);
 }
 
 }  // namespace

@@ -8,9 +8,6 @@
 namespace cutlass_ops {
 namespace {
 
-// Rows of x whose sums of two row blocks fit into registers together.
-constexpr int kWideTileRows = 12;
-
 // out(t) = quarters t of all four.
 template <class Store>
 [[gnu::always_inline]] inline void store_quarters(__m512i const (&v)[4], Store const& store) {
@@ -166,19 +163,9 @@ void multiply_wide(CpuProduct const& p, WideTile const& tile, TileMemory& memory
 template <int kRows>
 void multiply_wide(CpuProduct const& p, WideTile const& tile, TileMemory& memory, Span const& span,
                    int m, int row, int above) {
-  constexpr int kBlocks = kRows <= kWideTileRows / 2 ? 4 : 2;
+  constexpr int kBlocks = kRows <= kMostTileRows / 2 ? 4 : 2;  // whose sums fit into registers
   for (int block = 0; block < kRowBlocks; block += kBlocks)
     multiply_wide<kRows, kBlocks>(p, tile, memory, span, block, m, row, above);
-}
-
-template <int... kCounts>
-void multiply_wide_rows(std::integer_sequence<int, kCounts...>, int rows, CpuProduct const& p,
-                        WideTile const& tile, TileMemory& memory, Span const& span, int m, int row,
-                        int above) {
-  using Multiply =
-      void (*)(CpuProduct const&, WideTile const&, TileMemory&, Span const&, int, int, int);
-  static constexpr Multiply kMultiply[] = {multiply_wide<kCounts + 1>...};
-  kMultiply[rows - 1](p, tile, memory, span, m, row, above);
 }
 
 template <int kBits>
@@ -187,7 +174,7 @@ void multiply_wide_panel(CpuProduct const& p, int panel, int first, int rows) {
   memory->clear(rows, p.weight.offsets);
   WideTile tile;
   uint8_t const* const chunks = p.weight.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
-  int const parts = (rows + kWideTileRows - 1) / kWideTileRows;
+  int const parts = (rows + kMostTileRows - 1) / kMostTileRows;
   Prefetch prefetch(chunks);
   for (Runs runs(p, panel); runs.next();) {
     Span const span(p, runs);
@@ -197,9 +184,10 @@ void multiply_wide_panel(CpuProduct const& p, int panel, int first, int rows) {
                            span.begin % kKPerTile / kLaneColumns * (kUnitBytes * kBits / 4));
     for (int part = 0; part < parts; ++part) {
       int const row = rows * part / parts;
-      multiply_wide_rows(std::make_integer_sequence<int, kWideTileRows>(),
-                         rows * (part + 1) / parts - row, p, tile, *memory, span, first + row, row,
-                         1 << (kBits - 1));
+      with_count<kMostTileRows>(rows * (part + 1) / parts - row, [&](auto count) {
+        multiply_wide<decltype(count)::value>(p, tile, *memory, span, first + row, row,
+                                              1 << (kBits - 1));
+      });
     }
   }
   store_rows(p, *memory, panel, first, rows);

@@ -1,6 +1,7 @@
-// Kernels for CPUs with AVX-512 VNNI: for int8 x two of their own, for floats those with AVX2.
-#include "cpu/avx2_dequantize.h"
+// Kernels for CPUs with AVX-512 VNNI. Floats with codes of more than 4 bits take those with AVX2, in
+// vectors of 16 rows where x has many.
 #include "cpu/avx2_panel.h"
+#include "cpu/avx512_dequantize.h"
 #include "cpu/avx512_rows.h"
 #include "cpu/avx512_tiles.h"
 #include "cpu/quantize_block.h"
@@ -31,8 +32,25 @@ void multiply_any_integers(CpuProduct const& p, int panel, int first, int rows) 
   }
 }
 
+// Rows of floats that are multiplied by codes decoded to registers together; and rows up to which
+// that is faster than a tile.
+constexpr int kFloatsTogether = 4, kMostNibbleRows = 4;
+
+void multiply_few_nibbles(CpuProduct const& p, int panel, int first, int rows) {
+  int const parts = (rows + kFloatsTogether - 1) / kFloatsTogether;
+  for (int part = 0; part < parts; ++part) {
+    int const row = rows * part / parts;
+    with_count<kFloatsTogether>(rows * (part + 1) / parts - row, [&](auto count) {
+      multiply_nibbles<decltype(count)::value>(p, panel, first + row);
+    });
+  }
+}
+
 void multiply_any(CpuProduct const& p, int panel, int first, int rows) {
   KeepDenormals const keep;
+  bool const nibbles = info(p.weight.format).bits == Nibbles::kBits;
+  if (p.has_floats && nibbles && p.m <= kMostNibbleRows)
+    return multiply_few_nibbles(p, panel, first, rows);
   (p.has_floats ? multiply_any_floats : multiply_any_integers)(p, panel, first, rows);
 }
 
@@ -47,7 +65,7 @@ CpuKernels::IntegerOrder order_of_any(CpuProduct const& p) {
 
 }  // namespace
 
-CpuKernels const kAvx512VnniKernels = {"avx512_vnni", order_of_any, multiply_any, dequantize,
+CpuKernels const kAvx512VnniKernels = {"avx512_vnni", order_of_any, multiply_any, dequantize_any,
                                        quantize_block};
 
 }  // namespace cutlass_ops

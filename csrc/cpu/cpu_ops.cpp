@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <limits>
 #include <memory>
 #include <stdexcept>
 
@@ -248,6 +249,16 @@ bool cpu_multiplies_bfloat16() {
 #else
   return false;
 #endif
+}
+
+int cpu_float_panel_rows() {
+  constexpr int kRows = 128;
+#if defined(CUTLASS_OPS_AVX2)
+  // Elsewhere torch's MKL does without AVX-512.
+  if (chosen().load() == &kAvx512VnniKernels && !__builtin_cpu_is("intel"))
+    return std::numeric_limits<int>::max();
+#endif
+  return kRows;
 }
 
 std::string cpu_kernel() { return std::string("cpu_") + chosen().load()->name; }

@@ -15,7 +15,7 @@ void cpu_quantize_activations(QuantizeProblem const& problem, int threads);
 
 // With at least this many rows of an x that is not quantised, torch may be faster with dequantised
 // panels of the weight.
-constexpr int kCpuPanelRows = 32;
+constexpr int kCpuPanelRows = 16;
 
 // y = x @ W^T + bias, quantising the activations first where the problem says so. The problem has
 // no activation, no residual, and does not saturate; the weight is not gated.
@@ -44,6 +44,9 @@ void use_cpu_instruction_set(std::string const& name);
 // Whether this machine has instructions for products of bf16 (every CPU with AMX has
 // AVX-512's, too).
 bool cpu_multiplies_bfloat16();
+
+// Rows of x from which torch's fp32 product of dequantised panels is faster than kernels on floats.
+int cpu_float_panel_rows();
 
 // The name of the kernels that are chosen.
 std::string cpu_kernel();
