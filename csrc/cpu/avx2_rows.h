@@ -22,9 +22,9 @@ __m256i select(__m256i a, __m256i b) {
 
 // The results of a panel and a row of x while they are summed, in the order of group vectors.
 struct RowTotals {
-  alignas(32) float total[kRowsPerPanel] = {};
-  alignas(32) float offsets[kRowsPerPanel] = {};
-  alignas(32) int32_t pending[kRowsPerPanel] = {};  // sums of a scale block's runs: integers or
+  alignas(64) float total[kRowsPerPanel] = {};
+  alignas(64) float offsets[kRowsPerPanel] = {};
+  alignas(64) int32_t pending[kRowsPerPanel] = {};  // sums of a scale block's runs: integers or
                                                     // floats
   int64_t large[kRowsPerPanel] = {};                // those that may exceed 32 bits
 
@@ -39,19 +39,19 @@ struct RowTotals {
 // A panel's sums of a span's runs, in the order of group vectors.
 template <class T>
 struct RunSums {
-  alignas(32) T sums[kMostRuns][kRowsPerPanel];
+  alignas(64) T sums[kMostRuns][kRowsPerPanel];
 };
 
-// Calls use(i) for i = 0, 8, ..., 56: rows of a panel.
+// Calls use(i) for i = 0, 16, 32 and 48: rows of a panel.
 template <class Use>
-[[gnu::always_inline]] inline void for_eights(Use const& use) {
-  for (int i = 0; i < kRowsPerPanel; i += 8) use(i);
+[[gnu::always_inline]] inline void for_sixteens(Use const& use) {
+  for (int i = 0; i < kRowsPerPanel; i += 16) use(i);
 }
 
 // The panel's scales or offsets of a group as floats.
 void load_panel(void const* data, DataType type, int64_t vector, float* out) {
   auto const all = [&](auto kType) {
-    for_eights([&](int i) { _mm256_store_ps(out + i, load_floats(data, kType, vector + i)); });
+    for_sixteens([&](int i) { Sixteen::load(data, kType, vector + i).store(out + i); });
   };
   if (type == DataType::kFloat32)
     return all(std::integral_constant<DataType, DataType::kFloat32>());
@@ -62,7 +62,7 @@ void load_panel(void const* data, DataType type, int64_t vector, float* out) {
 
 // The group vectors of a scale block.
 struct BlockVectors {
-  alignas(32) float scales[kRowsPerPanel], offsets[kRowsPerPanel];
+  alignas(64) float scales[kRowsPerPanel], offsets[kRowsPerPanel];
 
   BlockVectors() = default;
   BlockVectors(PackedWeight const& w, int64_t vector) {
@@ -72,8 +72,10 @@ struct BlockVectors {
 
   void add_offsets(CpuProduct const& p, int64_t at, RowTotals& row) const {
     if (!p.weight.offsets) return;
-    __m256 const x_sum = _mm256_set1_ps(p.offset_x[at]);
-    for_eights([&](int i) { add_product(row.offsets + i, x_sum, _mm256_load_ps(offsets + i)); });
+    Sixteen const x_sum(p.offset_x[at]);
+    for_sixteens([&](int i) {
+      (Sixteen::load(row.offsets + i) + x_sum * Sixteen::load(offsets + i)).store(row.offsets + i);
+    });
   }
 };
 
@@ -123,15 +125,15 @@ void promote(CpuProduct const& p, Runs const& runs, int m, RunSums<float> const 
       float const* from = sums[r].sums[part];
       if (p.block > runs.run) {
         auto* const pending = reinterpret_cast<float*>(row.pending);
-        for_eights([&](int i) {
-          _mm256_store_ps(pending + i,
-                          _mm256_add_ps(_mm256_load_ps(pending + i), _mm256_load_ps(from + i)));
+        for_sixteens([&](int i) {
+          (Sixteen::load(pending + i) + Sixteen::load(from + i)).store(pending + i);
         });
         from = pending;
       }
       if (!runs.last[part]) continue;
-      for_eights([&](int i) {
-        add_product(row.total + i, _mm256_load_ps(from + i), _mm256_load_ps(vectors.scales + i));
+      for_sixteens([&](int i) {
+        Sixteen const product = Sixteen::load(from + i) * Sixteen::load(vectors.scales + i);
+        (Sixteen::load(row.total + i) + product).store(row.total + i);
       });
       vectors.add_offsets(p, int64_t(m + r) * p.blocks + runs.block[part], row);
       if (p.block > runs.run) std::memset(row.pending, 0, sizeof row.pending);
@@ -343,16 +345,14 @@ void promote(CpuProduct const& p, Runs const& runs, int m, RunSums<int32_t> (&su
       int32_t* sum = sums[r].sums[part];
       if constexpr (kSums > kRows) {
         int32_t const* const codes = sums[kRows].sums[part];
-        __m256i const zero = _mm256_set1_epi32(p.zeros[at]);
-        for_eights([&](int i) {
-          __m256i const more = _mm256_mullo_epi32(zero, load_ints(codes + i));
-          store_ints(sum + i, _mm256_sub_epi32(load_ints(sum + i), more));
+        SixteenInts const zero(p.zeros[at]);
+        for_sixteens([&](int i) {
+          (SixteenInts::load(sum + i) - zero * SixteenInts::load(codes + i)).store(sum + i);
         });
       }
       if (p.block > runs.run) {
-        for_eights([&](int i) {
-          store_ints(row.pending + i,
-                     _mm256_add_epi32(load_ints(row.pending + i), load_ints(sum + i)));
+        for_sixteens([&](int i) {
+          (SixteenInts::load(row.pending + i) + SixteenInts::load(sum + i)).store(row.pending + i);
         });
         sum = row.pending;
       }
@@ -360,30 +360,27 @@ void promote(CpuProduct const& p, Runs const& runs, int m, RunSums<int32_t> (&su
         for (int i = 0; i < kRowsPerPanel; ++i) row.large[i] += sum[i], sum[i] = 0;
       }
       if (!last) continue;
-      __m256 const x_scale = _mm256_set1_ps(p.scales[at]);
-      auto const add = [&](int i, __m256 integers) {
-        __m256 const scale = _mm256_mul_ps(x_scale, _mm256_load_ps(vectors.scales + i));
-        add_product(row.total + i, integers, scale);
+      Sixteen const x_scale(p.scales[at]);
+      auto const add = [&](int i, Sixteen integers) {
+        Sixteen const scale = x_scale * Sixteen::load(vectors.scales + i);
+        (Sixteen::load(row.total + i) + integers * scale).store(row.total + i);
       };
       if (overflows) {
-        alignas(32) float values[kRowsPerPanel];
+        alignas(64) float values[kRowsPerPanel];
         for (int i = 0; i < kRowsPerPanel; ++i) {
           values[i] = float(row.large[i] - (kAbove + (zeros ? zeros[i] : 0)) * x_sum);
           row.large[i] = 0;
         }
-        for_eights([&](int i) { add(i, _mm256_load_ps(values + i)); });
+        for_sixteens([&](int i) { add(i, Sixteen::load(values + i)); });
       } else if (zeros) {
-        __m256i const factor = _mm256_set1_epi32(int(x_sum)), above = _mm256_set1_epi32(kAbove);
-        for_eights([&](int i) {
-          __m128i const bytes = _mm_loadl_epi64(reinterpret_cast<__m128i const*>(zeros + i));
-          __m256i const zero = _mm256_add_epi32(above, _mm256_cvtepi8_epi32(bytes));
-          __m256i const less = _mm256_mullo_epi32(zero, factor);
-          add(i, _mm256_cvtepi32_ps(_mm256_sub_epi32(load_ints(sum + i), less)));
+        SixteenInts const factor{int(x_sum)}, above{kAbove};
+        for_sixteens([&](int i) {
+          SixteenInts const less = (above + SixteenInts::load(zeros + i)) * factor;
+          add(i, (SixteenInts::load(sum + i) - less).floats());
         });
       } else {
-        __m256i const less = _mm256_set1_epi32(kAbove * int(x_sum));
-        for_eights(
-            [&](int i) { add(i, _mm256_cvtepi32_ps(_mm256_sub_epi32(load_ints(sum + i), less))); });
+        SixteenInts const less(kAbove * int(x_sum));
+        for_sixteens([&](int i) { add(i, (SixteenInts::load(sum + i) - less).floats()); });
       }
       vectors.add_offsets(p, at, row);
       if (p.block > runs.run) std::memset(row.pending, 0, sizeof row.pending);

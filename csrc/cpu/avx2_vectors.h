@@ -43,7 +43,7 @@ __m256 load_floats(void const* data, DataType type, int64_t index) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 
-// Floats of the 16 rows of a row block, in as few vectors as there are.
+// Floats, and integers, of 16 rows of the weight, in as few vectors as there are.
 #if defined(__AVX512F__)
 struct Sixteen {
   __m512 v;
@@ -51,9 +51,33 @@ struct Sixteen {
   Sixteen(__m512 all) : v(all) {}
   explicit Sixteen(float all) : v(_mm512_set1_ps(all)) {}
   static Sixteen load(float const* from) { return _mm512_loadu_ps(from); }
+  // Of data of a float type.
+  static Sixteen load(void const* data, DataType type, int64_t index) {
+    if (type == DataType::kFloat32) return load(static_cast<float const*>(data) + index);
+    __m256i const halves = _mm256_loadu_si256(
+        reinterpret_cast<__m256i const*>(static_cast<uint16_t const*>(data) + index));
+    if (type == DataType::kFloat16) return _mm512_cvtph_ps(halves);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+  }
   void store(float* to) const { _mm512_storeu_ps(to, v); }
   friend Sixteen operator+(Sixteen a, Sixteen b) { return _mm512_add_ps(a.v, b.v); }
   friend Sixteen operator*(Sixteen a, Sixteen b) { return _mm512_mul_ps(a.v, b.v); }
+};
+struct SixteenInts {
+  __m512i v;
+  SixteenInts(__m512i all) : v(all) {}
+  explicit SixteenInts(int all) : v(_mm512_set1_epi32(all)) {}
+  static SixteenInts load(int32_t const* from) { return _mm512_loadu_si512(from); }
+  static SixteenInts load(int8_t const* from) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<__m128i const*>(from)));
+  }
+  void store(int32_t* to) const { _mm512_storeu_si512(to, v); }
+  Sixteen floats() const { return _mm512_cvtepi32_ps(v); }
+  friend SixteenInts operator+(SixteenInts a, SixteenInts b) { return _mm512_add_epi32(a.v, b.v); }
+  friend SixteenInts operator-(SixteenInts a, SixteenInts b) { return _mm512_sub_epi32(a.v, b.v); }
+  friend SixteenInts operator*(SixteenInts a, SixteenInts b) {
+    return _mm512_mullo_epi32(a.v, b.v);
+  }
 };
 constexpr int kMostTileRows = 12;  // of x, whose sums and products fit into registers
 #else
@@ -65,12 +89,36 @@ struct Sixteen {
   static Sixteen load(float const* from) {
     return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};
   }
+  static Sixteen load(void const* data, DataType type, int64_t index) {
+    return {load_floats(data, type, index), load_floats(data, type, index + 8)};
+  }
   void store(float* to) const { _mm256_storeu_ps(to, low), _mm256_storeu_ps(to + 8, high); }
   friend Sixteen operator+(Sixteen a, Sixteen b) {
     return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
   }
   friend Sixteen operator*(Sixteen a, Sixteen b) {
     return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
+  }
+};
+struct SixteenInts {
+  __m256i low, high;
+  SixteenInts(__m256i first, __m256i second) : low(first), high(second) {}
+  explicit SixteenInts(int all) : low(_mm256_set1_epi32(all)), high(low) {}
+  static SixteenInts load(int32_t const* from) { return {load_ints(from), load_ints(from + 8)}; }
+  static SixteenInts load(int8_t const* from) {
+    __m128i const bytes = _mm_loadu_si128(reinterpret_cast<__m128i const*>(from));
+    return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+  }
+  void store(int32_t* to) const { store_ints(to, low), store_ints(to + 8, high); }
+  Sixteen floats() const { return {_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)}; }
+  friend SixteenInts operator+(SixteenInts a, SixteenInts b) {
+    return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
+  }
+  friend SixteenInts operator-(SixteenInts a, SixteenInts b) {
+    return {_mm256_sub_epi32(a.low, b.low), _mm256_sub_epi32(a.high, b.high)};
+  }
+  friend SixteenInts operator*(SixteenInts a, SixteenInts b) {
+    return {_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)};
   }
 };
 constexpr int kMostTileRows = 6;  // 12 sums, two vectors of codes and two more fill the registers
