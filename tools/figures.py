@@ -585,6 +585,28 @@ def cpu() -> str:
     return "\n\n".join(parts) or "Not in `results/` yet."
 
 
+def cpu_layers() -> str:
+    """Layers on a CPU over torch's dense fp32: a table for each file of bench_cpu.py --layers."""
+    parts = []
+    for path in sorted(RESULTS.glob("cpu-layers-*.json")):
+        result = read(path.name)
+        lines = []
+        for row in result["rows"]:
+            dense = min(us for name, us in row["us"].items() if name.startswith("torch"))
+            own = {name: us for name, us in row["us"].items() if not name.startswith("torch")}
+            (weight,) = {name.partition(" A")[0] for name in own}
+            cells = (f"{digits(us)} ({us / dense:.2f})" for us in own.values())
+            lines.append([row["layer"], weight, digits(dense), *cells])
+        heads = ["layer", "weights", "torch fp32, dense", "A16", "A8 token", "A8 block"]
+        parts.append(
+            f"`results/{path.name}`: {result['machine']} ({result['flags']}), load "
+            f"{result['load_average']}, {result['kernels']}, torch {result['torch']}, "
+            f"{commit_of(result)}. One thread, microseconds of CPU time, in parentheses over "
+            f"torch's, slower above 1:\n\n{markdown(heads, lines)}"
+        )
+    return "\n\n".join(parts)
+
+
 def cpu_products() -> str:
     """Microseconds of products on a CPU: tables for each file of tools/bench_cpu.py --products."""
     parts = []
@@ -736,6 +758,7 @@ TABLES: dict[str, Callable[[], str]] = {
         vllm_cpu,
         cpu,
         cpu_products,
+        cpu_layers,
         accuracy,
         four_bits,
         layers,
