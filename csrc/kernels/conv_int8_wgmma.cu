@@ -439,8 +439,10 @@ Status launch_config(ConvParams const& params, ConvPlan const& plan, Stream stre
 
 template <bool kUnsigned, bool kLoadsWindows>
 Status launch_source(ConvParams const& params, ConvPlan const& plan, Stream stream) {
-  if (plan.block_n == 256)
-    return launch_config<Config<kUnsigned, 256, 2, kLoadsWindows>>(params, plan, stream);
+  if constexpr (!kLoadsWindows) {
+    if (plan.block_n == 256)
+      return launch_config<Config<kUnsigned, 256, 2, false>>(params, plan, stream);
+  }
   if (plan.block_n == 160)
     return launch_config<Config<kUnsigned, 160, 2, kLoadsWindows>>(params, plan, stream);
   constexpr int kCluster = kLoadsWindows ? 2 : 1;
