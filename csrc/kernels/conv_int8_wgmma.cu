@@ -59,7 +59,6 @@ struct Multiplier {
   Params const& p;
   int const warpgroup;
   Ring ring, buffer{ConvWindow::kBuffers};
-  int until_others = 0;          // stages until the second half of the warpgroups begins
   int previous = -1, read = -1;  // a stage, and a window, to be released after its last products
 
   __device__ __forceinline__ void release() {
