@@ -36,6 +36,7 @@ from .gemm import (
     activate,
     check_activation,
     epilogue,
+    finite_or_nan,
     gemm_quantized,
     mixed_gemm,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "dequantize_weight",
     "dynamic_map",
     "epilogue",
+    "finite_or_nan",
     "gemm_quantized",
     "mixed_gemm",
     "natural_order",

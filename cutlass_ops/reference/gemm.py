@@ -59,6 +59,11 @@ def activate(y: Tensor, activation: Activation) -> Tensor:
     return y.clamp(float(activation[1]), float(activation[2]))
 
 
+def finite_or_nan(sums: Tensor) -> Tensor:
+    """Sums, with NaN for those that are not finite."""
+    return sums - (sums - sums)  # faster than isfinite(): infinity - infinity is NaN
+
+
 def epilogue(
     total: Tensor,
     bias: Tensor | None = None,
@@ -85,7 +90,7 @@ def epilogue(
         saturate: clamp instead of overflowing.
         gated: total has the sums of gate and then those of up.
     """
-    y = total - (total - total)  # NaN of what is not finite, in a sixth of isfinite()'s time
+    y = finite_or_nan(total)
     if bias is not None:
         y = y + bias.to(y.dtype)
     if gated:
