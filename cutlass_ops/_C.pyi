@@ -480,6 +480,7 @@ class ConvPlan:
     block_n: int
     cluster_size: int
     windows: bool
+    overlaps: bool
     ctas_per_sm: int
     stages: int
     grid: int

@@ -126,6 +126,7 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
       if (--until_next == 0) until_next = p.group_tiles, vector += p.n_pad;
     }
   }
+  wait_until_read(barriers.empty, ring);
 }
 
 // The rows of x of a tile that a CTA copies, and the CTAs that receive them: its half for both or,

@@ -165,6 +165,16 @@ struct Ring {
   }
 };
 
+// The end of a warp that loads: waits until all stages have been read. A CTA must not exit before
+// the last arrivals of its neighbour at its barriers, which the relaxed barrier at a kernel's end
+// does not order.
+template <int kStages>
+__device__ __forceinline__ void wait_until_read(uint64_t* empty, Ring<kStages> ring) {
+#pragma unroll 1
+  for (int i = 0; i < kStages; ++i, ring.advance())
+    ClusterBarrier::wait(&empty[ring.stage], ring.phase ^ 1);
+}
+
 // A slice of the K of a split tile.
 struct Part {
   int split_tile, split;

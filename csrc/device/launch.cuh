@@ -44,35 +44,41 @@ inline Status allow_shared_memory(void const* kernel, int bytes) {
   return {};
 }
 
-// On sm_90 and later the kernel may start while its predecessor in the stream still runs:
-// everything but weights is read, and anything is written, only after
+struct LaunchShape {
+  dim3 grid, threads;
+  int cluster = 1, shared_bytes = 0;
+  bool overlaps = true;  // see launch_shape()
+};
+
+// If it overlaps, on sm_90 and later the kernel may start while its predecessor in the stream still
+// runs: everything but weights is read, and anything is written, only after
 // pdl_wait_and_launch_dependents().
 template <class... Params, class... Args>
-Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 threads,
-                       int shared_bytes, Stream stream, Args&&... args) {
+Status launch_shape(void (*kernel)(Params...), LaunchShape const& shape, Stream stream,
+                    Args&&... args) {
   // 48 KB need no attribute, and a kernel's own variables take some of it.
   constexpr int kMostOfVariables = 8 * 1024;
-  if (shared_bytes > 48 * 1024 - kMostOfVariables) {
-    Status status = allow_shared_memory(reinterpret_cast<void const*>(kernel), shared_bytes);
+  if (shape.shared_bytes > 48 * 1024 - kMostOfVariables) {
+    Status status = allow_shared_memory(reinterpret_cast<void const*>(kernel), shape.shared_bytes);
     if (!status.ok()) return status;
   }
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = size_t(shared_bytes);
+  config.gridDim = shape.grid;
+  config.blockDim = shape.threads;
+  config.dynamicSmemBytes = size_t(shape.shared_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
   cudaLaunchAttribute attributes[3];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[0].val.programmaticStreamSerializationAllowed = shape.overlaps;
   // The same for all kernels, however little they need: an SM changes its split between cache and
   // shared memory only when it is idle, so a kernel with another split would overlap neither with
   // its predecessor nor with its successor.
   attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
   attributes[1].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
   attributes[2].id = cudaLaunchAttributeClusterDimension;
-  attributes[2].val.clusterDim.x = unsigned(cluster);
+  attributes[2].val.clusterDim.x = unsigned(shape.cluster);
   attributes[2].val.clusterDim.y = attributes[2].val.clusterDim.z = 1;
   config.attrs = attributes;
   // Clusters of one CTA, too: without the attribute compute-sanitizer's synccheck takes a cluster's
@@ -84,6 +90,13 @@ Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 t
     return cuda_error("cudaLaunchKernelEx", error);
   }
   return {};
+}
+
+template <class... Params, class... Args>
+Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 threads,
+                       int shared_bytes, Stream stream, Args&&... args) {
+  return launch_shape(kernel, {grid, threads, cluster, shared_bytes}, stream,
+                      std::forward<Args>(args)...);
 }
 
 // As a plan says, of a kernel with CTAs of so many threads and at least so much shared memory.

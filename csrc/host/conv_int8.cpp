@@ -196,10 +196,7 @@ constexpr char kWgmma[] = "conv_int8_wgmma", kCollective[] = "gemm_int8_collecti
                kStem[] = "conv_int8_stem";
 
 // A convolution whose pixels are the rows of a matrix.
-bool is_product(ConvProblem const& p) {
-  bool const steps = p.stride[0] > 1 || p.stride[1] > 1;
-  return p.weight.height == 1 && p.weight.width == 1 && p.groups == 1 && !steps && !p.padded();
-}
+bool is_product(ConvProblem const& p) { return p.groups == 1 && is_pointwise(p); }
 
 // TMA's im2col mode takes strides of up to 8, corners in 8 bits, and boxes that begin with a whole
 // vector of channels. Other boxes are an illegal instruction.
@@ -257,21 +254,29 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
   plan.grid = int(at_once) * tile.cluster_size;
   plan.copied_channels = copied_channels(p, kConvVector);
 
-  // Fitted to every plan of 35 layers on an H100 (results/convolutions_h100.json). An SM multiplies
-  // 4096 pairs of codes a clock, but takes 660 clocks for the pixels under a tap: TMA collects them
-  // one by one. The other constants are clocks: for the begin and the end of a tile, which only
-  // another CTA of the SM hides, for a stored line of 32 channels, for channels that are not those
-  // of the CTA's last tile, and for a launch without and with clusters.
-  constexpr int kPairs = 4096, kTap = 660, kBegin = 2600, kStore = 600, kChannels = 800,
-                kLaunch = 1500, kClusters = 8000;
+  // As SMs become free, one of several CTAs may get two that have more tiles than others.
+  int64_t const of_cta = ceil_div(clusters, at_once);
+  plan.overlaps = plan.ctas_per_sm * of_cta <= of_sm;
+
+  // Clocks of an SM. It multiplies 4096 pairs of codes, and its shared memory moves 128 bytes: TMA
+  // writes pixels and weights, unless a window has the pixels of all taps; wgmma reads the pixels,
+  // and the weights once for each warpgroup. The other constants are fitted to every plan of 36
+  // layers on an H100 (results/convolutions_h100.json): for the begin and the end of a tile, which
+  // only another CTA of the SM hides, for a stored line of 32 channels, for channels that are not
+  // those of the CTA's last tile, and for a launch without and with clusters.
+  constexpr int kPairs = 4096, kMovedBytes = 128, kBegin = 3900, kStore = 450, kChannels = 400,
+                kLaunch = 1100, kClusters = 2000;
   int64_t const taps = int64_t(w.height) * w.width;
   int64_t const multiply =
       taps * ceil_div(w.channels, 32) * 32 * ConvWgmmaTile::kBlockM * tile.block_n / kPairs;
-  int64_t const load =
-      tile.windows ? 0 : taps * ceil_div(w.channels, ConvWgmmaTile::kBlockK) * kTap;
+  int64_t const written = tile.windows ? 0 : std::min<int64_t>(p.pixels(), ConvWgmmaTile::kBlockM);
+  int64_t const lines =
+      written + ConvWgmmaTile::kBlockM + (1 + ConvWgmmaTile::kWarpgroups) * int64_t(tile.block_n);
+  int64_t const move = taps * ceil_div(w.channels, ConvWgmmaTile::kBlockK) * lines *
+                       ConvWgmmaTile::kBlockK / kMovedBytes;
   int64_t const end =
       kBegin + kStore * tile.block_n / 32 + (at_once % n_tiles == 0 ? 0 : kChannels);
-  plan.predicted_clocks = of_sm * std::max(multiply, load) +
+  plan.predicted_clocks = of_sm * std::max(multiply, move) +
                           ceil_div(of_sm, plan.ctas_per_sm) * end + kLaunch +
                           (tile.cluster_size > 1 ? kClusters : 0);
   return plan;
@@ -295,8 +300,11 @@ ConvPlan plan_collective(ConvProblem const& p, Device const& device,
       tile.cluster_size;
   plan.copied_channels = copied_channels(p, kConvVector);
   int64_t const waves = ceil_div(clusters * tile.cluster_size, device.multiprocessors);
+  // TMA writes zeros for missing rows at 28 bytes a clock, fitted as the tile's constants are.
+  int64_t const missing = std::max<int64_t>(tile.block_m - p.pixels(), 0) * tile.block_k / 28;
   plan.predicted_clocks =
-      tile.launch + waves * (ceil_div(p.weight.channels, tile.block_k) * tile.k_tile + tile.tile);
+      tile.launch +
+      waves * (ceil_div(p.weight.channels, tile.block_k) * (tile.k_tile + missing) + tile.tile);
   return plan;
 }
 

@@ -18,6 +18,12 @@ struct ConvParams {
   int most_cut[2] = {0, 0};
 };
 
+// Whether the pixels of the result are those of x, in its order.
+inline bool is_pointwise(ConvProblem const& p) {
+  bool const steps = p.stride[0] > 1 || p.stride[1] > 1;
+  return p.weight.height == 1 && p.weight.width == 1 && !steps && !p.padded();
+}
+
 // The pixels of x under all taps of a patch of 8 x 8 pixels of the result, for a convolution whose
 // strides are 1.
 struct ConvWindow {

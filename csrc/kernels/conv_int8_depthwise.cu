@@ -331,7 +331,7 @@ struct AnyKernel {
 template <class Kernel, int kCtas>
 __global__ void __launch_bounds__(kThreads, kCtas)
     conv_int8_depthwise(__grid_constant__ Params const p) {
-  pdl_wait();
+  pdl_wait_and_launch_dependents();
   Strip strip(p);
   if (strip.image < p.problem.batch) Kernel::run(p, strip);
 }
@@ -344,12 +344,12 @@ struct CopyParams {
   int padding[2];
   unsigned padded_height, padded_width, vectors;  // of the copy; vectors of its pixels
   uint32_t outside;                               // four zero points of x
-  bool whole_vectors;                             // of x
+  int x_bytes;                                    // of x that are loaded at once: 16, 4 or 1
 };
 
 __global__ void __launch_bounds__(kThreads)
     copy_image(__grid_constant__ CopyParams const p, uint4* out) {
-  pdl_wait();
+  pdl_wait_and_launch_dependents();
   unsigned const index = blockIdx.x * unsigned(kThreads) + threadIdx.x;
   unsigned const pixel = index / p.vectors, first = (index - pixel * p.vectors) * kConvVector;
   unsigned const line = pixel / p.padded_width, image = line / p.padded_height;
@@ -360,13 +360,20 @@ __global__ void __launch_bounds__(kThreads)
   uint8_t const* const from =
       p.x + ((int64_t(image) * p.height + y) * p.width + x) * p.channels + first;
   uint4 v = make_uint4(p.outside, p.outside, p.outside, p.outside);
-  if (inside && p.whole_vectors) {
+  if (inside && p.x_bytes == kConvVector) {
     v = __ldg(reinterpret_cast<uint4 const*>(from));
   } else if (inside) {
     uint32_t words[4] = {};
 #pragma unroll
-    for (int byte = 0; byte < kConvVector; ++byte)
-      if (int(first) + byte < p.channels) words[byte / 4] |= uint32_t(from[byte]) << byte % 4 * 8;
+    for (int byte = 0; byte < kConvVector; byte += 4) {
+      if (p.x_bytes == 4 && int(first) + byte < p.channels)
+        words[byte / 4] = __ldg(reinterpret_cast<uint32_t const*>(from + byte));
+    }
+#pragma unroll
+    for (int byte = 0; byte < kConvVector; ++byte) {
+      if (p.x_bytes == 1 && int(first) + byte < p.channels)
+        words[byte / 4] |= uint32_t(from[byte]) << byte % 4 * 8;
+    }
     v = make_uint4(words[0], words[1], words[2], words[3]);
   }
   out[index] = v;
@@ -382,7 +389,7 @@ struct GatherParams {
 
 __global__ void __launch_bounds__(kThreads)
     gather_taps(__grid_constant__ GatherParams const g, uint4* out) {
-  pdl_wait();
+  pdl_wait_and_launch_dependents();
   ConvProblem const& p = g.problem;
   int64_t const index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   int const pixel = int(index / g.vectors), vector = int(index - int64_t(pixel) * g.vectors);
@@ -446,8 +453,10 @@ Status launch_copy_image(ConvProblem const& problem, bool pads, void* out, int o
   p.padded_width = unsigned(q.width + 2 * p.padding[1]);
   p.vectors = unsigned(out_channels / kConvVector),
   p.outside = uint32_t(q.x_zero_point & 0xff) * 0x01010101u;
-  p.whole_vectors =
-      q.channels % kConvVector == 0 && reinterpret_cast<uintptr_t>(q.x) % kConvVector == 0;
+  auto const fits = [&](int bytes) {
+    return q.channels % bytes == 0 && reinterpret_cast<uintptr_t>(q.x) % uintptr_t(bytes) == 0;
+  };
+  p.x_bytes = fits(kConvVector) ? kConvVector : fits(4) ? 4 : 1;
   int64_t const threads = int64_t(q.batch) * p.padded_height * p.padded_width * p.vectors;
   return launch(copy_image, dim3(unsigned(ceil_div(threads, int64_t(kThreads)))), kThreads, 0,
                 stream, p, static_cast<uint4*>(out));

@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(C::kThreads)
   using Mma = typename C::Mma;
   extern __shared__ __align__(16) uint8_t shared[];
   auto& storage = *reinterpret_cast<Storage<C>*>(shared);
-  pdl_wait();
+  pdl_wait_and_launch_dependents();
   ConvProblem const& problem = p.problem;
   ConvWeight const& w = problem.weight;
   int const row = blockIdx.x / p.n_tiles, column = blockIdx.x - row * p.n_tiles,

@@ -151,7 +151,7 @@ __device__ __forceinline__ void store_row(Params const& p, int (&sums)[kFragment
 template <class X>
 __global__ void __launch_bounds__(kThreads, 4) conv_int8_stem(__grid_constant__ Params const p) {
   extern __shared__ uint4 shared[];
-  pdl_wait();
+  pdl_wait_and_launch_dependents();
   ConvProblem const& problem = p.problem;
   ConvWeight const& w = problem.weight;
   Position const position(p);

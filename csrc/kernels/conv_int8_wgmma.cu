@@ -4,7 +4,8 @@
 // K is taken tap by tap, in blocks of 128 channels. A stage of the ring holds the weights of one tap
 // and block. The pixels of x come from one of two sources:
 //   taps     the stage also holds the pixels under the tap. TMA's im2col mode collects them in the
-//            order of the result's pixels, with zeros where there are none
+//            order of the result's pixels, with zeros where there are none. Where they are those of
+//            x (1 x 1 taps), the common mode copies them as rows of a matrix, faster
 //   windows  the 64 pixels of a warpgroup are a patch of 8 x 8 in one image. All pixels under all
 //            taps of the patch are loaded once a block of channels, as a box of the image. The
 //            operand of a tap is eight lines of eight pixels inside it. wgmma can read them where
@@ -353,7 +354,7 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
   } else {
     __syncthreads();
   }
-  pdl_wait();
+  pdl_wait_and_launch_dependents();
   // Provably the same in all lanes, so that addresses of copies and MMAs stay in uniform registers.
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp >= 4 * C::kWarpgroups) {
@@ -369,11 +370,18 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
 // ---- launch
 
 // The pixels under one tap, for each pixel of the result, or windows; lines of `line` bytes.
-Status encode_pixels(ConvProblem const& p, bool windows, ConvWindow const& window, int block_m,
-                     int line, CUtensorMap* map) {
+Status encode_pixels(Params const& params, bool windows, int line, CUtensorMap* map) {
+  ConvProblem const& p = params.problem;
+  ConvWindow const& window = params.window;
+  cuuint64_t const channels = cuuint64_t(p.channels), width = cuuint64_t(p.width),
+                   height = cuuint64_t(p.height);
+  if (params.pointwise) {
+    return hopper::encode<2>(CU_TENSOR_MAP_DATA_TYPE_UINT8, p.x,
+                             {channels, cuuint64_t(params.pixels)}, {channels},
+                             {cuuint32_t(line), cuuint32_t(params.tile_pixels)},
+                             hopper::swizzle_of(line), CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
+  }
   if (windows) {
-    cuuint64_t const channels = cuuint64_t(p.channels), width = cuuint64_t(p.width),
-                     height = cuuint64_t(p.height);
     return hopper::encode<4>(
         CU_TENSOR_MAP_DATA_TYPE_UINT8, p.x, {channels, width, height, cuuint64_t(p.batch)},
         {channels, channels * width, channels * width * height},
@@ -388,18 +396,18 @@ Status encode_pixels(ConvProblem const& p, bool windows, ConvWindow const& windo
     image.stride[axis + 1] = p.stride[axis], image.padding[axis + 1] = p.padding[axis];
     image.dilation[axis + 1] = p.dilation[axis];
   }
-  return hopper::encode_pixels(p.x, 1, p.channels, p.channels, image, block_m, map, line);
+  return hopper::encode_pixels(p.x, 1, p.channels, p.channels, image, params.tile_pixels, map,
+                               line);
 }
 
 template <class C>
-Status encode_maps(ConvProblem const& p, ConvWindow const& window, Maps* maps) {
-  ConvWeight const& w = p.weight;
+Status encode_maps(Params const& params, Maps* maps) {
+  ConvWeight const& w = params.problem.weight;
   cuuint64_t const stored = cuuint64_t(stored_channels(w.channels)),
                    taps = cuuint64_t(w.height * w.width);
   for (int narrow : {0, 1}) {
     int const line = narrow ? 64 : ConvWgmmaTile::kBlockK;
-    Status status =
-        encode_pixels(p, C::kLoadsWindows, window, C::kBlockM, line, &maps->pixels[narrow]);
+    Status status = encode_pixels(params, C::kLoadsWindows, line, &maps->pixels[narrow]);
     if (status.ok())
       status = hopper::encode<3>(
           CU_TENSOR_MAP_DATA_TYPE_UINT8, w.codes, {stored, taps, cuuint64_t(w.n)},
@@ -419,6 +427,7 @@ Status launch_config(ConvParams const& params, ConvPlan const& plan, Stream stre
   p.stages = plan.stages;
   p.group_tiles = ceil_div(w.n / problem.groups, C::kBlockN),
   p.n_tiles = problem.groups * p.group_tiles;
+  p.pointwise = is_pointwise(problem), p.tile_pixels = std::min(C::kBlockM, params.pixels);
   p.window = ConvWindow(problem);
   p.patches[0] = ceil_div(params.out_width, ConvWindow::kPatch);
   p.patches[1] = ceil_div(params.out_height, ConvWindow::kPatch);
@@ -429,11 +438,11 @@ Status launch_config(ConvParams const& params, ConvPlan const& plan, Stream stre
   p.k_blocks = ceil_div(w.channels, ConvWgmmaTile::kBlockK);
   p.last_slices = ceil_div(w.channels - (p.k_blocks - 1) * ConvWgmmaTile::kBlockK, 32);
   Maps maps;
-  Status const status = encode_maps<C>(problem, p.window, &maps);
+  Status const status = encode_maps<C>(p, &maps);
   if (!status.ok()) return status;
-  return launch_clusters(conv_int8_wgmma<C>, dim3(unsigned(plan.grid)), C::kCluster,
-                         C::kTile.threads(), C::kTile.shared_bytes(plan.stages, p.window), stream,
-                         maps, p);
+  LaunchShape const shape = {dim3(unsigned(plan.grid)), dim3(C::kTile.threads()), C::kCluster,
+                             C::kTile.shared_bytes(plan.stages, p.window), plan.overlaps};
+  return launch_shape(conv_int8_wgmma<C>, shape, stream, maps, p);
 }
 
 template <bool kUnsigned, bool kLoadsWindows>

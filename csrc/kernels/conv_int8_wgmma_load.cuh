@@ -15,7 +15,9 @@ struct Params : ConvParams {
   int tiles;                  // of a cluster
   int k_blocks, last_slices;  // of a tap's channels; of 32, in the last block
   ConvWindow window;
-  int patches[3];  // along width and height; of all images
+  int patches[3];   // along width and height; of all images
+  bool pointwise;   // pixels of the result are those of x
+  int tile_pixels;  // of a tile that are loaded: of kBlockM, those that there are at all
 };
 
 // Tensor maps; [1]: of blocks of at most 64 channels.
@@ -180,9 +182,12 @@ __device__ __forceinline__ void load_tiles(uint8_t* windows, uint8_t* stages, Ba
         uint64_t* const full = &barriers.full[ring.stage];
         ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
         if (leader) {
-          TransactionBarrier::arrive_and_expect_tx(full,
-                                                   C::kStageBytes / ConvWgmmaTile::kBlockK * line);
-          if constexpr (!C::kLoadsWindows) {
+          int const pixels = C::kLoadsWindows ? 0 : p.tile_pixels;
+          TransactionBarrier::arrive_and_expect_tx(full, (pixels + C::kBlockN) * line);
+          if (!C::kLoadsWindows && p.pointwise) {
+            cute::SM90_TMA_LOAD_2D::copy(&maps.pixels[narrow], full, kHint, stage,
+                                         first_channel + channel, tile.first_row);
+          } else if constexpr (!C::kLoadsWindows) {
             cute::SM90_TMA_LOAD_IM2COL_4D::copy(
                 &maps.pixels[narrow], full, stage, first_channel + channel, x, y, image,
                 uint16_t(j * problem.dilation[1]), uint16_t(i * problem.dilation[0]));

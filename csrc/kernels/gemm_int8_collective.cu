@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, 1)
     gemm_int8_collective(__grid_constant__ typename Kernel::Params const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char shared[];
-  pdl_wait();
+  pdl_wait_and_launch_dependents();
   Kernel()(p, shared);
 #endif
 }

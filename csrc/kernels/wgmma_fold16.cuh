@@ -224,6 +224,7 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
                        step * C::kKSlices * 16, p.weight.k, half * 128);
     }
   }
+  hopper::wait_until_read(barriers.empty_panels, ring);
 }
 
 // The same rows read through an index, by one of kIndexWarps warps.
@@ -245,6 +246,7 @@ __device__ __forceinline__ void produce_panels_by_index(uint8_t* shared, Barrier
                 &barriers.full_panels[ring.stage]);
     }
   }
+  hopper::wait_until_read(barriers.empty_panels, ring);
 }
 
 // Rows of x that no copy writes are set to zero once: products with zeros take less power, and so

@@ -109,6 +109,7 @@ struct ConvPlan {
   size_t workspace = 0;
   int64_t predicted_clocks = 0;  // 0: not predicted
   bool windows = false;  // x is loaded as the windows of patches of the result, not tap by tap
+  bool overlaps = true;  // CTAs may start while the previous kernel in the stream still runs
 };
 
 // The order of codes that the kernels read: by taps if each output channel has one input channel,
