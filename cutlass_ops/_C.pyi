@@ -10,6 +10,7 @@ cuda_architectures: str
 cutlass_version: str
 max_awq_rows: int
 cpu_panel_rows: int
+cpu_panel_rows_of_rounded: int
 max_m: int  # rows of x
 max_norm_k: int  # columns of a norm
 padded_rows: int  # quantised rows up to which they have memory for whole tiles
@@ -297,6 +298,7 @@ def cpu_quantize_activations(
 ) -> None: ...
 def cpu_multiplies_bfloat16() -> bool: ...
 def cpu_float_panel_rows() -> int: ...
+def cpu_rounds(weight: PackedWeight, m: int, x_type: DataType, exact: bool) -> bool: ...
 def cpu_dequantize(
     weight: PackedWeight, out_ptr: int, type: DataType, first_row: int, rows: int, threads: int
 ) -> None: ...
@@ -313,6 +315,7 @@ def cpu_mixed_gemm(
     bias_type: DataType,
     out_ptr: int,
     out_type: DataType,
+    exact: bool,
     threads: int,
 ) -> None: ...
 def cpu_grouped_gemm(
@@ -329,6 +332,7 @@ def cpu_grouped_gemm(
     bias_type: DataType,
     out_ptr: int,
     out_type: DataType,
+    exact: bool,
     threads: int,
 ) -> None: ...
 def dequantize(
@@ -479,6 +483,7 @@ class ConvPlan:
     block_m: int
     block_n: int
     cluster_size: int
+    slices: int
     windows: bool
     overlaps: bool
     ctas_per_sm: int

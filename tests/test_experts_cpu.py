@@ -13,7 +13,7 @@ from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops import _C, reference
-from cutlass_ops.ops import gemm
+from cutlass_ops.ops import gemm, native
 from cutlass_ops.reference import experts as reference_experts
 
 OPTIONS: list[dict[str, Any]] = [
@@ -80,6 +80,10 @@ def test_a_layer_has_the_references_bits(
         pytest.skip("a code book is multiplied by floats")
     sizes = {"hidden": hidden, "intermediate": intermediate}
     gate_up, down, x, ids, w = problem(17, 3, dtype=dtype, **sizes, **FORMATS[kind])
+    if options["act_quant"] == "none" and _C.cpu_rounds(
+        co.reorder(gate_up[0]).native, 17, native.DATA_TYPES[dtype], False
+    ):
+        pytest.skip("weights are rounded: tests/test_experts.py")
     found = co.mixed_moe(x, *both(gate_up, down), ids, w, "silu", **options)
     assert_same_bits(found, specified(x, gate_up, down, ids, w, **options))
 

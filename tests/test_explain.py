@@ -334,7 +334,12 @@ def test_explain_says_what_a_cpu_does_with_many_rows(monkeypatch: pytest.MonkeyP
         (128, torch.float32, {"act_quant": "block"}),
     ):
         assert co.explain(m, packed, dtype=dtype, **options).kernel == _C.cpu_kernel()
-    assert (co.explain(16, packed, dtype=torch.bfloat16).kernel == "torch.matmul") == in_bfloat16
+    for m, wide in (
+        (_C.cpu_panel_rows, sized(64, 128, 8)),
+        (_C.cpu_panel_rows_of_rounded, packed),
+    ):
+        found = co.explain(m, wide, dtype=torch.bfloat16).kernel
+        assert (found == "torch.matmul") == in_bfloat16
     monkeypatch.undo()
     assert _C.cpu_float_panel_rows() >= 128
     by_torch = _C.cpu_float_panel_rows() == 128

@@ -56,6 +56,7 @@ LAYERS: list[tuple[str, int, Extents, int, int, Extents, Extents, Extents]] = [
     ("sd15 640", 2, (32, 32), 640, 640, (3, 3), (1, 1), (1, 1)),
     ("sd15 1280", 2, (16, 16), 1280, 1280, (3, 3), (1, 1), (1, 1)),
     ("sd15 2560 to 1280", 2, (16, 16), 2560, 1280, (3, 3), (1, 1), (1, 1)),
+    ("sd15 1280 at 8", 2, (8, 8), 1280, 1280, (3, 3), (1, 1), (1, 1)),
     ("sdxl 320", 2, (128, 128), 320, 320, (3, 3), (1, 1), (1, 1)),
     ("sdxl 640", 2, (64, 64), 640, 640, (3, 3), (1, 1), (1, 1)),
     ("sdxl 1280", 2, (32, 32), 1280, 1280, (3, 3), (1, 1), (1, 1)),
@@ -167,6 +168,7 @@ def layer(row: tuple[Any, ...], zero: int) -> dict[str, Any]:
                 "block_n": plan.block_n,
                 "cluster": plan.cluster_size,
                 "windows": plan.windows,
+                "slices": plan.slices,
                 "us": round(microseconds(call, inputs), 2),
                 "predicted_us": round(plan.predicted_clocks / 1755, 2),
             }
@@ -280,7 +282,8 @@ def main() -> None:
               flush=True)  # fmt: skip
         for plan in line["plans"]:
             source = "windows, " if plan["windows"] else ""
-            tile = f"{source}{plan['block_m']} x {plan['block_n']}, clusters of {plan['cluster']}"
+            ctas = "slices of K" if plan["slices"] > 1 else "CTAs a cluster"
+            tile = f"{source}{plan['block_m']} x {plan['block_n']}, {plan['cluster']} {ctas}"
             print(f"    {plan['kernel']:24} {tile:30} {plan['us']:8.1f} us", flush=True)
     result = {
         "device": torch.cuda.get_device_name(),

@@ -163,12 +163,20 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_instruction_sets", &cpu_instruction_sets,
         "Those that CPU kernels are chosen from here, the fastest first.");
   m.def("use_cpu_instruction_set", &use_cpu_instruction_set, py::arg("name"),
-        "Choose another, for tests; the bits are the same.");
+        "Choose another, for tests; the bits are the same, unless cpu_rounds.");
   m.def("cpu_multiplies_bfloat16", &cpu_multiplies_bfloat16,
         "Whether this machine has instructions for products of bf16.");
   m.def("cpu_float_panel_rows", &cpu_float_panel_rows,
         "Rows of x from which a CPU multiplies dequantised panels in fp32.");
   m.attr("cpu_panel_rows") = kCpuPanelRows;
+  m.attr("cpu_panel_rows_of_rounded") = kCpuPanelRowsOfRounded;
+  m.def(
+      "cpu_rounds",
+      [](Weight const& weight, int rows, DataType x_type, bool exact) {
+        return cpu_rounds(weight, rows, x_type, exact);
+      },
+      py::arg("weight"), py::arg("m"), py::arg("x_type"), py::arg("exact"),
+      "Whether a CPU multiplies floats by weights that are rounded once to their type.");
   m.def("cpu_kernel", &cpu_kernel, "The name of the kernels that compute on a CPU.");
   m.def(
       "cpu_quantize_activations",
@@ -185,10 +193,10 @@ PYBIND11_MODULE(_C, m) {
       "cpu_mixed_gemm",
       [](Weight const& weight, int rows, DataType x_type, Pointer x, std::int64_t x_stride,
          ActQuant act_quant, bool symmetric, py::object const& quantized, Pointer bias,
-         DataType bias_type, Pointer out, DataType out_type, int threads) {
+         DataType bias_type, Pointer out, DataType out_type, bool exact, int threads) {
         GemmProblem problem;
         problem.weight = weight;
-        problem.m = rows;
+        problem.m = rows, problem.exact = exact;
         problem.x = as<void>(x), problem.x_type = x_type, problem.x_stride = x_stride;
         problem.act_quant = act_quant, problem.act_symmetric = symmetric;
         if (!quantized.is_none()) problem.quantized = quantized.cast<QuantizedActivations const&>();
@@ -199,16 +207,17 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("weight"), py::arg("m"), py::arg("x_type"), py::arg("x_ptr"), py::arg("x_stride"),
       py::arg("act_quant"), py::arg("symmetric"), py::arg("quantized"), py::arg("bias_ptr"),
-      py::arg("bias_type"), py::arg("out_ptr"), py::arg("out_type"), py::arg("threads"),
+      py::arg("bias_type"), py::arg("out_ptr"), py::arg("out_type"), py::arg("exact"),
+      py::arg("threads"),
       "x @ W^T + bias in host memory, of floats or, if given, quantized codes.");
   m.def(
       "cpu_grouped_gemm",
       [](Weight const& weight, int n, std::vector<std::array<int, 3>> const& groups,
          DataType x_type, Pointer x, std::int64_t x_stride, ActQuant act_quant, bool symmetric,
          Pointer perms, Pointer bias, DataType bias_type, Pointer out, DataType out_type,
-         int threads) {
+         bool exact, int threads) {
         GemmProblem problem;
-        problem.weight = weight;
+        problem.weight = weight, problem.exact = exact;
         problem.x = as<void>(x), problem.x_type = x_type, problem.x_stride = x_stride;
         problem.act_quant = act_quant, problem.act_symmetric = symmetric;
         problem.bias = as<void>(bias), problem.bias_type = bias_type;
@@ -221,7 +230,7 @@ PYBIND11_MODULE(_C, m) {
       py::arg("weight"), py::arg("n"), py::arg("groups"), py::arg("x_type"), py::arg("x_ptr"),
       py::arg("x_stride"), py::arg("act_quant"), py::arg("symmetric"), py::arg("perms_ptr"),
       py::arg("bias_ptr"), py::arg("bias_type"), py::arg("out_ptr"), py::arg("out_type"),
-      py::arg("threads"),
+      py::arg("exact"), py::arg("threads"),
       "The products of experts in host memory; groups: expert, first row and number of rows.");
   m.def(
       "cpu_dequantize",

@@ -431,7 +431,7 @@ int word_column(int place, int element) {
   int const word = place / 4, j = word / kWordsOf16, t = word % kWordsOf16;
   return 16 * j + 2 * t + element / 2 + 8 * (element % 2);
 }
-int byte_column(int place) { return word_column(place, place % 4); }
+[[maybe_unused]] int byte_column(int place) { return word_column(place, place % 4); }
 [[maybe_unused]] int half_column(int place) {
   return word_column(place, place % 4 / 2 + place % 2 * 2);
 }

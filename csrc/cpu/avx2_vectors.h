@@ -224,7 +224,8 @@ template <class Of>
 // hardware's prefetcher does not see them used.
 class Prefetch {
  public:
-  explicit Prefetch(uint8_t const* codes) : next_(reinterpret_cast<char const*>(codes) + kAhead) {}
+  explicit Prefetch(uint8_t const* codes, int ahead = kAhead)
+      : next_(reinterpret_cast<char const*>(codes) + ahead) {}
   void line() { _mm_prefetch(next_, _MM_HINT_T0), next_ += 64; }
   void lines(int count) {
     for (int i = 0; i < count; ++i) line();

@@ -104,7 +104,8 @@ void dequantize_nibbles(CpuProduct const& p, int panel, int rows, void* out) {
   }
 }
 
-void dequantize_any(CpuProduct const& p, int panel, int rows, void* out, DataType type) {
+[[maybe_unused]] void dequantize_any(CpuProduct const& p, int panel, int rows, void* out,
+                                     DataType type) {
   if (info(p.weight.format).bits != Nibbles::kBits) return dequantize(p, panel, rows, out, type);
   KeepDenormals const keep;
   (type == DataType::kFloat32   ? dequantize_nibbles<DataType::kFloat32>

@@ -12,7 +12,7 @@ namespace cutlass_ops {
 namespace {
 
 // Quarters 0 and 1, and 2 and 3, of a, then of b: their sums.
-__m512i add_quarters(__m512i a, __m512i b) {
+[[maybe_unused]] __m512i add_quarters(__m512i a, __m512i b) {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
 }
 
@@ -170,7 +170,7 @@ __m512 stored_values(CpuProduct const& p) {
 __m512i both(__m256i low, __m256i high) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
-__m512 both(__m256 low, __m256 high) {
+[[maybe_unused]] __m512 both(__m256 low, __m256 high) {
   return _mm512_castsi512_ps(both(_mm256_castps_si256(low), _mm256_castps_si256(high)));
 }
 

@@ -65,7 +65,8 @@ CpuKernels::IntegerOrder order_of_any(CpuProduct const& p) {
 
 }  // namespace
 
-CpuKernels const kAvx512VnniKernels = {"avx512_vnni", order_of_any, multiply_any, dequantize_any,
-                                       quantize_block};
+CpuKernels const kAvx512VnniKernels = {"avx512_vnni",  order_of_any,   multiply_any,
+                                       dequantize_any, quantize_block, multiply_bfloat16,
+                                       bfloat16_column};
 
 }  // namespace cutlass_ops

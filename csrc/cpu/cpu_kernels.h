@@ -29,13 +29,15 @@ struct CpuProduct {
   float const* codebook = nullptr;  // values by code (not centred), rounded to x's type; null
                                     // for integer codes
   int m = 0;
-  int tiles = 0;                  // of 128 columns
-  int block = 0;                  // columns of a scale block: 16, 32, 64, or a multiple of 128
-  int blocks = 0;                 // scale blocks that hold real columns
-  int group_blocks = 0;           // scale blocks of a group of weights
-  bool has_floats = false;        // x is floats
-  int64_t x_stride = 0;           // elements of a row of x, codes or centred
-  float const* x = nullptr;       // floats, in the order of lane_column; null for integers
+  int tiles = 0;             // of 128 columns
+  int block = 0;             // columns of a scale block: 16, 32, 64, or a multiple of 128
+  int blocks = 0;            // scale blocks that hold real columns
+  int group_blocks = 0;      // scale blocks of a group of weights
+  bool has_floats = false;   // x is floats
+  int64_t x_stride = 0;      // elements of a row of x, codes or centred
+  float const* x = nullptr;  // floats, in the order of lane_column; null for integers
+  uint16_t const* halves =
+      nullptr;                    // bf16, in the order of the kernel that rounds weights, or null
   int8_t const* codes = nullptr;  // integers in the order of the kernel's instruction set, or null
   int16_t const* centred = nullptr;  // integers less their zero points, in that order, or null
   float const* scales = nullptr;     // [m][blocks], of integers
@@ -76,12 +78,19 @@ struct CpuKernels {
   void (*dequantize)(CpuProduct const& product, int panel, int rows, void* out, DataType type);
   // A block of activations as reference.quantize_activations defines it; zero is null if symmetric.
   void (*quantize_block)(float const* x, int count, int8_t* codes, float* scale, int8_t* zero);
+  // As multiply, of x in bf16 with codes of 4 bits rounded once to bf16, and the column at each of
+  // 64 places of x; null where there is no instruction for that.
+  void (*multiply_bfloat16)(CpuProduct const& product, int panel, int first, int rows) = nullptr;
+  int (*bfloat16_column)(int place) = nullptr;
 };
 
 extern CpuKernels const kScalarKernels;
 #if defined(CUTLASS_OPS_AVX2)
 extern CpuKernels const kAvx2Kernels;
 extern CpuKernels const kAvx512VnniKernels;
+// Where the machine has AVX512_BF16, too (avx512_bf16.cpp).
+void multiply_bfloat16(CpuProduct const& product, int panel, int first, int rows);
+int bfloat16_column(int place);
 #endif
 
 // Writes the sums of a panel in group_row order to a row of the result, plus the bias. Sums that

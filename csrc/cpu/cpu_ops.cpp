@@ -84,6 +84,7 @@ struct Prepared {
   std::unique_ptr<float[]> x;
   std::unique_ptr<int8_t[]> codes;
   std::unique_ptr<int16_t[]> centred;
+  std::unique_ptr<uint16_t[]> halves;
   std::vector<float> scales, offset_x, codebook, bias;
   std::vector<int32_t> zeros;
   std::vector<int64_t> sums;
@@ -136,6 +137,31 @@ void prepare_floats(GemmProblem const& problem, CpuProduct& p, Prepared& memory,
   });
   p.x = memory.x.get();
   p.offset_x = memory.offset_x.data();
+}
+
+// As prepare_floats(), for a product that rounds.
+void prepare_halves(GemmProblem const& problem, CpuKernels const& kernels, CpuProduct& p,
+                    Prepared& memory, int threads) {
+  int const k = problem.weight.k, k_pad = p.tiles * kKPerTile;
+  int32_t const* const perm = problem.weight.perm;
+  int columns[kLaneColumns];
+  for (int place = 0; place < kLaneColumns; ++place)
+    columns[place] = kernels.bfloat16_column(place);
+  p.x_stride = k_pad;
+  memory.halves.reset(new uint16_t[size_t(p.m) * k_pad]);
+  for_rows(p.m, k_pad, threads, [&](int first, int last) {
+    for (int row = first; row < last; ++row) {
+      auto const* const x = static_cast<uint16_t const*>(problem.x) + row * problem.x_stride;
+      uint16_t* const to = memory.halves.get() + size_t(row) * k_pad;
+      for (int start = 0; start < k_pad; start += kLaneColumns) {
+        for (int place = 0; place < kLaneColumns; ++place) {
+          int const column = start + columns[place];
+          to[start + place] = column >= k ? 0 : x[perm ? perm[column] : column];
+        }
+      }
+    }
+  });
+  p.halves = memory.halves.get();
 }
 
 // Sums of less than 2^23 codes fit.
@@ -251,6 +277,13 @@ bool cpu_multiplies_bfloat16() {
 #endif
 }
 
+bool cpu_rounds(PackedWeight const& weight, int m, DataType x_type, bool exact) {
+  constexpr int kLeastRows = 2;  // the table of a row's values takes longer than one row of x
+  return x_type == DataType::kBFloat16 && !exact && m >= kLeastRows &&
+         info(weight.format).bits == 4 && chosen().load()->multiply_bfloat16 &&
+         cpu_multiplies_bfloat16();
+}
+
 int cpu_float_panel_rows() {
   constexpr int kRows = 128;
 #if defined(CUTLASS_OPS_AVX2)
@@ -328,8 +361,10 @@ struct Product {
       p.bias = memory.bias.data();
     }
     prepare_codebook(problem.x_type, p, memory);
-    problem.quantized.codes ? prepare_integers(problem, kernels, p, memory, threads)
-                            : prepare_floats(problem, p, memory, threads);
+    if (problem.quantized.codes) return prepare_integers(problem, kernels, p, memory, threads);
+    if (cpu_rounds(w, p.m, problem.x_type, problem.exact || problem.batch_invariant))
+      return prepare_halves(problem, kernels, p, memory, threads);
+    prepare_floats(problem, p, memory, threads);
   }
 
   // Calls of a kernel: a row panel of the weight and one of these parts of the rows of x each.
@@ -354,7 +389,8 @@ void multiply(Product const* products, size_t count, CpuKernels const& kernels, 
     int64_t const panels = products[i].panels(), parts = products[i].parts();
     int64_t const call = index - (ends[i] - panels * parts), part = call / panels;
     int64_t const first = p.m * part / parts, last = p.m * (part + 1) / parts;
-    kernels.multiply(p, int(call % panels), int(first), int(last - first));
+    auto const multiply = p.halves ? kernels.multiply_bfloat16 : kernels.multiply;
+    multiply(p, int(call % panels), int(first), int(last - first));
   });
 }
 

@@ -196,7 +196,10 @@ constexpr char kWgmma[] = "conv_int8_wgmma", kCollective[] = "gemm_int8_collecti
                kStem[] = "conv_int8_stem";
 
 // A convolution whose pixels are the rows of a matrix.
-bool is_product(ConvProblem const& p) { return p.groups == 1 && is_pointwise(p); }
+bool is_product(ConvProblem const& p) {
+  bool const steps = p.stride[0] > 1 || p.stride[1] > 1;
+  return p.weight.height == 1 && p.weight.width == 1 && p.groups == 1 && !steps && !p.padded();
+}
 
 // TMA's im2col mode takes strides of up to 8, corners in 8 bits, and boxes that begin with a whole
 // vector of channels. Other boxes are an illegal instruction.
@@ -234,24 +237,26 @@ int copied_channels(ConvProblem const& p, int vector) {
   return p.channels % vector || !aligned(p.x, vector) ? stored_channels(p.channels) : 0;
 }
 
-ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile const& tile) {
+ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile const& tile,
+                    int slices) {
   ConvWeight const& w = p.weight;
+  int const cluster_size = tile.cluster_size * slices;
   int64_t const n_tiles = p.groups * ceil_div(w.n / p.groups, tile.block_n);
   int64_t const clusters =
       ceil_div(rows_of(p, tile), ConvWgmmaTile::kBlockM * tile.cluster_size) * n_tiles;
-  int64_t const of_sm = ceil_div(clusters * tile.cluster_size, device.multiprocessors);
+  int64_t const of_sm = ceil_div(clusters * cluster_size, device.multiprocessors);
   ConvPlan plan;
   plan.kernel = kWgmma;
   plan.block_m = ConvWgmmaTile::kBlockM, plan.block_n = tile.block_n;
-  plan.cluster_size = tile.cluster_size, plan.windows = tile.windows;
+  plan.cluster_size = cluster_size, plan.slices = slices, plan.windows = tile.windows;
   // With few tiles, or large windows, a CTA can use all of an SM's shared memory.
   ConvWindow const window(p);
   plan.ctas_per_sm = int(std::min<int64_t>(tile.ctas_per_sm(), of_sm));
   if (tile.stages(plan.ctas_per_sm, window) < kLeastStages) plan.ctas_per_sm = 1;
   plan.stages = tile.stages(plan.ctas_per_sm, window);
-  int64_t const at_once = std::clamp<int64_t>(
-      device.multiprocessors * plan.ctas_per_sm / tile.cluster_size, 1, clusters);
-  plan.grid = int(at_once) * tile.cluster_size;
+  int64_t const at_once =
+      std::clamp<int64_t>(device.multiprocessors * plan.ctas_per_sm / cluster_size, 1, clusters);
+  plan.grid = int(at_once) * cluster_size;
   plan.copied_channels = copied_channels(p, kConvVector);
 
   // As SMs become free, one of several CTAs may get two that have more tiles than others.
@@ -265,21 +270,44 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
   // only another CTA of the SM hides, for a stored line of 32 channels, for channels that are not
   // those of the CTA's last tile, and for a launch without and with clusters.
   constexpr int kPairs = 4096, kMovedBytes = 128, kBegin = 3900, kStore = 450, kChannels = 400,
-                kLaunch = 1100, kClusters = 2000;
+                kLaunch = 1100, kClusters = 2000, kSlice = 1000;
   int64_t const taps = int64_t(w.height) * w.width;
+  int64_t const blocks = ceil_div(ceil_div(w.channels, ConvWgmmaTile::kBlockK), slices);
+  int64_t const channels = std::min<int64_t>(w.channels, blocks * ConvWgmmaTile::kBlockK);
   int64_t const multiply =
-      taps * ceil_div(w.channels, 32) * 32 * ConvWgmmaTile::kBlockM * tile.block_n / kPairs;
+      taps * ceil_div(channels, 32) * 32 * ConvWgmmaTile::kBlockM * tile.block_n / kPairs;
   int64_t const written = tile.windows ? 0 : std::min<int64_t>(p.pixels(), ConvWgmmaTile::kBlockM);
   int64_t const lines =
       written + ConvWgmmaTile::kBlockM + (1 + ConvWgmmaTile::kWarpgroups) * int64_t(tile.block_n);
-  int64_t const move = taps * ceil_div(w.channels, ConvWgmmaTile::kBlockK) * lines *
-                       ConvWgmmaTile::kBlockK / kMovedBytes;
+  int64_t const move = taps * blocks * lines * ConvWgmmaTile::kBlockK / kMovedBytes;
   int64_t const end =
       kBegin + kStore * tile.block_n / 32 + (at_once % n_tiles == 0 ? 0 : kChannels);
   plan.predicted_clocks = of_sm * std::max(multiply, move) +
                           ceil_div(of_sm, plan.ctas_per_sm) * end + kLaunch +
-                          (tile.cluster_size > 1 ? kClusters : 0);
+                          (cluster_size > 1 ? kClusters : 0) + (slices - 1) * kSlice;
   return plan;
+}
+
+// The fastest plan that takes the channels of a tile in slices, if there is one: each tile has a
+// cluster, whose first CTA receives the other slices' sums in place of its stages.
+bool plan_slices(ConvProblem const& p, Device const& device, ConvWgmmaTile const& tile,
+                 ConvPlan* best) {
+  best->kernel = nullptr;
+  ConvWindow const window(p);
+  int64_t const blocks = ceil_div(p.weight.channels, ConvWgmmaTile::kBlockK);
+  for (int slices = 2; slices <= std::min<int64_t>(ConvWgmmaTile::kMostSlices, blocks); ++slices) {
+    ConvPlan const plan = plan_wgmma(p, device, tile, slices);
+    int64_t const tiles = ceil_div(rows_of(p, tile), ConvWgmmaTile::kBlockM) * p.groups *
+                          ceil_div(p.weight.n / p.groups, tile.block_n);
+    int const received = (slices - 1) * ConvWgmmaTile::slice_bytes(tile.block_n);
+    // All clusters run at once. A cluster lies in one part of the GPU (a GPC), so that not all SMs
+    // are taken: 80 clusters of three, on 132 SMs with two CTAs each, had two turns.
+    bool const fits = plan.grid == tiles * slices &&
+                      plan.grid * 8 <= device.multiprocessors * tile.ctas_per_sm() * 7 &&
+                      received <= tile.window_bytes(window) + plan.stages * tile.stage_bytes();
+    if (fits && (!best->kernel || plan.predicted_clocks < best->predicted_clocks)) *best = plan;
+  }
+  return best->kernel;
 }
 
 // The rows of the result that are stored by TMA.
@@ -448,8 +476,10 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
     size_t const first = plans->size();
     if (device.architecture == 90 && fits_tma(product) && copies) {
       for (ConvWgmmaTile const& tile : kConvWgmmaTiles) {
-        if (!tile.windows || fits_windows(product, tile))
-          plans->push_back(plan_wgmma(product, device, tile));
+        if (tile.windows && !fits_windows(product, tile)) continue;
+        ConvPlan plan;
+        if (!tile.slices) plans->push_back(plan_wgmma(product, device, tile, 1));
+        if (tile.slices && plan_slices(product, device, tile, &plan)) plans->push_back(plan);
       }
     }
     if (device.architecture == 90 && fits_collective(product) && copies)

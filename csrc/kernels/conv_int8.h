@@ -18,12 +18,6 @@ struct ConvParams {
   int most_cut[2] = {0, 0};
 };
 
-// Whether the pixels of the result are those of x, in its order.
-inline bool is_pointwise(ConvProblem const& p) {
-  bool const steps = p.stride[0] > 1 || p.stride[1] > 1;
-  return p.weight.height == 1 && p.weight.width == 1 && !steps && !p.padded();
-}
-
 // The pixels of x under all taps of a patch of 8 x 8 pixels of the result, for a convolution whose
 // strides are 1.
 struct ConvWindow {
@@ -45,9 +39,12 @@ struct ConvWgmmaTile {
   static constexpr int kBlockK = 128;  // bytes of one tap: a line of the 128-byte swizzle
   static constexpr int kMostStages = 8;
   static constexpr int kStagedInts = 2 * 16 * 8;
+  static constexpr int kBarrierBytes = (2 * (kMostStages + ConvWindow::kBuffers) + 1) * 8;
+  static constexpr int kMostSlices = 4;
 
-  int block_n, cluster_size;
+  int block_n, cluster_size;  // CTAs of a cluster share weights
   bool windows;
+  bool slices;  // a cluster's CTAs take a slice of the channels of one tile each
   // A loading warpgroup gives registers to the two that multiply, or a single warp loads.
   constexpr bool moves_registers() const { return block_n > 128; }
   constexpr int threads() const { return 2 * 128 + (moves_registers() ? 128 : 32); }
@@ -60,8 +57,10 @@ struct ConvWgmmaTile {
   // Factors and biases of the tile's channels, for each warpgroup; two buffers for stores of each
   // warp; and barriers.
   constexpr int other_bytes() const {
-    return 2 * block_n * 8 + 8 * kStagedInts * 4 + 2 * (kMostStages + ConvWindow::kBuffers) * 8;
+    return 2 * block_n * 8 + 8 * kStagedInts * 4 + kBarrierBytes;
   }
+  // The sums of a tile.
+  static constexpr int slice_bytes(int block_n) { return kBlockM * block_n * 4; }
   constexpr int shared_bytes(int stages, ConvWindow const& window) const {
     return window_bytes(window) + stages * stage_bytes() + other_bytes();
   }
@@ -71,9 +70,10 @@ struct ConvWgmmaTile {
     return fits < kMostStages ? fits : kMostStages;
   }
 };
-constexpr ConvWgmmaTile kConvWgmmaTiles[] = {{64, 1, false},  {128, 1, false}, {160, 2, false},
-                                             {256, 2, false}, {64, 2, true},   {128, 2, true},
-                                             {160, 2, true}};
+constexpr ConvWgmmaTile kConvWgmmaTiles[] = {
+    {64, 1, false, false},  {128, 1, false, false}, {160, 2, false, false},
+    {256, 2, false, false}, {64, 1, false, true},   {64, 2, true, false},
+    {128, 2, true, false},  {160, 2, true, false},  {64, 1, true, true}};
 Status launch_conv_int8_wgmma(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
 // gemm_int8_collective.cu: Hopper (sm_90a alone), products with rows of whole vectors of bytes.

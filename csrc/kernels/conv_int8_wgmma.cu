@@ -4,8 +4,7 @@
 // K is taken tap by tap, in blocks of 128 channels. A stage of the ring holds the weights of one tap
 // and block. The pixels of x come from one of two sources:
 //   taps     the stage also holds the pixels under the tap. TMA's im2col mode collects them in the
-//            order of the result's pixels, with zeros where there are none. Where they are those of
-//            x (1 x 1 taps), the common mode copies them as rows of a matrix, faster
+//            order of the result's pixels, with zeros where there are none
 //   windows  the 64 pixels of a warpgroup are a patch of 8 x 8 in one image. All pixels under all
 //            taps of the patch are loaded once a block of channels, as a box of the image. The
 //            operand of a tap is eight lines of eight pixels inside it. wgmma can read them where
@@ -16,9 +15,10 @@
 // TMA would fill the missing half of 128 bytes with zeros at 8 bytes a clock.
 //
 // All operands stay in shared memory. One warp loads, two warpgroups multiply 64 pixels each. CTAs
-// of a cluster take neighbouring pixels, and each loads a part of the weights for both. CTAs take
-// tiles in turn, channels fastest, so that concurrent ones share pixels in L2, and load the next
-// tile's stages while they store one. Where two share an SM, one multiplies while the other stores.
+// of a cluster take neighbouring pixels, and each loads a part of the weights for both; or, where
+// there are few tiles, one tile, of whose channels each multiplies a slice. CTAs take tiles in turn,
+// channels fastest, so that concurrent ones share pixels in L2, and load the next tile's stages
+// while they store one. Where two share an SM, one multiplies while the other stores.
 //
 // The zero point of x is taken from the sums afterwards (requantize.cuh), as if no tap lay outside
 // of x, and put back for those that do. Outputs of four lanes are exchanged, so that a lane stores
@@ -58,13 +58,17 @@ struct Multiplier {
   uint8_t const* stages;
   Barriers& barriers;
   Params const& p;
-  int const warpgroup;
+  int const warpgroup, blocks;  // of channels
   Ring ring, buffer{ConvWindow::kBuffers};
   int previous = -1, read = -1;  // a stage, and a window, to be released after its last products
 
   __device__ __forceinline__ void release() {
     int const lane = threadIdx.x % 32;
-    ClusterBarrier::arrive(&barriers.empty[previous], lane, lane < C::kCluster);
+    if constexpr (C::kCluster > 1) {
+      ClusterBarrier::arrive(&barriers.empty[previous], lane, lane < C::kCluster);
+    } else {
+      if (lane == 0) ClusterBarrier::arrive(&barriers.empty[previous]);
+    }
     if (C::kLoadsWindows && read >= 0) {
       if (lane == 0) ClusterBarrier::arrive(&barriers.window_empty[read]);
       read = -1;
@@ -128,10 +132,10 @@ struct Multiplier {
     fence_registers(sums);
     if constexpr (kLast == kSlices) {
 #pragma unroll 1
-      for (int block = 0; block < p.k_blocks; ++block) multiply_taps<kSlices>(sums);
+      for (int block = 0; block < blocks; ++block) multiply_taps<kSlices>(sums);
     } else {
 #pragma unroll 1
-      for (int block = 1; block < p.k_blocks; ++block) multiply_taps<kSlices>(sums);
+      for (int block = 1; block < blocks; ++block) multiply_taps<kSlices>(sums);
       multiply_taps<kLast>(sums);
     }
     cute::warpgroup_wait<0>();
@@ -139,6 +143,41 @@ struct Multiplier {
     release();
   }
 };
+
+// ---- slices
+
+// Adds the sums of a tile's other slices to those of the first; false in the others. All stages have
+// been read, and the first CTA receives the sums in their place. Integers, so in any order.
+template <class C>
+__device__ __forceinline__ bool add_slices(uint32_t (&sums)[C::kSums], uint8_t const* received,
+                                           Barriers& barriers, Params const& p, int rank) {
+  auto const* const first = reinterpret_cast<float4 const*>(received) + threadIdx.x;
+  constexpr int kVectors = C::kSums / 4, kStep = C::kWarpgroups * 128;
+  static_assert(kVectors * kStep * 16 == C::Tile::slice_bytes(C::kBlockN));
+  cute::cluster_arrive_relaxed();
+  cute::cluster_wait();
+  if (rank > 0) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float4 const v =
+          make_float4(__uint_as_float(sums[4 * i]), __uint_as_float(sums[4 * i + 1]),
+                      __uint_as_float(sums[4 * i + 2]), __uint_as_float(sums[4 * i + 3]));
+      store_remote(const_cast<float4*>(first) + ((rank - 1) * kVectors + i) * kStep, v,
+                   &barriers.sums, 0);
+    }
+    return false;
+  }
+  TransactionBarrier::wait(&barriers.sums, 0);
+  for (int slice = 1; slice < p.slices; ++slice) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float4 const v = first[((slice - 1) * kVectors + i) * kStep];
+      sums[4 * i] += __float_as_uint(v.x), sums[4 * i + 1] += __float_as_uint(v.y);
+      sums[4 * i + 2] += __float_as_uint(v.z), sums[4 * i + 3] += __float_as_uint(v.w);
+    }
+  }
+  return true;
+}
 
 // ---- store
 
@@ -291,23 +330,28 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* windows, uint8_t c
   constexpr int kColumns = (C::kBlockN + 127) / 128;  // of a thread
   int const thread = threadIdx.x % 128;
   vectors += warpgroup * C::kBlockN;
-  Multiplier<C> multiplier{windows, stages, barriers, p, warpgroup, Ring{p.stages}};
-  // Whether all tiles of a CTA have the same channels.
-  bool const keeps = gridDim.x / C::kCluster % p.n_tiles == 0;
-  int const first = blockIdx.x / C::kCluster;
-  for (int index = first; index < p.tiles; index += gridDim.x / C::kCluster) {
+  Blocks<C> const blocks(p, rank);
+  Multiplier<C> multiplier{windows,       stages, barriers, p, warpgroup, blocks.end - blocks.first,
+                           Ring{p.stages}};
+  int const last_slices = blocks.end == p.k_blocks ? p.last_slices : Multiplier<C>::kSlices;
+  int const first = blockIdx.x / cluster_size<C>(p), step = gridDim.x / cluster_size<C>(p);
+  bool const keeps = step % p.n_tiles == 0;  // all tiles of a CTA have the same channels
+  for (int index = first; index < p.tiles; index += step) {
     Tile<C> const tile(p, index, rank);
     uint32_t sums[C::kSums] = {};
     // Prefetched to L1 during the main loop, which has few registers.
 #pragma unroll
     for (int i = 0; i < kColumns; ++i)
       prefetch_channel(p.problem, min(tile.first_n + i * 128 + thread, tile.end_n - 1));
-    if (p.last_slices == 1) {
+    if (last_slices == 1) {
       multiplier.template multiply_tile<1>(sums);
-    } else if (p.last_slices == 2) {
+    } else if (last_slices == 2) {
       multiplier.template multiply_tile<2>(sums);
     } else {
       multiplier.template multiply_tile<4>(sums);
+    }
+    if constexpr (C::kSlices) {
+      if (!add_slices<C>(sums, windows, barriers, p, rank)) return;
     }
     // The last tile's vectors have been read.
     cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup);
@@ -335,7 +379,8 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
   auto* const staging = reinterpret_cast<int*>(vectors + C::kWarpgroups * C::kBlockN);
   auto& barriers =
       *reinterpret_cast<Barriers*>(staging + 4 * C::kWarpgroups * C::Tile::kStagedInts);
-  int const rank = C::kCluster > 1 ? int(cute::block_rank_in_cluster()) : 0;
+  constexpr bool kClusters = C::kCluster > 1 || C::kSlices;
+  int const rank = kClusters ? int(cute::block_rank_in_cluster()) : 0;
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) {
       TransactionBarrier::init(&barriers.full[i], 1);
@@ -346,9 +391,14 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
       TransactionBarrier::init(&barriers.window_full[i], 1);
       ClusterBarrier::init(&barriers.window_empty[i], C::kWarpgroups * 4);
     }
+    if constexpr (C::kSlices) {
+      TransactionBarrier::init(&barriers.sums, 1);
+      TransactionBarrier::arrive_and_expect_tx(&barriers.sums,
+                                               (p.slices - 1) * C::Tile::slice_bytes(C::kBlockN));
+    }
     cutlass::arch::fence_barrier_init();
   }
-  if constexpr (C::kCluster > 1) {
+  if constexpr (kClusters) {
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
   } else {
@@ -360,6 +410,11 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
   if (warp >= 4 * C::kWarpgroups) {
     if constexpr (C::kTile.moves_registers()) cutlass::arch::warpgroup_reg_dealloc<24>();
     if (warp == 4 * C::kWarpgroups) load_tiles<C>(windows, stages, barriers, maps, p, rank);
+    if constexpr (C::kSlices) {  // as add_slices()
+      __syncwarp();
+      cute::cluster_arrive_relaxed();
+      cute::cluster_wait();
+    }
   } else {
     if constexpr (C::kTile.moves_registers()) cutlass::arch::warpgroup_reg_alloc<240>();
     multiply_tiles<C>(windows, stages, vectors, staging, barriers, p, rank, warp / 4);
@@ -373,15 +428,9 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
 Status encode_pixels(Params const& params, bool windows, int line, CUtensorMap* map) {
   ConvProblem const& p = params.problem;
   ConvWindow const& window = params.window;
-  cuuint64_t const channels = cuuint64_t(p.channels), width = cuuint64_t(p.width),
-                   height = cuuint64_t(p.height);
-  if (params.pointwise) {
-    return hopper::encode<2>(CU_TENSOR_MAP_DATA_TYPE_UINT8, p.x,
-                             {channels, cuuint64_t(params.pixels)}, {channels},
-                             {cuuint32_t(line), cuuint32_t(params.tile_pixels)},
-                             hopper::swizzle_of(line), CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
-  }
   if (windows) {
+    cuuint64_t const channels = cuuint64_t(p.channels), width = cuuint64_t(p.width),
+                     height = cuuint64_t(p.height);
     return hopper::encode<4>(
         CU_TENSOR_MAP_DATA_TYPE_UINT8, p.x, {channels, width, height, cuuint64_t(p.batch)},
         {channels, channels * width, channels * width * height},
@@ -427,8 +476,8 @@ Status launch_config(ConvParams const& params, ConvPlan const& plan, Stream stre
   p.stages = plan.stages;
   p.group_tiles = ceil_div(w.n / problem.groups, C::kBlockN),
   p.n_tiles = problem.groups * p.group_tiles;
-  p.pointwise = is_pointwise(problem), p.tile_pixels = std::min(C::kBlockM, params.pixels);
-  p.window = ConvWindow(problem);
+  p.tile_pixels = std::min(C::kBlockM, params.pixels);
+  p.slices = plan.slices, p.window = ConvWindow(problem);
   p.patches[0] = ceil_div(params.out_width, ConvWindow::kPatch);
   p.patches[1] = ceil_div(params.out_height, ConvWindow::kPatch);
   p.patches[2] = problem.batch * p.patches[0] * p.patches[1];
@@ -440,13 +489,15 @@ Status launch_config(ConvParams const& params, ConvPlan const& plan, Stream stre
   Maps maps;
   Status const status = encode_maps<C>(p, &maps);
   if (!status.ok()) return status;
-  LaunchShape const shape = {dim3(unsigned(plan.grid)), dim3(C::kTile.threads()), C::kCluster,
+  LaunchShape const shape = {dim3(unsigned(plan.grid)), dim3(C::kTile.threads()), plan.cluster_size,
                              C::kTile.shared_bytes(plan.stages, p.window), plan.overlaps};
   return launch_shape(conv_int8_wgmma<C>, shape, stream, maps, p);
 }
 
 template <bool kUnsigned, bool kLoadsWindows>
 Status launch_source(ConvParams const& params, ConvPlan const& plan, Stream stream) {
+  if (plan.slices > 1)
+    return launch_config<Config<kUnsigned, 64, 1, kLoadsWindows, true>>(params, plan, stream);
   if constexpr (!kLoadsWindows) {
     if (plan.block_n == 256)
       return launch_config<Config<kUnsigned, 256, 2, false>>(params, plan, stream);

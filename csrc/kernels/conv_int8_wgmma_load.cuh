@@ -16,7 +16,7 @@ struct Params : ConvParams {
   int k_blocks, last_slices;  // of a tap's channels; of 32, in the last block
   ConvWindow window;
   int patches[3];   // along width and height; of all images
-  bool pointwise;   // pixels of the result are those of x
+  int slices;       // of the channels of a tile, where a cluster's CTAs take one each
   int tile_pixels;  // of a tile that are loaded: of kBlockM, those that there are at all
 };
 
@@ -25,13 +25,14 @@ struct Maps {
   CUtensorMap pixels[2], weights[2];
 };
 
-template <bool kUnsigned_, int kBlockN_, int kCluster_, bool kLoadsWindows_>
+template <bool kUnsigned_, int kBlockN_, int kCluster_, bool kLoadsWindows_, bool kSlices_ = false>
 struct Config {
   using Tile = ConvWgmmaTile;
-  static constexpr Tile kTile = {kBlockN_, kCluster_, kLoadsWindows_};
-  static constexpr bool kUnsigned = kUnsigned_, kLoadsWindows = kLoadsWindows_;
+  static constexpr Tile kTile = {kBlockN_, kCluster_, kLoadsWindows_, kSlices_};
+  static constexpr bool kUnsigned = kUnsigned_, kLoadsWindows = kLoadsWindows_, kSlices = kSlices_;
   static constexpr int kWarpgroups = Tile::kWarpgroups, kBlockM = Tile::kBlockM;
-  static constexpr int kBlockN = kBlockN_, kCluster = kCluster_;
+  static constexpr int kBlockN = kBlockN_;
+  static constexpr int kCluster = kCluster_;  // CTAs that share weights
   static constexpr int kPixelBytes = kTile.pixel_bytes(), kStageBytes = kTile.stage_bytes();
   static constexpr int kSums = kBlockN / 2;  // of a thread
   using Mma = decltype(cute::SM90::GMMA::ss_op_selector<
@@ -42,7 +43,9 @@ struct Config {
 struct Barriers {
   uint64_t full[ConvWgmmaTile::kMostStages], empty[ConvWgmmaTile::kMostStages];
   uint64_t window_full[ConvWindow::kBuffers], window_empty[ConvWindow::kBuffers];
+  uint64_t sums;  // of the other slices
 };
+static_assert(sizeof(Barriers) == ConvWgmmaTile::kBarrierBytes);
 
 struct Ring {
   int const stages;
@@ -64,13 +67,29 @@ struct Patch {
   }
 };
 
+// CTAs of a cluster that takes a tile, or neighbouring ones.
+template <class C>
+__device__ __forceinline__ int cluster_size(Params const& p) {
+  return C::kSlices ? p.slices : C::kCluster;
+}
+
+// The blocks of channels that a CTA multiplies.
+template <class C>
+struct Blocks {
+  int first, end;
+  __device__ __forceinline__ Blocks(Params const& p, int rank) : first(0), end(p.k_blocks) {
+    if constexpr (C::kSlices)
+      first = rank * p.k_blocks / p.slices, end = (rank + 1) * p.k_blocks / p.slices;
+  }
+};
+
 template <class C>
 struct Tile {
   int first_row, group, first_n, end_n;  // rows are pixels of the result, or of its patches
   __device__ __forceinline__ Tile(Params const& p, int index, int rank) {
     int const row = index / p.n_tiles, column = index - row * p.n_tiles,
               channels = p.problem.weight.n / p.problem.groups;
-    first_row = (row * C::kCluster + rank) * C::kBlockM;
+    first_row = (row * C::kCluster + (C::kSlices ? 0 : rank)) * C::kBlockM;
     group = column / p.group_tiles;
     first_n = group * channels + (column - group * p.group_tiles) * C::kBlockN;
     end_n = (group + 1) * channels;
@@ -109,7 +128,8 @@ class WindowLoader {
   Params const& p_;
   int const rank_;
   bool const leader_;
-  int index_, block_ = 0;
+  Blocks<C> const blocks_;
+  int index_, block_;
   Ring ring_{ConvWindow::kBuffers};
 
  public:
@@ -121,7 +141,9 @@ class WindowLoader {
         p_(p),
         rank_(rank),
         leader_(leader),
-        index_(blockIdx.x / C::kCluster) {}
+        blocks_(p, rank),
+        index_(blockIdx.x / cluster_size<C>(p)),
+        block_(blocks_.first) {}
 
   // Those of the next block of channels.
   __device__ __forceinline__ void load_next() {
@@ -147,7 +169,7 @@ class WindowLoader {
       }
     }
     ring_.advance();
-    if (++block_ == p_.k_blocks) block_ = 0, index_ += gridDim.x / C::kCluster;
+    if (++block_ == blocks_.end) block_ = blocks_.first, index_ += gridDim.x / cluster_size<C>(p_);
   }
 };
 
@@ -159,18 +181,20 @@ __device__ __forceinline__ void load_tiles(uint8_t* windows, uint8_t* stages, Ba
   constexpr auto kHint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   ConvProblem const& problem = p.problem;
   bool const leader = cute::elect_one_sync();
-  int const taps = problem.weight.height * problem.weight.width;
+  int const taps = problem.weight.height * problem.weight.width, size = cluster_size<C>(p),
+            share = C::kSlices ? 0 : rank;
+  Blocks<C> const blocks(p, rank);
   WindowLoader<C> window(windows, barriers, maps, p, rank, leader);
   if constexpr (C::kLoadsWindows) window.load_next();
   Ring ring{p.stages};
-  for (int index = blockIdx.x / C::kCluster; index < p.tiles; index += gridDim.x / C::kCluster) {
+  for (int index = blockIdx.x / size; index < p.tiles; index += gridDim.x / size) {
     Tile<C> const tile(p, index, rank);
     int const row = tile.first_row / p.out_width, image = row / p.out_height;
     int const x = (tile.first_row - row * p.out_width) * problem.stride[1] - problem.padding[1];
     int const y = (row - image * p.out_height) * problem.stride[0] - problem.padding[0];
     int const first_channel = tile.group * problem.weight.channels;
 #pragma unroll 1
-    for (int block = 0; block < p.k_blocks; ++block) {
+    for (int block = blocks.first; block < blocks.end; ++block) {
       int const channel = block * ConvWgmmaTile::kBlockK;
       bool const narrow = block == p.k_blocks - 1 && p.last_slices <= 2;
       int const line = narrow ? 64 : ConvWgmmaTile::kBlockK;
@@ -184,19 +208,16 @@ __device__ __forceinline__ void load_tiles(uint8_t* windows, uint8_t* stages, Ba
         if (leader) {
           int const pixels = C::kLoadsWindows ? 0 : p.tile_pixels;
           TransactionBarrier::arrive_and_expect_tx(full, (pixels + C::kBlockN) * line);
-          if (!C::kLoadsWindows && p.pointwise) {
-            cute::SM90_TMA_LOAD_2D::copy(&maps.pixels[narrow], full, kHint, stage,
-                                         first_channel + channel, tile.first_row);
-          } else if constexpr (!C::kLoadsWindows) {
+          if constexpr (!C::kLoadsWindows) {
             cute::SM90_TMA_LOAD_IM2COL_4D::copy(
                 &maps.pixels[narrow], full, stage, first_channel + channel, x, y, image,
                 uint16_t(j * problem.dilation[1]), uint16_t(i * problem.dilation[0]));
           }
-          uint8_t* const to = stage + C::kPixelBytes + rank * kShare * line;
+          uint8_t* const to = stage + C::kPixelBytes + share * kShare * line;
           CUtensorMap const& weights = maps.weights[narrow];
           if constexpr (C::kCluster > 1) {
             cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&weights, full, kEveryCta, kHint, to, channel,
-                                                   tap, tile.first_n + rank * kShare);
+                                                   tap, tile.first_n + share * kShare);
           } else {
             cute::SM90_TMA_LOAD_3D::copy(&weights, full, kHint, to, channel, tap, tile.first_n);
           }

@@ -188,6 +188,7 @@ def _cpu_products(rows: Tensor, counts: list[int], experts: PackedExperts, call:
             native.data_type(bias),
             out.data_ptr(),
             native.DATA_TYPES[call.out_dtype],
+            call.exact or call.batch_invariant,
             torch.get_num_threads(),
         )
     return out

@@ -83,7 +83,8 @@ def _cpu_gemm(
 ) -> Tensor:
     """The product in host memory; x is a matrix of floats, or the codes of ``quantized``.
 
-    A row has the same bits whatever M and the number of threads are.
+    A row has the same bits whatever M and the number of threads are, but where weights are rounded
+    (:func:`rounds_on_cpu`).
     """
     bias = call.bias_of(weight)
     plain = call.activation is None and call.residual is None and not call.saturate
@@ -102,6 +103,7 @@ def _cpu_gemm(
         data_type(first),
         y.data_ptr(),
         DATA_TYPES[y.dtype],
+        call.exact or call.batch_invariant,
         torch.get_num_threads(),
     )
     return y if plain else finish(y, bias, call)
@@ -145,7 +147,10 @@ def panel_type(
         return None
     if on_gpu:
         return torch.float32 if dtype is torch.float32 else None
-    if call.batch_invariant or call.exact or m < _C.cpu_panel_rows:
+    if call.batch_invariant or call.exact:
+        return None
+    rounded = rounds_on_cpu(m, weight, dtype, call)
+    if m < (_C.cpu_panel_rows_of_rounded if rounded else _C.cpu_panel_rows):
         return None
     bias = call.bias_of(weight)
     rounds_once = call.activation is None and call.residual is None and not call.saturate
@@ -156,6 +161,12 @@ def panel_type(
     if in_bfloat16:
         return torch.bfloat16
     return torch.float32 if m >= _C.cpu_float_panel_rows() else None
+
+
+def rounds_on_cpu(m: int, weight: PackedWeight, dtype: torch.dtype, call: Call) -> bool:
+    """Whether CPU kernels multiply m rows of floats by weights that are rounded once to bf16."""
+    exact = call.exact or call.batch_invariant
+    return call.act_quant == "none" and _C.cpu_rounds(weight.native, m, DATA_TYPES[dtype], exact)
 
 
 def check_panels(batch_invariant: bool) -> None:

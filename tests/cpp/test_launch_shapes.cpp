@@ -441,15 +441,16 @@ TEST(Int8Plans, LoadWindowsWhereStridesAre1) {
                 plans.end());
     return plans;
   };
-  size_t const all = size_t(std::count_if(std::begin(kConvWgmmaTiles), std::end(kConvWgmmaTiles),
-                                          [](ConvWgmmaTile const& tile) { return tile.windows; }));
+  size_t const all =
+      size_t(std::count_if(std::begin(kConvWgmmaTiles), std::end(kConvWgmmaTiles),
+                           [](ConvWgmmaTile const& tile) { return tile.windows && !tile.slices; }));
   EXPECT_GT(all, 0u);
   for (int taps : {3, 5, 9}) {
     ConvProblem const p = int8_images(100, 64, 320, taps);
     std::vector<ConvPlan> const plans = windows(p);
     EXPECT_EQ(plans.size(), all) << taps;
     for (ConvPlan const& plan : plans) {
-      ConvWgmmaTile const tile{plan.block_n, plan.cluster_size, true};
+      ConvWgmmaTile const tile{plan.block_n, plan.cluster_size, true, false};
       EXPECT_GE(plan.stages, 3);
       EXPECT_LE(plan.ctas_per_sm * (tile.shared_bytes(plan.stages, ConvWindow(p)) + 1024),
                 228 * 1024);
@@ -467,6 +468,34 @@ TEST(Int8Plans, LoadWindowsWhereStridesAre1) {
     change(p);
     EXPECT_TRUE(windows(p).empty());
     EXPECT_FALSE(of_kernel("conv_int8_wgmma", int8_plans(p)).empty());
+  }
+}
+
+TEST(Int8Plans, SliceTheChannelsOfFewTiles) {
+  auto const slices = [](ConvProblem const& p) {
+    std::vector<ConvPlan> plans = int8_plans(p);
+    plans.erase(std::remove_if(plans.begin(), plans.end(),
+                               [](ConvPlan const& plan) { return plan.slices == 1; }),
+                plans.end());
+    return plans;
+  };
+  for (int taps : {1, 3}) {
+    for (int channels : {129, 512, 2560}) {
+      ConvProblem const p = int8_images(2, channels, 1280, taps);
+      std::vector<ConvPlan> const plans = slices(p);
+      EXPECT_EQ(plans.size(), taps == 1 ? 1u : 2u) << channels;
+      for (ConvPlan const& plan : plans) {
+        // 162 pixels, or 8 patches
+        EXPECT_EQ(plan.grid, ceil_div(1280, plan.block_n) * (plan.windows ? 4 : 2) * plan.slices);
+        EXPECT_EQ(plan.cluster_size, plan.slices);
+        EXPECT_LE(plan.slices, ceil_div(channels, 128));
+        ConvWgmmaTile const tile{plan.block_n, 1, plan.windows, true};
+        EXPECT_LE((plan.slices - 1) * ConvWgmmaTile::slice_bytes(plan.block_n),
+                  tile.shared_bytes(plan.stages, ConvWindow(p)) - tile.other_bytes());
+      }
+    }
+    EXPECT_TRUE(slices(int8_images(2, 128, 1280, taps)).empty());      // one block of channels
+    EXPECT_TRUE(slices(int8_images(1000, 2560, 1280, taps)).empty());  // many tiles
   }
 }
 

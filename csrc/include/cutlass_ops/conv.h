@@ -99,6 +99,7 @@ struct ConvPlan {
   char const* kernel = nullptr;  // a file of csrc/kernels
   int block_m = 0, block_n = 0;  // pixels and output channels of a tile
   int cluster_size = 1;
+  int slices = 1;  // of the channels, by the CTAs of a cluster
   int ctas_per_sm = 1;
   int stages = 0;
   int grid = 0;

@@ -1,0 +1,141 @@
+"""CPU kernels that round weights of 4 bits once to bf16, where the machine has products of bf16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from packed_cases import random_weight
+from torch import Tensor
+
+import cutlass_ops as co
+from cutlass_ops import _C, reference
+
+BFLOAT16 = torch.bfloat16
+
+needs_products = pytest.mark.skipif(
+    not (_C.cpu_multiplies_bfloat16() and "avx512_vnni" in _C.cpu_instruction_sets()),
+    reason="this machine has no products of bf16",
+)
+
+
+def x_of(m: int, k: int) -> Tensor:
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(BFLOAT16)
+
+
+def weight(n: int, k: int, kind: str, group_size: int, dtype: torch.dtype) -> co.QuantizedWeight:
+    if kind in ("nf4", "mxfp4"):
+        w = torch.randn(n, k, generator=torch.Generator().manual_seed(k)).to(dtype)
+        return reference.quantize_weight_book(w, 32 if kind == "mxfp4" else group_size, kind)
+    return random_weight(n, k, 4, group_size, kind, dtype)
+
+
+def rounded(qw: co.QuantizedWeight) -> Tensor:
+    """fp64 ``[N, K]``: the values that are multiplied, of columns in the order of x."""
+    if qw.book is not None:
+        qw = replace(qw, book=qw.book.to(BFLOAT16).float())
+    return reference.dequantize_weight(qw, torch.float32).to(BFLOAT16).double()
+
+
+def check(x: Tensor, qw: co.QuantizedWeight) -> None:
+    """Every element, in every dtype of the result: fp32 sums in any order."""
+    w, packed = rounded(qw), co.reorder(qw)
+    assert not co.explain(x, packed).exact
+    total = x.double() @ w.T
+    error = 2e-6 * (x.double().abs() @ w.abs().T) + 1e-30
+    if qw.bias is not None:
+        total = total + qw.bias.double()
+    for dtype, half in (
+        (torch.float32, 2.0**-24),
+        (BFLOAT16, 2.0**-8),
+        (torch.float16, 2.0**-11),
+    ):
+        y = co.mixed_gemm(x, packed, out_dtype=dtype)
+        assert y.dtype == dtype
+        assert bool(((y.double() - total).abs() <= error + half * total.abs() * 1.01).all())
+
+
+@needs_products
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128, 384, -1])
+@pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "nf4", "mxfp4"])
+def test_weights_are_rounded_once(kind: str, group_size: int) -> None:
+    for dtype, (n, k), m in zip(
+        (torch.float16, BFLOAT16, torch.float32) * 3,
+        [
+            (70, 203),
+            (64, 384),
+            (1, 33),
+            (130, 576),
+            (65, 1),
+            (3, 1300),
+            (64, 64),
+            (7, 514),
+            (9, 65),
+        ],
+        [3, 2, 7, 4, 8, 9, 15, 17, 31],
+        strict=True,
+    ):
+        check(x_of(m, k), weight(n, k, kind, group_size, dtype))
+
+
+@needs_products
+def test_act_orders_biases_and_rows_apart() -> None:
+    qw = random_weight(70, 200, 4, 32, "zeros", extras=True)
+    check(x_of(9, 210)[:, 3:203], qw)
+
+
+@needs_products
+def test_more_columns_than_a_chunk_with_any_number_of_threads() -> None:
+    packed, x = co.reorder(random_weight(200, 2100, 4, 128, "zeros")), x_of(11, 2100)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(co.mixed_gemm(x, packed))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
+@needs_products
+def test_rows_that_are_not_finite_are_nan() -> None:
+    x = x_of(5, 200)
+    x[1, 3], x[4, 199] = torch.nan, torch.inf
+    y = co.mixed_gemm(x, co.reorder(random_weight(70, 200)))
+    assert y[[1, 4]].isnan().all()
+    assert y[[0, 2, 3]].isfinite().all()
+
+
+@needs_products
+def test_others_keep_the_references_bits() -> None:
+    """One row, other codes, other types, ``exact``, ``batch_invariant`` and other instructions."""
+    for x, bits, options in (
+        (x_of(1, 200), 4, {}),
+        (x_of(8, 200), 8, {}),
+        (x_of(8, 200).half(), 4, {}),
+        (x_of(8, 200).float(), 4, {}),
+        (x_of(8, 200), 4, {"exact": True}),
+        (x_of(8, 200), 4, {"batch_invariant": True}),
+    ):
+        qw = random_weight(70, 200, bits, 32, "zeros")
+        packed = co.reorder(qw)
+        assert co.explain(x, packed, **options).exact
+        assert torch.equal(co.mixed_gemm(x, packed, **options), reference.mixed_gemm(x, qw))
+    qw, x = random_weight(70, 200, 4, 32, "zeros"), x_of(8, 200)
+    packed = co.reorder(qw)
+    assert not torch.equal(co.mixed_gemm(x, packed), reference.mixed_gemm(x, qw))
+    _C.use_cpu_instruction_set("avx2")
+    try:
+        assert co.explain(x, packed).exact
+        assert torch.equal(co.mixed_gemm(x, packed), reference.mixed_gemm(x, qw))
+    finally:
+        _C.use_cpu_instruction_set(_C.cpu_instruction_sets()[0])
+
+
+@needs_products
+def test_panels_are_for_more_rows() -> None:
+    packed = co.reorder(random_weight(70, 200, 4, 32, "zeros"))
+    for m, kernel in ((31, _C.cpu_kernel()), (32, "torch.matmul")):
+        assert co.explain(m, packed, dtype=BFLOAT16).kernel == kernel
