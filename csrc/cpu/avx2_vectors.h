@@ -80,6 +80,12 @@ struct SixteenInts {
   }
 };
 constexpr int kMostTileRows = 12;  // of x, whose sums and products fit into registers
+
+// The codes that are the bits of `mask` in bytes, with the bits of `flip` inverted.
+[[gnu::always_inline]] inline __m512i flipped_codes(__m512i bytes, __m512i flip, __m512i mask) {
+  constexpr int kXorAnd = 0x28;
+  return _mm512_ternarylogic_epi32(bytes, flip, mask, kXorAnd);
+}
 #else
 struct Sixteen {
   __m256 low, high;

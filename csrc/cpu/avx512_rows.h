@@ -118,10 +118,8 @@ void multiply_vnni(CpuProduct const& p, int panel, int m) {
               prefetch.line();
               __m512i const words =
                   _mm512_loadu_si512(bytes + i * kBlockBytes + (unit + set) * kUnitBytes);
-              constexpr int kXorAnd = 0x28;
               unrolled<kRowsOfByte>([&](auto row) {
-                __m512i const factors =
-                    _mm512_ternarylogic_epi32(words, flip, of_row[row], kXorAnd);
+                __m512i const factors = flipped_codes(words, flip, of_row[row]);
                 unrolled<kSums>([&](auto s) {
                   __m512i& sum = lanes[s].v[set][kRowsOfByte * i + row];
                   sum = _mm512_dpbusd_epi32(sum, factors, values[s]);

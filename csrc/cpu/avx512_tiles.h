@@ -26,10 +26,7 @@ template <int kBits, class Use>
   constexpr int kAbove = 1 << (kBits - 1);
   __m512i const flip = _mm512_set1_epi8(char(kAbove)),
                 code = _mm512_set1_epi8(char(2 * kAbove - 1));
-  constexpr int kXorAnd = 0x28;
-  auto const codes = [&](__m512i words) {
-    return _mm512_ternarylogic_epi32(words, flip, code, kXorAnd);
-  };
+  auto const codes = [&](__m512i words) { return flipped_codes(words, flip, code); };
   for (int unit = 0; unit < kBits / 4; ++unit) {
     // Words c of lanes t of rows 0 .. 3, and of rows 4 .. 7, in quarter t.
     __m512i rows[2][4];

@@ -138,10 +138,14 @@ __device__ __forceinline__ uint64_t operand_descriptor(uint32_t shared) {
 }
 
 // The same where `shared` is the same in all lanes, kept in uniform registers, which is where
-// wgmma takes it from.
-__device__ __forceinline__ uint64_t uniform_operand_descriptor(void const* shared) {
+// wgmma takes it from. Rows may have 64 bytes, in the 64-byte swizzle, and eights of rows be `step`
+// rows apart; the operand may begin at any row.
+template <int kRowBytes = 128>
+__device__ __forceinline__ uint64_t uniform_operand_descriptor(void const* shared, int step = 8) {
+  static_assert(kRowBytes == 64 || kRowBytes == 128);
   uint32_t address = __shfl_sync(~0u, (cute::cast_smem_ptr_to_uint(shared) >> 4) & 0x3fff, 0);
-  return uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | address;
+  return uint64_t(kRowBytes == 64 ? 2 : 1) << 62 | uint64_t(step * (kRowBytes / 16)) << 32 |
+         address;
 }
 
 // Descriptor of 32 columns of bytes of which the first 16 are the second 16 too: 16 bytes a row,

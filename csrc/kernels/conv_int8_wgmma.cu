@@ -41,14 +41,6 @@ __device__ __forceinline__ void multiply_slice(uint64_t a, uint64_t b, uint32_t*
   Mma::fma(a, b, sums[I]...);
 }
 
-// An operand that begins at `shared`, the same in all lanes: lines of 128 bytes in the 128-byte
-// swizzle or, if kNarrow, of 64 bytes in that of 64 bytes; eights of lines are `step` lines apart.
-template <bool kNarrow>
-__device__ __forceinline__ uint64_t lines_descriptor(void const* shared, int step = 8) {
-  uint32_t const address = __shfl_sync(~0u, (cute::cast_smem_ptr_to_uint(shared) >> 4) & 0x3fff, 0);
-  return uint64_t(kNarrow ? 2 : 1) << 62 | uint64_t(step * (kNarrow ? 4 : 8)) << 32 | address;
-}
-
 // The main loop of a warpgroup. Sums are those of one tile.
 template <class C>
 struct Multiplier {
@@ -78,12 +70,11 @@ struct Multiplier {
   // The first so many slices of 32 channels of a stage. `pixels`: of a window.
   template <int kCount>
   __device__ __forceinline__ void multiply_stage(uint32_t (&sums)[C::kSums], uint64_t pixels = 0) {
-    constexpr bool kNarrow = kCount <= 2;
-    constexpr int kLine = kNarrow ? 64 : ConvWgmmaTile::kBlockK;
+    constexpr int kLine = kCount <= 2 ? 64 : ConvWgmmaTile::kBlockK;
     uint8_t const* const stage = stages + ring.stage * C::kStageBytes;
     if constexpr (!C::kLoadsWindows)
-      pixels = lines_descriptor<kNarrow>(stage + warpgroup * 64 * kLine);
-    uint64_t const weights = lines_descriptor<kNarrow>(stage + C::kPixelBytes);
+      pixels = uniform_operand_descriptor<kLine>(stage + warpgroup * 64 * kLine);
+    uint64_t const weights = uniform_operand_descriptor<kLine>(stage + C::kPixelBytes);
     TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
     fence_registers(sums);
     cute::warpgroup_arrive();
@@ -105,16 +96,17 @@ struct Multiplier {
   __device__ __forceinline__ void multiply_taps(uint32_t (&sums)[C::kSums]) {
     ConvProblem const& problem = p.problem;
     if constexpr (C::kLoadsWindows) {
-      constexpr int kLine = kCount <= 2 ? 4 : 8;  // of 16 bytes
-      uint64_t const first = lines_descriptor<kCount <= 2>(
+      constexpr int kLine = kCount <= 2 ? 64 : ConvWgmmaTile::kBlockK;
+      constexpr int kStep = kLine / 16;  // of descriptors, from pixel to pixel
+      uint64_t const first = uniform_operand_descriptor<kLine>(
           windows + (buffer.stage * C::kWarpgroups + warpgroup) * p.window.bytes(), p.window.width);
       TransactionBarrier::wait(&barriers.window_full[buffer.stage], buffer.phase);
 #pragma unroll 1
       for (int i = 0; i < problem.weight.height; ++i) {
-        int line = i * problem.dilation[0] * p.window.width * kLine;
+        int step = i * problem.dilation[0] * p.window.width * kStep;
 #pragma unroll 1
-        for (int j = 0; j < problem.weight.width; ++j, line += problem.dilation[1] * kLine)
-          multiply_stage<kCount>(sums, first + line);
+        for (int j = 0; j < problem.weight.width; ++j, step += problem.dilation[1] * kStep)
+          multiply_stage<kCount>(sums, first + step);
       }
       read = buffer.stage;
       buffer.advance();

@@ -438,8 +438,6 @@ __global__ void __launch_bounds__(kThreads, kChunks == 16  ? 1
   }
 }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 template <class T>
 Status launch_dequantize_type(FlatProblem const& p, int multiprocessors, Stream stream) {
   using Turn = DequantizeTurn<T>;
