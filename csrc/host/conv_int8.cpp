@@ -268,9 +268,10 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
   // and the weights once for each warpgroup. The other constants are fitted to every plan of 36
   // layers on an H100 (results/convolutions_h100.json): for the begin and the end of a tile, which
   // only another CTA of the SM hides, for a stored line of 32 channels, for channels that are not
-  // those of the CTA's last tile, and for a launch without and with clusters.
+  // those of the CTA's last tile, for a launch without and with clusters, for the sums of a slice,
+  // and for a tap of a block, at least, where an SM has one CTA.
   constexpr int kPairs = 4096, kMovedBytes = 128, kBegin = 3900, kStore = 450, kChannels = 400,
-                kLaunch = 1100, kClusters = 2000, kSlice = 1000;
+                kLaunch = 1100, kClusters = 2000, kSlice = 1000, kAlone = 380;
   int64_t const taps = int64_t(w.height) * w.width;
   int64_t const blocks = ceil_div(ceil_div(w.channels, ConvWgmmaTile::kBlockK), slices);
   int64_t const channels = std::min<int64_t>(w.channels, blocks * ConvWgmmaTile::kBlockK);
@@ -279,10 +280,11 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
   int64_t const written = tile.windows ? 0 : std::min<int64_t>(p.pixels(), ConvWgmmaTile::kBlockM);
   int64_t const lines =
       written + ConvWgmmaTile::kBlockM + (1 + ConvWgmmaTile::kWarpgroups) * int64_t(tile.block_n);
-  int64_t const move = taps * blocks * lines * ConvWgmmaTile::kBlockK / kMovedBytes;
+  int64_t const block = std::max(lines * ConvWgmmaTile::kBlockK / kMovedBytes,
+                                 int64_t(plan.ctas_per_sm == 1 ? kAlone : 0));
   int64_t const end =
       kBegin + kStore * tile.block_n / 32 + (at_once % n_tiles == 0 ? 0 : kChannels);
-  plan.predicted_clocks = of_sm * std::max(multiply, move) +
+  plan.predicted_clocks = of_sm * std::max(multiply, taps * blocks * block) +
                           ceil_div(of_sm, plan.ctas_per_sm) * end + kLaunch +
                           (cluster_size > 1 ? kClusters : 0) + (slices - 1) * kSlice;
   return plan;

@@ -86,7 +86,7 @@ struct GemmCollectiveTile {
 };
 constexpr GemmCollectiveTile kGemmCollectiveTiles[] = {{128, 256, 128, 2, true, 2600, 950, 8800},
                                                        {128, 128, 128, 2, false, 8800, 460, 3300},
-                                                       {64, 64, 256, 1, false, 3500, 720, 1600}};
+                                                       {64, 64, 256, 1, false, 2800, 620, 1800}};
 Status launch_gemm_int8_collective(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
 // conv_int8_implicit_gemm.cu: any geometry and channels, sm_80 and later.
