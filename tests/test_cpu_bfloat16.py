@@ -110,7 +110,9 @@ def test_rows_that_are_not_finite_are_nan() -> None:
 
 @needs_products
 def test_others_keep_the_references_bits() -> None:
-    """One row, other codes, other types, ``exact``, ``batch_invariant`` and other instructions."""
+    """One row in short groups, other codes, other types, ``exact``, ``batch_invariant`` and other
+    instructions.
+    """
     for x, bits, options in (
         (x_of(1, 200), 4, {}),
         (x_of(8, 200), 8, {}),
@@ -132,6 +134,12 @@ def test_others_keep_the_references_bits() -> None:
         assert torch.equal(co.mixed_gemm(x, packed), reference.mixed_gemm(x, qw))
     finally:
         _C.use_cpu_instruction_set(_C.cpu_instruction_sets()[0])
+
+
+@needs_products
+@pytest.mark.parametrize("group_size", [64, 128, -1])
+def test_one_row_in_long_groups(group_size: int) -> None:
+    check(x_of(1, 1300), random_weight(70, 1300, 4, group_size, "zeros"))
 
 
 @needs_products

@@ -161,6 +161,18 @@ template <int kCount, class Use>
   }
 }
 
+// Prefetches a group's vectors of a panel, which begin with `at`: they are few, and far from those
+// of other groups.
+inline void prefetch_vectors(PackedWeight const& w, int64_t at) {
+  auto const panel = [&](void const* data, int bytes) {
+    for (int line = 0; line < bytes; ++line)
+      _mm_prefetch(static_cast<char const*>(data) + at * bytes + 64 * line, _MM_HINT_T0);
+  };
+  panel(w.scales, w.scale_type == DataType::kFloat32 ? 4 : 2);
+  if (w.zeros) panel(w.zeros, 1);
+  if (w.offsets) panel(w.offsets, w.offset_type == DataType::kFloat32 ? 4 : 2);
+}
+
 // The runs of a span of columns, which is one, or 64 columns of shorter ones (CpuProduct::run):
 // their scale blocks, and the place of the panel's group vectors. Counted from span to span: a
 // division takes as long as the products of 64 columns.
@@ -184,25 +196,13 @@ struct Runs {
       columns_ = 0, ++block_;
       if (++group_block_ < p_.group_blocks) continue;
       group_block_ = 0, at_ += stride_;
-      prefetch(at_ + kGroupsAhead * stride_);
+      prefetch_vectors(p_.weight, at_ + kGroupsAhead * stride_);
     }
     return count > 0;
   }
 
  private:
   static constexpr int kGroupsAhead = 4;
-
-  // A group's vectors: a panel has few of them, far from those of other groups.
-  void prefetch(int64_t at) const {
-    PackedWeight const& w = p_.weight;
-    auto const panel = [&](void const* data, int bytes) {
-      for (int line = 0; line < bytes; ++line)
-        _mm_prefetch(static_cast<char const*>(data) + at * bytes + 64 * line, _MM_HINT_T0);
-    };
-    panel(w.scales, w.scale_type == DataType::kFloat32 ? 4 : 2);
-    if (w.zeros) panel(w.zeros, 1);
-    if (w.offsets) panel(w.offsets, w.offset_type == DataType::kFloat32 ? 4 : 2);
-  }
 
   CpuProduct const& p_;
   int end_ = 0, columns_ = 0, block_ = 0, group_block_ = 0;

@@ -85,6 +85,10 @@ struct ChunkVectors {
       int64_t const vector = (first_group + i) * p.vector_stride + panel * kRowsPerPanel;
       of_group[i] = BlockVectors(w, vector);
       zeros[i] = w.zeros ? w.zeros + vector : nullptr;
+      // Those of the next chunk, or of the next panel.
+      int const next = first_group + i + groups;
+      prefetch_vectors(w, next < p.blocks ? vector + groups * p.vector_stride
+                                          : i * p.vector_stride + (panel + 1) * kRowsPerPanel);
     }
   }
 };

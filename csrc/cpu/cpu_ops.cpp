@@ -278,8 +278,9 @@ bool cpu_multiplies_bfloat16() {
 }
 
 bool cpu_rounds(PackedWeight const& weight, int m, DataType x_type, bool exact) {
-  constexpr int kLeastRows = 2;  // the table of a row's values takes longer than one row of x
-  return x_type == DataType::kBFloat16 && !exact && m >= kLeastRows &&
+  // With one row of x, the table of a short group's values takes longer than its products.
+  bool const short_groups = weight.group_size > 0 && weight.group_size < kLaneColumns;
+  return x_type == DataType::kBFloat16 && !exact && m > int(short_groups) &&
          info(weight.format).bits == 4 && chosen().load()->multiply_bfloat16 &&
          cpu_multiplies_bfloat16();
 }

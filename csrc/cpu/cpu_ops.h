@@ -18,7 +18,8 @@ void cpu_quantize_activations(QuantizeProblem const& problem, int threads);
 constexpr int kCpuPanelRows = 16, kCpuPanelRowsOfRounded = 32;
 
 // Whether m rows of floats are multiplied by weights that are rounded once to x's type: bf16 and
-// codes of 4 bits, where the instruction set has products of bf16, unless `exact`.
+// codes of 4 bits (one row not in groups of 16 and 32), where the instruction set has products of
+// bf16, unless `exact`.
 bool cpu_rounds(PackedWeight const& weight, int m, DataType x_type, bool exact);
 
 // y = x @ W^T + bias, with the reference's bits unless cpu_rounds(), quantising the activations first where the problem says so. The problem has
