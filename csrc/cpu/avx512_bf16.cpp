@@ -23,12 +23,14 @@ struct Tables {
 
   template <class Of>
   [[gnu::always_inline]] explicit Tables(Of const& of) {
-    auto const rounded = [&](int table) { return __m256i(_mm512_cvtneps_pbh(of(table))); };
+    auto const rounded = [&](int table) {
+      return __m512i(_mm512_cvtne2ps_pbh(of(table + 1), of(table)));
+    };
     if constexpr (kTables == 1) {
-      low = high = _mm512_broadcast_i64x4(rounded(0));
+      low = high = _mm512_broadcast_i64x4(__m256i(_mm512_cvtneps_pbh(of(0))));
     } else {
-      low = high = both(rounded(0), rounded(1));
-      if constexpr (kTables == 4) high = both(rounded(2), rounded(3));
+      low = high = rounded(0);
+      if constexpr (kTables == 4) high = rounded(2);
     }
   }
 
