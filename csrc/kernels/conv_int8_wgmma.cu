@@ -36,15 +36,15 @@ namespace {
 // ---- multiply
 
 template <class Mma, size_t... I>
-__device__ __forceinline__ void multiply_slice(uint64_t a, uint64_t b, uint32_t* sums,
-                                               std::index_sequence<I...>) {
+__device__ __forceinline__ void multiply_step(uint64_t a, uint64_t b, uint32_t* sums,
+                                              std::index_sequence<I...>) {
   Mma::fma(a, b, sums[I]...);
 }
 
 // The main loop of a warpgroup. Sums are those of one tile.
 template <class C>
 struct Multiplier {
-  static constexpr int kSlices = ConvWgmmaTile::kBlockK / 32;
+  static constexpr int kSteps = ConvWgmmaTile::kBlockK / 32;
 
   uint8_t const* windows;
   uint8_t const* stages;
@@ -67,7 +67,7 @@ struct Multiplier {
     }
   }
 
-  // The first so many slices of 32 channels of a stage. `pixels`: of a window.
+  // The first so many steps of 32 channels of a stage. `pixels`: of a window.
   template <int kCount>
   __device__ __forceinline__ void multiply_stage(uint32_t (&sums)[C::kSums], uint64_t pixels = 0) {
     constexpr int kLine = kCount <= 2 ? 64 : ConvWgmmaTile::kBlockK;
@@ -79,9 +79,9 @@ struct Multiplier {
     fence_registers(sums);
     cute::warpgroup_arrive();
 #pragma unroll
-    for (int slice = 0; slice < kCount; ++slice) {
-      multiply_slice<typename C::Mma>(pixels + slice * 2, weights + slice * 2, sums,
-                                      std::make_index_sequence<C::kSums>{});
+    for (int step = 0; step < kCount; ++step) {
+      multiply_step<typename C::Mma>(pixels + step * 2, weights + step * 2, sums,
+                                     std::make_index_sequence<C::kSums>{});
     }
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<1>();
@@ -117,17 +117,17 @@ struct Multiplier {
     }
   }
 
-  // A tile; of the last block of channels, kLast slices.
+  // A tile; of the last block of channels, kLast steps.
   template <int kLast>
   __device__ __forceinline__ void multiply_tile(uint32_t (&sums)[C::kSums]) {
     previous = -1;
     fence_registers(sums);
-    if constexpr (kLast == kSlices) {
+    if constexpr (kLast == kSteps) {
 #pragma unroll 1
-      for (int block = 0; block < blocks; ++block) multiply_taps<kSlices>(sums);
+      for (int block = 0; block < blocks; ++block) multiply_taps<kSteps>(sums);
     } else {
 #pragma unroll 1
-      for (int block = 1; block < blocks; ++block) multiply_taps<kSlices>(sums);
+      for (int block = 1; block < blocks; ++block) multiply_taps<kSteps>(sums);
       multiply_taps<kLast>(sums);
     }
     cute::warpgroup_wait<0>();
@@ -325,7 +325,7 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* windows, uint8_t c
   Blocks<C> const blocks(p, rank);
   Multiplier<C> multiplier{windows,       stages, barriers, p, warpgroup, blocks.end - blocks.first,
                            Ring{p.stages}};
-  int const last_slices = blocks.end == p.k_blocks ? p.last_slices : Multiplier<C>::kSlices;
+  int const last_steps = blocks.end == p.k_blocks ? p.last_steps : Multiplier<C>::kSteps;
   int const first = blockIdx.x / cluster_size<C>(p), step = gridDim.x / cluster_size<C>(p);
   bool const keeps = step % p.n_tiles == 0;  // all tiles of a CTA have the same channels
   for (int index = first; index < p.tiles; index += step) {
@@ -335,9 +335,9 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* windows, uint8_t c
 #pragma unroll
     for (int i = 0; i < kColumns; ++i)
       prefetch_channel(p.problem, min(tile.first_n + i * 128 + thread, tile.end_n - 1));
-    if (last_slices == 1) {
+    if (last_steps == 1) {
       multiplier.template multiply_tile<1>(sums);
-    } else if (last_slices == 2) {
+    } else if (last_steps == 2) {
       multiplier.template multiply_tile<2>(sums);
     } else {
       multiplier.template multiply_tile<4>(sums);
@@ -477,7 +477,7 @@ Status launch_config(ConvParams const& params, ConvPlan const& plan, Stream stre
       C::kLoadsWindows ? p.patches[2] * ConvWindow::kPatch * ConvWindow::kPatch : params.pixels;
   p.tiles = ceil_div(rows, C::kCluster * C::kBlockM) * p.n_tiles;
   p.k_blocks = ceil_div(w.channels, ConvWgmmaTile::kBlockK);
-  p.last_slices = ceil_div(w.channels - (p.k_blocks - 1) * ConvWgmmaTile::kBlockK, 32);
+  p.last_steps = ceil_div(w.channels - (p.k_blocks - 1) * ConvWgmmaTile::kBlockK, 32);
   Maps maps;
   Status const status = encode_maps<C>(p, &maps);
   if (!status.ok()) return status;

@@ -11,9 +11,9 @@ namespace {
 
 struct Params : ConvParams {
   int stages;
-  int n_tiles, group_tiles;   // of all output channels; of a group of the convolution
-  int tiles;                  // of a cluster
-  int k_blocks, last_slices;  // of a tap's channels; of 32, in the last block
+  int n_tiles, group_tiles;  // of all output channels; of a group of the convolution
+  int tiles;                 // of a cluster
+  int k_blocks, last_steps;  // of a tap's channels; of 32 of them, in the last block
   ConvWindow window;
   int patches[3];   // along width and height; of all images
   int slices;       // of the channels of a tile, where a cluster's CTAs take one each
@@ -152,7 +152,7 @@ class WindowLoader {
     if (leader_) {
       Tile<C> const tile(p_, index_, rank_);
       ConvProblem const& problem = p_.problem;
-      bool const narrow = block_ == p_.k_blocks - 1 && p_.last_slices <= 2;
+      bool const narrow = block_ == p_.k_blocks - 1 && p_.last_steps <= 2;
       uint64_t* const full = &barriers_.window_full[ring_.stage];
       uint8_t* const to = windows_ + ring_.stage * C::kWarpgroups * p_.window.bytes();
       TransactionBarrier::arrive_and_expect_tx(
@@ -196,7 +196,7 @@ __device__ __forceinline__ void load_tiles(uint8_t* windows, uint8_t* stages, Ba
 #pragma unroll 1
     for (int block = blocks.first; block < blocks.end; ++block) {
       int const channel = block * ConvWgmmaTile::kBlockK;
-      bool const narrow = block == p.k_blocks - 1 && p.last_slices <= 2;
+      bool const narrow = block == p.k_blocks - 1 && p.last_steps <= 2;
       int const line = narrow ? 64 : ConvWgmmaTile::kBlockK;
 #pragma unroll 1
       for (int tap = 0, i = 0, j = 0; tap < taps; ++tap, ring.advance()) {
