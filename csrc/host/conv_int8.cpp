@@ -237,13 +237,19 @@ int copied_channels(ConvProblem const& p, int vector) {
   return p.channels % vector || !aligned(p.x, vector) ? stored_channels(p.channels) : 0;
 }
 
+// Tiles of a cluster along the pixels, and along the output channels of all groups.
+int64_t pixel_tiles(ConvProblem const& p, ConvWgmmaTile const& tile) {
+  return ceil_div(rows_of(p, tile), ConvWgmmaTile::kBlockM * tile.cluster_size);
+}
+int64_t channel_tiles(ConvProblem const& p, ConvWgmmaTile const& tile) {
+  return p.groups * ceil_div(p.weight.n / p.groups, tile.block_n);
+}
+
 ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile const& tile,
                     int slices) {
   ConvWeight const& w = p.weight;
   int const cluster_size = tile.cluster_size * slices;
-  int64_t const n_tiles = p.groups * ceil_div(w.n / p.groups, tile.block_n);
-  int64_t const clusters =
-      ceil_div(rows_of(p, tile), ConvWgmmaTile::kBlockM * tile.cluster_size) * n_tiles;
+  int64_t const n_tiles = channel_tiles(p, tile), clusters = pixel_tiles(p, tile) * n_tiles;
   int64_t const of_sm = ceil_div(clusters * cluster_size, device.multiprocessors);
   ConvPlan plan;
   plan.kernel = kWgmma;
@@ -299,12 +305,10 @@ bool plan_slices(ConvProblem const& p, Device const& device, ConvWgmmaTile const
   int64_t const blocks = ceil_div(p.weight.channels, ConvWgmmaTile::kBlockK);
   for (int slices = 2; slices <= std::min<int64_t>(ConvWgmmaTile::kMostSlices, blocks); ++slices) {
     ConvPlan const plan = plan_wgmma(p, device, tile, slices);
-    int64_t const tiles = ceil_div(rows_of(p, tile), ConvWgmmaTile::kBlockM) * p.groups *
-                          ceil_div(p.weight.n / p.groups, tile.block_n);
     int const received = (slices - 1) * ConvWgmmaTile::slice_bytes(tile.block_n);
     // All clusters run at once. A cluster lies in one part of the GPU (a GPC), so that not all SMs
     // are taken: 80 clusters of three, on 132 SMs with two CTAs each, had two turns.
-    bool const fits = plan.grid == tiles * slices &&
+    bool const fits = plan.grid == pixel_tiles(p, tile) * channel_tiles(p, tile) * slices &&
                       plan.grid * 8 <= device.multiprocessors * tile.ctas_per_sm() * 7 &&
                       received <= tile.window_bytes(window) + plan.stages * tile.stage_bytes();
     if (fits && (!best->kernel || plan.predicted_clocks < best->predicted_clocks)) *best = plan;

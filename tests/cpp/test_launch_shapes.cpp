@@ -471,6 +471,20 @@ TEST(Int8Plans, LoadWindowsWhereStridesAre1) {
   }
 }
 
+TEST(Int8Plans, WaitWhereOneSmMayGetTheLongerCtas) {
+  auto const first = [](int tiles, int channels) {  // of 128 pixels and 128 channels
+    ConvProblem p = int8_images(1, channels, 128, 3);
+    p.stride[0] = p.stride[1] = 2, p.padding[0] = p.padding[1] = 0;
+    p.height = 3, p.width = 2 * 128 * tiles + 1;
+    std::vector<ConvPlan> plans = of_kernel("conv_int8_wgmma", int8_plans(p));
+    return *std::find_if(plans.begin(), plans.end(), [](ConvPlan const& plan) {
+      return plan.block_n == 128 && plan.cluster_size == 1;
+    });
+  };
+  for (int tiles : {100, 132, 264, 528}) EXPECT_TRUE(first(tiles, 128).overlaps) << tiles;
+  EXPECT_FALSE(first(392, 128).overlaps);  // three an SM, of which CTAs have one or two
+}
+
 TEST(Int8Plans, SliceTheChannelsOfFewTiles) {
   auto const slices = [](ConvProblem const& p) {
     std::vector<ConvPlan> plans = int8_plans(p);
