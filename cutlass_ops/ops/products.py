@@ -147,10 +147,9 @@ def panel_type(
         return None
     if on_gpu:
         return torch.float32 if dtype is torch.float32 else None
-    if call.batch_invariant or call.exact:
+    if call.batch_invariant or call.exact or m < _C.cpu_panel_rows:
         return None
-    rounded = rounds_on_cpu(m, weight, dtype, call)
-    if m < (_C.cpu_panel_rows_of_rounded if rounded else _C.cpu_panel_rows):
+    if m < _C.cpu_panel_rows_of_rounded and rounds_on_cpu(m, weight, dtype, call):
         return None
     bias = call.bias_of(weight)
     rounds_once = call.activation is None and call.residual is None and not call.saturate
