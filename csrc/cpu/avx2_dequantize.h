@@ -41,14 +41,13 @@ void dequantize_panel(CpuProduct const& p, int panel, int rows, void* out) {
   constexpr int kBits = Format::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
   constexpr int kBytes = kType == DataType::kFloat32 ? 4 : 2, kColumns = 32 / kBytes;
   PackedWeight const& w = p.weight;
-  uint8_t const* const tiles = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
+  uint8_t const* const tiles = codes_of_panel<kBits>(p, panel);
   Avx2Decoder<Format> const decoder(p);
   alignas(64) float tile[kRowsPerBlock * kKPerTile];
   for (Runs runs(p, panel); runs.next();) {
     Span const span(p, runs);
     int const begin = span.begin;
-    uint8_t const* const codes = tiles + int64_t(begin / kKPerTile) * k_tile_bytes(kBits) +
-                                 begin % kKPerTile / kLaneColumns * (kUnitBytes * kBits / 4);
+    uint8_t const* const codes = codes_at<kBits>(tiles, begin);
     int const places = span.columns / kLanes, columns = std::min(span.columns, w.k - begin);
     for (int first = 0; first < rows; first += 8) {
       int const i = first / kRowsPerBlock, h = first / 8 % 2;

@@ -18,14 +18,9 @@ bool has_few_rows(CpuProduct const& p) {
 }
 
 void multiply_few(CpuProduct const& p, int panel, int first, int rows) {
-  int const parts = (rows + kRowsTogether - 1) / kRowsTogether;
-  for (int part = 0; part < parts; ++part) {
-    int const row = rows * part / parts, count = rows * (part + 1) / parts - row;
-    (count == 1   ? multiply_rows<1>
-     : count == 2 ? multiply_rows<2>
-     : count == 3 ? multiply_rows<3>
-                  : multiply_rows<4>)(p, panel, first + row);
-  }
+  for_parts<kRowsTogether>(rows, [&](int row, auto count) {
+    multiply_rows<decltype(count)::value>(p, panel, first + row);
+  });
 }
 
 void multiply_any_floats(CpuProduct const& p, int panel, int first, int rows) {

@@ -160,17 +160,15 @@ struct ZeroPoints {
 
 template <class Format, int kRows, bool kZeros>
 void multiply_floats(CpuProduct const& p, int panel, int m) {
-  PackedWeight const& w = p.weight;
   constexpr int kBits = Format::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
-  uint8_t const* const tiles = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
+  uint8_t const* const tiles = codes_of_panel<kBits>(p, panel);
   Avx2Decoder<Format> const decoder(p);
   Prefetch prefetch(tiles);
   RowTotals rows[kRows];
   RunSums<float> sums[kRows];
   int64_t const stride = p.x_stride;
   for (Runs runs(p, panel); runs.next();) {
-    uint8_t const* const codes = tiles + int64_t(runs.begin / kKPerTile) * k_tile_bytes(kBits) +
-                                 runs.begin % kKPerTile / 64 * (kUnitBytes * kBits / 4);
+    uint8_t const* const codes = codes_at<kBits>(tiles, runs.begin);
     float const* const first = p.x + m * stride + runs.begin;
     for (int g = 0; g < kGroups; ++g) {
       __m256 lanes[kRows][kRowVectors];
@@ -391,16 +389,14 @@ void promote(CpuProduct const& p, Runs const& runs, int m, RunSums<int32_t> (&su
 template <class Width, int kRows, bool kXZeros>
 void multiply_integers(CpuProduct const& p, int panel, int m) {
   using Products = RowProducts<Width>;
-  PackedWeight const& w = p.weight;
   constexpr int kBits = Width::kBits, kColumns = unit_k(kBits), kSums = kRows + kXZeros,
                 kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
-  uint8_t const* const tiles = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
+  uint8_t const* const tiles = codes_of_panel<kBits>(p, panel);
   Prefetch prefetch(tiles);
   RowTotals totals[kRows];
   RunSums<int32_t> sums[kSums];
   for (Runs runs(p, panel); runs.next();) {
-    uint8_t const* const codes = tiles + int64_t(runs.begin / kKPerTile) * k_tile_bytes(kBits) +
-                                 runs.begin % kKPerTile / kColumns * kUnitBytes;
+    uint8_t const* const codes = codes_at<kBits>(tiles, runs.begin);
     int64_t const x = m * p.x_stride + int64_t(runs.begin) / kColumns * 64;
     for (int g = 0; g < kGroups; ++g) {
       __m256i rows[kSums][4];

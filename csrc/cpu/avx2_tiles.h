@@ -475,37 +475,23 @@ void store_rows(CpuProduct const& p, TileMemory const& memory, int panel, int fi
   }
 }
 
-// use(count) with a constant, from 1 to kMost.
-template <int kMost, class Use>
-void with_count(int count, Use const& use) {
-  if constexpr (kMost > 0) {
-    if (count == kMost) return use(std::integral_constant<int, kMost>());
-    with_count<kMost - 1>(count, use);
-  }
-}
-
 template <class Tiles>
 void multiply_tiles(CpuProduct const& p, int panel, int first, int rows) {
   constexpr int kBits = Tiles::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
   std::unique_ptr<TileMemory> const memory(new TileMemory);
   memory->clear(rows, p.weight.offsets);
-  uint8_t const* const chunks = p.weight.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
-  int const parts = (rows + kMostTileRows - 1) / kMostTileRows;
+  uint8_t const* const chunks = codes_of_panel<kBits>(p, panel);
   Prefetch prefetch(chunks);
   Tiles tiles(p);
   for (Runs runs(p, panel); runs.next();) {
     Span const span(p, runs);
-    uint8_t const* const codes = chunks + int64_t(span.begin / kKPerTile) * k_tile_bytes(kBits) +
-                                 span.begin % kKPerTile / kLaneColumns * (kUnitBytes * kBits / 4);
+    uint8_t const* const codes = codes_at<kBits>(chunks, span.begin);
     for (int i = 0; i < kRowBlocks; ++i) {
       prefetch.lines(span.columns * kRowsPerBlock * kBits / 8 / 64);
       tiles.decode(p, *memory, span, codes + i * kBlockBytes, i);
-      for (int part = 0; part < parts; ++part) {
-        int const row = rows * part / parts;
-        with_count<kMostTileRows>(rows * (part + 1) / parts - row, [&](auto count) {
-          tiles.template multiply<decltype(count)::value>(p, *memory, span, i, first + row, row);
-        });
-      }
+      for_parts<kMostTileRows>(rows, [&](int row, auto count) {
+        tiles.template multiply<decltype(count)::value>(p, *memory, span, i, first + row, row);
+      });
     }
   }
   store_rows(p, *memory, panel, first, rows);

@@ -130,6 +130,17 @@ struct SixteenInts {
 constexpr int kMostTileRows = 6;  // 12 sums, two vectors of codes and two more fill the registers
 #endif
 
+// The codes of a panel, and of its columns from `column` on, a multiple of 64.
+template <int kBits>
+uint8_t const* codes_of_panel(CpuProduct const& p, int panel) {
+  return p.weight.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
+}
+template <int kBits>
+uint8_t const* codes_at(uint8_t const* panel, int column) {
+  return panel + int64_t(column / kKPerTile) * k_tile_bytes(kBits) +
+         column % kKPerTile / unit_k(kBits) * kUnitBytes;
+}
+
 // use(0) .. use(kCount - 1), with constants: arrays with such indices alone are kept in registers.
 template <class Use, int... kIndices>
 [[gnu::always_inline]] inline void unrolled(std::integer_sequence<int, kIndices...>,
@@ -158,6 +169,26 @@ template <int kCount, class Use>
   for (int i = 0; i < 4; ++i) {
     v[i] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20);
     v[i + 4] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31);
+  }
+}
+
+// use(count) with a constant, from 1 to kMost.
+template <int kMost, class Use>
+void with_count(int count, Use const& use) {
+  if constexpr (kMost > 0) {
+    if (count == kMost) return use(std::integral_constant<int, kMost>());
+    with_count<kMost - 1>(count, use);
+  }
+}
+
+// use(first, count), count being a constant, for parts of `rows` rows: as few, and as like, as rows
+// of at most kMost allow.
+template <int kMost, class Use>
+void for_parts(int rows, Use const& use) {
+  int const parts = (rows + kMost - 1) / kMost;
+  for (int part = 0; part < parts; ++part) {
+    int const first = rows * part / parts;
+    with_count<kMost>(rows * (part + 1) / parts - first, [&](auto count) { use(first, count); });
   }
 }
 

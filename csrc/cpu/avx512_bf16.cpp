@@ -100,7 +100,7 @@ void multiply_rounded(CpuProduct const& p, int panel, int m) {
   constexpr int kBits = Nibbles::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks,
                 kUnitsOfTile = kKPerTile / kUnit, kSets = kRows <= 4 ? 2 : 1;
   PackedWeight const& w = p.weight;
-  uint8_t const* const tiles = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
+  uint8_t const* const tiles = codes_of_panel<kBits>(p, panel);
   uint16_t const* const x = p.halves + m * p.x_stride;
   __m512 const stored = stored_values(p);
   __m512i const tables = tables_of_words<kTables>();
@@ -166,13 +166,9 @@ void multiply_rounded(CpuProduct const& p, int panel, int m) {
 
 template <int kTables>
 void multiply_parts(CpuProduct const& p, int panel, int first, int rows) {
-  int const parts = (rows + kRowsTogether - 1) / kRowsTogether;
-  for (int part = 0; part < parts; ++part) {
-    int const row = rows * part / parts;
-    with_count<kRowsTogether>(rows * (part + 1) / parts - row, [&](auto count) {
-      multiply_rounded<kTables, decltype(count)::value>(p, panel, first + row);
-    });
-  }
+  for_parts<kRowsTogether>(rows, [&](int row, auto count) {
+    multiply_rounded<kTables, decltype(count)::value>(p, panel, first + row);
+  });
 }
 
 }  // namespace

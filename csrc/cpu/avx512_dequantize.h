@@ -67,13 +67,12 @@ void dequantize_nibbles(CpuProduct const& p, int panel, int rows, void* out) {
   constexpr int kBits = Nibbles::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks,
                 kBytes = kType == DataType::kFloat32 ? 4 : 2;
   PackedWeight const& w = p.weight;
-  uint8_t const* const tiles = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
+  uint8_t const* const tiles = codes_of_panel<kBits>(p, panel);
   __m512 const stored = stored_values(p);
   __m512i const nibbles = _mm512_set1_epi8(15),
                 places[2] = {places_of_columns(0), places_of_columns(32)};
   for (Runs runs(p, panel); runs.next();) {
-    uint8_t const* const codes = tiles + int64_t(runs.begin / kKPerTile) * k_tile_bytes(kBits) +
-                                 runs.begin % kKPerTile / kLaneColumns * kUnitBytes;
+    uint8_t const* const codes = codes_at<kBits>(tiles, runs.begin);
     alignas(64) BlockVectors vectors[kMostRuns] = {};
     int8_t const* zeros[kMostRuns] = {};
     for (int part = 0; part < kMostRuns; ++part) {

@@ -86,7 +86,7 @@ template <int kBits, int kRows, bool kXZeros>
 void multiply_vnni(CpuProduct const& p, int panel, int m) {
   constexpr int kColumns = unit_k(kBits), kRowsOfByte = byte_rows(kBits), kSums = kRows + kXZeros,
                 kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
-  uint8_t const* const tiles = p.weight.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
+  uint8_t const* const tiles = codes_of_panel<kBits>(p, panel);
   // A row's code in a byte, and its sign bit. Nibbles of rows g + 8 are not shifted: their sums are
   // 16 times as large, which 32 bits hold.
   constexpr int kCode = (1 << kBits) - 1, kRowShift = 8 - kBits;
@@ -99,8 +99,7 @@ void multiply_vnni(CpuProduct const& p, int panel, int m) {
   RowTotals totals[kRows];
   RunSums<int32_t> sums[kSums];  // of rows of x, then of codes
   for (Runs runs(p, panel); runs.next();) {
-    uint8_t const* const codes = tiles + int64_t(runs.begin / kKPerTile) * k_tile_bytes(kBits) +
-                                 runs.begin % kKPerTile / kColumns * kUnitBytes;
+    uint8_t const* const codes = codes_at<kBits>(tiles, runs.begin);
     int8_t const* const x = p.codes + m * p.x_stride + int64_t(runs.begin) / kColumns * 64;
     for (int g = 0; g < kGroups; g += 2) {
       __m512i of_runs[kSums][2][kMostRuns][2];  // [lane group][part][four of its rows]
@@ -175,15 +174,14 @@ __m512i both(__m256i low, __m256i high) {
 template <int kRows, bool kZeros>
 void multiply_nibbles(CpuProduct const& p, int panel, int m) {
   constexpr int kBits = Nibbles::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
-  uint8_t const* const tiles = p.weight.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
+  uint8_t const* const tiles = codes_of_panel<kBits>(p, panel);
   __m512 const values = stored_values(p);
   Prefetch prefetch(tiles);
   RowTotals rows[kRows];
   RunSums<float> sums[kRows];
   int64_t const stride = p.x_stride;
   for (Runs runs(p, panel); runs.next();) {
-    uint8_t const* const codes = tiles + int64_t(runs.begin / kKPerTile) * k_tile_bytes(kBits) +
-                                 runs.begin % kKPerTile / kLaneColumns * kUnitBytes;
+    uint8_t const* const codes = codes_at<kBits>(tiles, runs.begin);
     float const* const first = p.x + m * stride + runs.begin;
     for (int g = 0; g < kGroups; ++g) {
       __m256 lanes[kRows][kRowVectors];

@@ -170,22 +170,16 @@ void multiply_wide_panel(CpuProduct const& p, int panel, int first, int rows) {
   std::unique_ptr<TileMemory> const memory(new TileMemory);
   memory->clear(rows, p.weight.offsets);
   WideTile tile;
-  uint8_t const* const chunks = p.weight.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
-  int const parts = (rows + kMostTileRows - 1) / kMostTileRows;
+  uint8_t const* const chunks = codes_of_panel<kBits>(p, panel);
   Prefetch prefetch(chunks);
   for (Runs runs(p, panel); runs.next();) {
     Span const span(p, runs);
     prefetch.lines(span.columns * kRowsPerPanel * kBits / 8 / 64);
-    tile.decode<kBits>(p, span,
-                       chunks + int64_t(span.begin / kKPerTile) * k_tile_bytes(kBits) +
-                           span.begin % kKPerTile / kLaneColumns * (kUnitBytes * kBits / 4));
-    for (int part = 0; part < parts; ++part) {
-      int const row = rows * part / parts;
-      with_count<kMostTileRows>(rows * (part + 1) / parts - row, [&](auto count) {
-        multiply_wide<decltype(count)::value>(p, tile, *memory, span, first + row, row,
-                                              1 << (kBits - 1));
-      });
-    }
+    tile.decode<kBits>(p, span, codes_at<kBits>(chunks, span.begin));
+    for_parts<kMostTileRows>(rows, [&](int row, auto count) {
+      multiply_wide<decltype(count)::value>(p, tile, *memory, span, first + row, row,
+                                            1 << (kBits - 1));
+    });
   }
   store_rows(p, *memory, panel, first, rows);
 }

@@ -23,13 +23,9 @@ void multiply_any_integers(CpuProduct const& p, int panel, int first, int rows) 
       multiply_wide_panel<decltype(width)::kBits>(p, panel, first, rows);
     });
   }
-  int const parts = (rows + kVnniRowsTogether - 1) / kVnniRowsTogether;
-  for (int part = 0; part < parts; ++part) {
-    int const row = rows * part / parts, count = rows * (part + 1) / parts - row;
-    (count == 1   ? multiply_vnni<1>
-     : count == 2 ? multiply_vnni<2>
-                  : multiply_vnni<3>)(p, panel, first + row);
-  }
+  for_parts<kVnniRowsTogether>(rows, [&](int row, auto count) {
+    multiply_vnni<decltype(count)::value>(p, panel, first + row);
+  });
 }
 
 // Rows of floats that are multiplied by codes decoded to registers together; and rows up to which
@@ -37,13 +33,9 @@ void multiply_any_integers(CpuProduct const& p, int panel, int first, int rows) 
 constexpr int kFloatsTogether = 4, kMostNibbleRows = 4;
 
 void multiply_few_nibbles(CpuProduct const& p, int panel, int first, int rows) {
-  int const parts = (rows + kFloatsTogether - 1) / kFloatsTogether;
-  for (int part = 0; part < parts; ++part) {
-    int const row = rows * part / parts;
-    with_count<kFloatsTogether>(rows * (part + 1) / parts - row, [&](auto count) {
-      multiply_nibbles<decltype(count)::value>(p, panel, first + row);
-    });
-  }
+  for_parts<kFloatsTogether>(rows, [&](int row, auto count) {
+    multiply_nibbles<decltype(count)::value>(p, panel, first + row);
+  });
 }
 
 void multiply_any(CpuProduct const& p, int panel, int first, int rows) {
