@@ -5,7 +5,8 @@
     build/.../time_tiles decode > results/h200-decode-costs.json    on the GPU
     tools/fit_costs.py    writes csrc/dispatch/cards.inc, tile_costs.inc and decode_costs.inc
 
-A card, as the H200 here, is one that has both files; their names begin with its name.
+A card, as the H200 here, is one that has both files; their names begin with its name. A card whose
+file lacks a kind of product has another card's costs of it.
 
 A predicted time is linear in a candidate's costs (csrc/dispatch/cost.cpp), so they are first a
 least-squares fit of relative errors. Then they are moved, one at a time, as long as the candidates
@@ -81,7 +82,7 @@ class Model(NamedTuple):
 
 #: Kernels that are not chosen by costs.
 PORTABLE = "mma_gemm"
-TILE_COSTS = ("k4096", "row_scales", "whole_rows", "end")
+TILE_COSTS = ("k4096", "row_scales", "whole_rows", "wide", "end")
 
 
 def tile_entry(row: Row, tile: Row) -> Entry:
@@ -271,8 +272,8 @@ def report(heading: str, formats: list[str], losses: list[float]) -> None:
     print(f"  all {len(losses):19} products, mean {np.mean(losses):6.2%}")
 
 
-def fit(model: Model, card: str) -> str:
-    """Fit the costs of a card, say how good they are, and return their lines of the table."""
+def fit(model: Model, card: str) -> Costs:
+    """Fit the costs of a card, and say how good they are."""
     results = model.results(card)
     rows = [dict(zip(results["columns"], row, strict=True)) for row in results["rows"]]
     for row in rows:
@@ -298,7 +299,24 @@ def fit(model: Model, card: str) -> str:
     choices = Choices(products, least_squares(every, model))
     choices.improve()
     report("choices by the fitted costs:", formats, choices.losses)
-    return lines(card, choices.costs, model)
+    return choices.costs
+
+
+def completed(costs: dict[str, Costs], card: str, model: Model) -> Costs:
+    """A card's costs, and another's of the kinds of products that it has none of."""
+
+    def kind(cost: tuple[Key, str]) -> Any:
+        return cost if model.members is TILE_COSTS else cost[0]
+
+    own = costs[card]
+    kinds = {kind(cost) for cost in own}
+    others = {
+        cost: value
+        for of_card in costs.values()
+        for cost, value in of_card.items()
+        if kind(cost) not in kinds
+    }
+    return others | own
 
 
 def tables() -> Iterator[tuple[Path, str]]:
@@ -310,9 +328,11 @@ def tables() -> Iterator[tuple[Path, str]]:
         + "".join(f'{{"{card}", {tiles.results(card)["memory_bandwidth"]}}},\n' for card in CARDS),
     )
     for model in MODELS:
+        costs = {card: fit(model, card) for card in CARDS}
         yield (
             model.table,
-            made_from(model, model.heading) + "".join(fit(model, card) for card in CARDS),
+            made_from(model, model.heading)
+            + "".join(lines(card, completed(costs, card, model), model) for card in CARDS),
         )
 
 

@@ -60,6 +60,7 @@ struct Input {
   ActQuant act_quant;
   bool symmetric;  // x
   bool zeros, offsets, codebook;
+  bool wide = false;  // scales and offsets are fp32
 };
 constexpr Input kInputs[] = {
     {"w4a16", 4, 128, ActQuant::kNone, true, false, false, false},
@@ -84,6 +85,13 @@ constexpr Input kInputs[] = {
     {"w8a8-block-g32", 8, 32, ActQuant::kBlock, true, false, false, false},
     {"w4a8-token-g32", 4, 32, ActQuant::kToken, true, false, false, false},
     {"w8a8-token-g32", 8, 32, ActQuant::kToken, true, false, false, false},
+    {"w4a16-wide", 4, 128, ActQuant::kNone, true, false, false, false, true},
+    {"w8a16-wide", 8, 128, ActQuant::kNone, true, false, false, false, true},
+    {"w4a16-g32-wide", 4, 32, ActQuant::kNone, true, false, false, false, true},
+    {"w8a16-g32-wide", 8, 32, ActQuant::kNone, true, false, false, false, true},
+    {"w4a16-g32-offsets-wide", 4, 32, ActQuant::kNone, true, false, true, false, true},
+    {"w8a16-g16-wide", 8, 16, ActQuant::kNone, true, false, false, false, true},
+    {"nf4-wide", 4, 64, ActQuant::kNone, true, false, false, true, true},
 };
 constexpr int kShapes[][2] = {{4096, 4096},  {6144, 4096},  {14336, 4096}, {4096, 14336},
                               {11008, 4096}, {28672, 4096}, {8192, 28672}, {18944, 3584},
@@ -92,7 +100,8 @@ constexpr int kRowsOfX[] = {17,  24,  32,  33,  48,  64,  72,  96,   100,  128, 
                             176, 200, 256, 320, 400, 512, 777, 1024, 1500, 2048, 3000, 4096};
 // Of DecodeKind.
 constexpr char const* kDecodeKindNames[kDecodeKinds] = {
-    "kFloats", "kFloatsRounded", "kCodebook", "kBlock", "kBlockRounded", "kToken", "kTokenRounded"};
+    "kFloats", "kFloatsRounded", "kFloatsWide", "kFloatsRoundedWide", "kCodebook",
+    "kBlock",  "kBlockRounded",  "kToken",      "kTokenRounded"};
 constexpr int kFewRowsOfX[] = {1, 2, 4, 7, 8, 16};
 constexpr int kMostRows = 4096, kMostK = 28672, kMostN = 28672;
 
@@ -100,6 +109,7 @@ struct Data {
   std::mt19937 random{1};
   uint8_t* codes;  // twice kColdBytes: copies begin where others do, or in between
   __half *scales, *x, *out;
+  float* wide_scales;
   int8_t* zeros;
   float* codebook;
   uint8_t *workspace, *quantized, *colsums;
@@ -113,6 +123,9 @@ struct Data {
     std::vector<__half> values(size_t(kMostN) * kMostK / 32 + kMostN);
     for (__half& value : values) value = __float2half(positive(random));
     scales = upload(values);
+    std::vector<float> wide(size_t(kMostN) * kMostK / 16 + kMostN);
+    for (float& value : wide) value = positive(random);
+    wide_scales = upload(wide);
     std::vector<int8_t> few(size_t(kMostN) * kMostK / 32 + kMostN);
     for (int8_t& zero : few) zero = int8_t(int(random() % 7) - 3);
     zeros = upload(few);
@@ -230,12 +243,13 @@ int main(int argc, char** argv) {
     Input const& f = *product.format;
     GemmProblem p;
     p.m = product.m, p.x_stride = product.k, p.out = data.out, p.out_type = DataType::kFloat16;
-    p.weight.codes = data.codes, p.weight.scales = data.scales, p.weight.n = product.n,
-    p.weight.k = product.k;
+    p.weight.codes = data.codes, p.weight.n = product.n, p.weight.k = product.k;
+    p.weight.scales = f.wide ? static_cast<void const*>(data.wide_scales) : data.scales;
+    p.weight.scale_type = f.wide ? DataType::kFloat32 : DataType::kFloat16;
     p.weight.format = f.codebook ? Format::kCodebook : f.bits == 4 ? Format::kInt4 : Format::kInt8;
     p.weight.group_size = f.group_size;
     if (f.zeros) p.weight.zeros = data.zeros;
-    if (f.offsets) p.weight.offsets = data.scales, p.weight.offset_type = DataType::kFloat16;
+    if (f.offsets) p.weight.offsets = p.weight.scales, p.weight.offset_type = p.weight.scale_type;
     if (f.codebook) p.weight.codebook = data.codebook;
     if (f.act_quant == ActQuant::kNone || decode) {
       p.x = data.x, p.act_quant = f.act_quant;
@@ -293,7 +307,8 @@ int main(int argc, char** argv) {
                       c.compensates ? "true" : "false",
                       which == &TileCost::k4096        ? "k4096"
                       : which == &TileCost::row_scales ? "row_scales"
-                                                       : "whole_rows",
+                      : which == &TileCost::whole_rows ? "whole_rows"
+                                                       : "wide",
                       (long long)t.k_tiles, (long long)t.ends, (long long)t.constant, one.slices,
                       one.tail_tiles);
         }

@@ -14,6 +14,10 @@ int64_t tile_count(GemmProblem const& problem, Tile const& tile) {
          std::max<int64_t>(1, ceil_div(problem.m, tile.block_m));
 }
 
+// The unit of KernelSpec::cost is a whole part both of PredictedTime's, which is 3.125 ns, and of a
+// nanosecond.
+constexpr int kUnitsPerNanosecond = 8, kUnitsOfPredictedTime = 25;
+
 int64_t time_of(PredictedTime const& time, int cost, int end) {
   return time.k_tiles * cost + time.ends * end + time.constant;
 }
@@ -118,6 +122,7 @@ int bandwidth_of(Device const& device) { return kCards[card_of(device)].memory_b
 int TileCost::* cost_kind(GemmProblem const& problem, Device const& device,
                           Candidate const& candidate) {
   TileCost const& cost = candidate.costs[card_of(device)];
+  if (cost.wide > 0 && !folds_narrow_scales(problem.weight, problem.x_type)) return &TileCost::wide;
   bool const long_sums = sums_whole_rows(problem) || sums_whole_taps(problem);
   if (cost.whole_rows > 0 && long_sums) return &TileCost::whole_rows;
   bool const row_scales = !activations_have_blocks(problem) &&
@@ -135,20 +140,27 @@ int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelS
     return -1;
   TileCost const& costs = candidate.costs[card_of(device)];
   int const cost = costs.*cost_kind(problem, device, candidate);
-  int64_t const before = quantizer_time(problem, device, candidate);
-  if (!problem.batch_invariant)
-    return before + time_of(stream_k_tail(problem, device, spec, candidate).time, cost, costs.end);
-  int64_t const clusters = std::max(
-      1, device.multiprocessors * candidate.tile.min_ctas_per_sm / candidate.tile.cluster_size);
-  return before +
-         ceil_div(tile_count(problem, candidate.tile), clusters) * k_tiles(problem.weight) * cost;
+  int64_t time = quantizer_time(problem, device, candidate);
+  if (!problem.batch_invariant) {
+    time += time_of(stream_k_tail(problem, device, spec, candidate).time, cost, costs.end);
+  } else {
+    int64_t const clusters = std::max(
+        1, device.multiprocessors * candidate.tile.min_ctas_per_sm / candidate.tile.cluster_size);
+    time +=
+        ceil_div(tile_count(problem, candidate.tile), clusters) * k_tiles(problem.weight) * cost;
+  }
+  return kUnitsOfPredictedTime * time;
 }
 
 DecodeKind decode_kind(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   if (table_bytes(w)) return DecodeKind::kCodebook;
   bool const rounded = has_short_groups(w) || w.offsets || !has_integer_codes(w);
-  if (!multiplies_int8(problem)) return rounded ? DecodeKind::kFloatsRounded : DecodeKind::kFloats;
+  if (!multiplies_int8(problem)) {
+    if (has_narrow_scales(w, problem.x_type))
+      return rounded ? DecodeKind::kFloatsRounded : DecodeKind::kFloats;
+    return rounded ? DecodeKind::kFloatsRoundedWide : DecodeKind::kFloatsWide;
+  }
   bool const int8 = has_int8_products(w);
   if (activations_have_blocks(problem))
     return int8 ? DecodeKind::kBlock : DecodeKind::kBlockRounded;
@@ -180,15 +192,8 @@ int64_t decode_time_in(GemmProblem const& problem, Device const& device, KernelS
   shaped.slices = slices, shaped.one_cta_per_sm = candidate.tile.min_ctas_per_sm == 1;
   if (!spec.shape(problem, device, candidate, &shaped)) return -1;
   DecodeTerms const t = decode_terms(problem, device, shaped);
-  // The costs of a kernel that rounds weights are those of scales of x's type. With others, which it
-  // applies in fp32, it takes so many times as long: measured on an H200 with 14336 x 4096, 4096 x
-  // 14336 and 4096 x 4096, groups of 32, 64 and 128, at M = 1 to 16.
-  constexpr ByWidth<double> kWideScales(2.0, 1.5);
-  bool const wide = spec.rounds && !multiplies_int8(problem) && has_integer_codes(problem.weight) &&
-                    !has_own_scales(problem.weight, problem.x_type);
-  double const weights = cost.chunk * t.chunks + cost.share * t.share;
-  return int64_t(cost.start + (wide ? kWideScales[code_bits(problem.weight)] : 1.0) * weights +
-                 cost.x * t.x + double(cost.row) * t.rows);
+  return int64_t(kUnitsPerNanosecond * (cost.start + cost.chunk * t.chunks + cost.share * t.share +
+                                        cost.x * t.x + double(cost.row) * t.rows));
 }
 
 int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,

@@ -61,15 +61,16 @@ void fill_in(GemmProblem const& problem, KernelSpec const& spec, Candidate const
                 !problem.residual;
 }
 
-// The first kernel that has a candidate; of those that decode, and those with costs for a 16-bit
-// image, whose output channels may fill the tiles of one alone, the one of least time.
+// The first kernel that has a candidate; of those with costs the one of least time, where several
+// may be the fastest: for few rows, and for a 16-bit image, whose output channels may fill the tiles
+// of one alone.
 KernelSpec const* best_kernel(GemmProblem const& problem, Device const& device,
                               Candidate const** best) {
   KernelSpec const* chosen = nullptr;
   int64_t least = 0;
-  bool const image = is_image(problem) && !multiplies_int8(problem);
+  bool const several = is_image(problem) ? !multiplies_int8(problem) : problem.m <= kMostDecodeRows;
   for (KernelSpec const& spec : kernel_specs()) {
-    bool const competes = spec.decodes || (image && spec.cost);
+    bool const competes = spec.decodes || (several && spec.cost);
     if (chosen && !competes) break;
     if (spec.can_implement(problem, device) != Field::kNone) continue;
     int64_t time = 0;

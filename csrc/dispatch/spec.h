@@ -53,23 +53,27 @@ struct TileCost {
                        // ones; 0: the same
   int whole_rows = 0;  // instead, where int32 sums run over all of K
                        // (sums_whole_rows()); 0: the same
+  int wide = 0;        // instead, where scales are applied in fp32 (folds_narrow_scales()); 0: the
+                       // same
   int end = 0;         // and besides, whatever K is, where that is not in it; twice for a
                        // tile whose K is cut
 };
 
 // The costs of decode kernels depend on how x is multiplied, and on whether the weight is integers
 // in groups of 128 or more (4-bit zero points included), another weight that is rounded to 16 bits,
-// or a code book.
+// or a code book. Wide: scales or offsets are of another type than x.
 enum class DecodeKind {
   kFloats,
   kFloatsRounded,
+  kFloatsWide,
+  kFloatsRoundedWide,
   kCodebook,
   kBlock,
   kBlockRounded,
   kToken,
   kTokenRounded
 };
-constexpr int kDecodeKinds = 7;
+constexpr int kDecodeKinds = 9;
 
 // Measured times of a decode kernel, in nanoseconds.
 struct DecodeCost {
@@ -82,6 +86,8 @@ struct DecodeCost {
 
 // By kCards.
 using TileCosts = std::array<TileCost, kCardCount>;
+
+constexpr int kMostDecodeRows = 16;  // of x, of the kernels for few
 
 // One way in which a kernel may compute a product.
 struct Candidate {
@@ -143,9 +149,8 @@ struct KernelSpec {
   // kNone, or what forbids it; `device` has the architecture whose kernels are requested.
   Field (*can_implement)(GemmProblem const& problem, Device const& device);
   Candidates (*candidates)(GemmProblem const& problem);
-  // The time of a candidate, in 32nds of TileCost's unit or nanoseconds of decode kernels, which
-  // compete with one another; negative if it does not fit. Null where the first candidate that
-  // applies is the choice.
+  // The time of a candidate, in eighths of a nanosecond; negative if it does not fit. Null where the
+  // first candidate that applies is the choice.
   int64_t (*cost)(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                   Candidate const& candidate);
   // Fill in the launch of a candidate, whose slices of K the plan has: in a batch-invariant product

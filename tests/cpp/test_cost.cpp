@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <utility>
 
 #include "dispatch_problems.h"
 
@@ -32,9 +33,11 @@ TEST(Cost, IsOfTheCardOfTheNearestBandwidth) {
 // A candidate whose costs are doubled on one card takes longer on that card only.
 TEST(Cost, AppliesToItsCardOnly) {
   for (int m : {3, 200, 3000})
-    for (bool invariant : {false, true}) {
-      GemmProblem p = problem(m, 4096, 4096);
-      p.batch_invariant = invariant;
+    for (auto [invariant, scales] : {std::pair(false, DataType::kFloat16),
+                                     {true, DataType::kFloat16},
+                                     {false, DataType::kFloat32}}) {
+      GemmProblem p = problem(m, 4096, 4096, 4, scales == DataType::kFloat32 ? 32 : 128);
+      p.batch_invariant = invariant, p.weight.scale_type = scales;
       KernelSpec const& spec = *planned(p).spec;
       if (!spec.cost) continue;
       for (Candidate const& candidate : spec.candidates(p)) {
@@ -44,7 +47,7 @@ TEST(Cost, AppliesToItsCardOnly) {
         for (int changed = 0; changed < kCardCount; ++changed) {
           Candidate slow = candidate;
           TileCost& tile = slow.costs[changed];
-          tile.k4096 *= 2, tile.row_scales *= 2, tile.whole_rows *= 2;
+          tile.k4096 *= 2, tile.row_scales *= 2, tile.whole_rows *= 2, tile.wide *= 2;
           for (auto& of_width : slow.decode_costs[changed])
             for (DecodeCost& cost : of_width) cost.start *= 2, cost.chunk *= 2;
           for (int card = 0; card < kCardCount; ++card) {

@@ -96,6 +96,28 @@ TEST(Dispatch, ChoosesTheTileThatFitsTheRows) {
         }
 }
 
+// wgmma_decode_fold16 applies scales of another type than x's in fp32, and is slow where weights are
+// large; decode_gemm takes up to eight rows.
+TEST(Dispatch, ComparesTilesWithDecodingForScalesOfAnotherType) {
+  Device h100 = kHopper;
+  h100.memory_bandwidth = 3352;
+  auto const kernel = [&](int n, int k, int m, DataType scales, bool invariant = false) {
+    GemmProblem p = problem(m, n, k, 4, 32);
+    p.weight.scale_type = scales, p.batch_invariant = invariant;
+    Plan const plan = planned(p, h100);
+    EXPECT_TRUE(std::string(plan.kernel) != "wgmma_fold16" || plan.block_m == 32);
+    return std::string(plan.kernel);
+  };
+  for (int m : {9, 16}) {
+    EXPECT_EQ(kernel(5120, 13824, m, DataType::kFloat32), "wgmma_fold16");
+    EXPECT_EQ(kernel(4096, 4096, m, DataType::kFloat32), "wgmma_decode_fold16");
+    EXPECT_EQ(kernel(5120, 13824, m, DataType::kFloat16), "wgmma_decode_fold16");
+    EXPECT_EQ(kernel(5120, 13824, m, DataType::kFloat32, true), "wgmma_decode_fold16");
+  }
+  EXPECT_EQ(kernel(5120, 13824, 8, DataType::kFloat32), "decode_gemm");
+  EXPECT_EQ(kernel(5120, 13824, 17, DataType::kFloat32), "wgmma_fold16");
+}
+
 TEST(Dispatch, GivesGroupsOf16ToKernelsThatHaveRoomForThem) {
   struct Case {
     char const* name;
