@@ -158,9 +158,7 @@ def route(
 
 class MoePlan:
     kernel: str
-    block_m: int
     slots: int
-    tiles: int
     gate_up: Plan
     down: Plan
     workspace: int

@@ -36,9 +36,7 @@ void register_experts(py::module_& m) {
       py::arg("stream"), "Sort positions by expert.");
   py::class_<MoePlan>(m, "MoePlan", "How the products of experts would be launched.")
       .def_readonly("kernel", &MoePlan::kernel)
-      .def_readonly("block_m", &MoePlan::block_m)
       .def_readonly("slots", &MoePlan::slots)
-      .def_readonly("tiles", &MoePlan::tiles)
       .def_readonly("gate_up", &MoePlan::gate_up)
       .def_readonly("down", &MoePlan::down)
       .def_readonly("workspace", &MoePlan::workspace);

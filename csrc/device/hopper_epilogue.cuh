@@ -286,23 +286,12 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging,
   }
 }
 
-// Applies the scales of int8 activations with one scale a row, whose codes were multiplied as
-// floats. `end`: of an expert's rows of x.
+// The scales of a tile's rows of x, of int8 activations with one scale a row, whose codes are
+// multiplied as floats.
 template <class C>
 __device__ __forceinline__ void scale_x_rows(float (&sums)[C::kSums], typename C::Params const& p,
-                                             ThreadCoord<C> const& coord, int m0, int end = 0) {
+                                             ThreadCoord<C> const& coord, int m0) {
   if (!p.x.scales) return;
-  if constexpr (C::kGrouped) {
-    if (p.groups.positions) {
-#pragma unroll
-      for (int i = 0; i < C::kBlockM / 4; ++i) {
-        int const slot = min(m0 + i / 2 * 8 + coord.lane % 4 * 2 + i % 2, end - 1);
-        float const scale = p.x.scales[row_of_slot(p.groups, slot)];
-        sums[i / 2 * 4 + i % 2] *= scale, sums[i / 2 * 4 + i % 2 + 2] *= scale;
-      }
-      return;
-    }
-  }
 #pragma unroll
   for (int j = 0; j < C::kBlockM / 8; ++j) {
     float2 const scale =
@@ -310,6 +299,53 @@ __device__ __forceinline__ void scale_x_rows(float (&sums)[C::kSums], typename C
               coord.lane % 4);
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[4 * j + i] *= i % 2 ? scale.y : scale.x;
+  }
+}
+
+// The same of experts. To find a row of x takes two loads and a division, which end while the tile is
+// multiplied: a warp's lanes have every 32nd row each. Four warpgroups have no registers for it, and
+// their main loop gets longer by the shuffles.
+template <class C>
+class ExpertRowScales {
+  static constexpr bool kEarly = C::kWarpgroups < 4;
+  float scales_[(C::kBlockM + 31) / 32];
+
+  static __device__ __forceinline__ float of_row(GroupedParams const& p,
+                                                 typename C::Work const& work, int row) {
+    return p.x.scales[row_of_slot(p.groups, min(work.first_x_row + row, work.end_x_row - 1))];
+  }
+
+ public:
+  __device__ __forceinline__ ExpertRowScales(GroupedParams const& p, ThreadCoord<C> const& coord,
+                                             typename C::Work const& work) {
+    if (!kEarly || !p.x.scales) return;
+#pragma unroll
+    for (int i = 0; i * 32 < C::kBlockM; ++i) scales_[i] = of_row(p, work, i * 32 + coord.lane);
+  }
+  __device__ __forceinline__ void apply(float (&sums)[C::kSums], GroupedParams const& p,
+                                        ThreadCoord<C> const& coord,
+                                        typename C::Work const& work) const {
+    if (!p.x.scales) return;
+    int const pair = coord.lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < C::kBlockM / 4; ++i) {
+      int const row = i / 2 * 8 + i % 2;
+      float const scale = kEarly ? __shfl_sync(~0u, scales_[row / 32], row % 32 + pair)
+                                 : of_row(p, work, row + pair);
+      sums[i / 2 * 4 + i % 2] *= scale, sums[i / 2 * 4 + i % 2 + 2] *= scale;
+    }
+  }
+};
+
+// Of a tile of experts, where it begins; of another nothing.
+template <class C>
+__device__ __forceinline__ auto row_scales_of(typename C::Params const& p,
+                                              ThreadCoord<C> const& coord,
+                                              typename C::Work const& work) {
+  if constexpr (C::kGrouped) {
+    return ExpertRowScales<C>(p, coord, work);
+  } else {
+    return 0;
   }
 }
 

@@ -25,13 +25,21 @@ constexpr int kLeastExactHeight = 64;  // of wgmma_gemm_a16
 // are positions then.
 constexpr int kMostFoundPositions = 256, kMostFoundExperts = 1024;
 
+// A table of tiles on the GPU.
+struct TileTable {
+  StoredTile* tiles = nullptr;
+  int* count = nullptr;
+  int height = 1;  // rows of a tile
+};
+
 // The addresses of the tables of slots on the GPU; null: slots are positions.
 struct RowSlots {
-  StoredTile* tiles = nullptr;
-  int* tile_count = nullptr;
+  TileTable tables[2];         // of gate and up, and of down, where its tiles have another height
   int* used = nullptr;         // slots
   int* position = nullptr;     // of a slot; -1: of none
   int* of_position = nullptr;  // the slot of a position; -1: no expert
+  int chunks = 1;              // of positions: CTAs of `route`
+  int* counts = nullptr;       // [chunks][experts + 1] of positions, where there are several
   int* arrived = nullptr;      // that `route` sets to 0: of GroupedGemm
   int arrived_count = 0;
 };

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <iterator>
 #include <string>
+#include <utility>
 
 #include "cutlass_ops/layout.h"
 #include "dispatch/checks.h"
@@ -51,6 +52,21 @@ int most_tiles(RouteProblem const& r, int height) {
   int64_t const positions = r.positions(), touched = std::min<int64_t>(r.experts, positions);
   return int(touched + (positions - touched) / height);
 }
+// Those of gate and up, and where down's are of another height, these.
+bool has_two_tables(MoePlan const& plan) { return plan.gate_up.block_m != plan.down.block_m; }
+int stored_tiles(RouteProblem const& r, MoePlan const& plan) {
+  return most_tiles(r, plan.gate_up.block_m) +
+         (has_two_tables(plan) ? most_tiles(r, plan.down.block_m) : 0);
+}
+
+// One chunk has up to 4096 positions: several take another launch, some 2 us, which counts those of
+// each.
+int route_chunks(RouteProblem const& r) {
+  constexpr int kMostOfOne = 4096, kOfEach = 2048, kMost = 128;
+  return r.positions() <= kMostOfOne
+             ? 1
+             : int(std::min<int64_t>(kMost, ceil_div(r.positions(), kOfEach)));
+}
 int rounded_rows(int rows) { return int(ceil_div(rows, 16) * 16); }
 
 // The sums of slices of K, and the counters of both products, where a portable kernel cuts K.
@@ -65,16 +81,18 @@ int arrivals(MoePlan const& plan) {
 }
 
 MoeLayout lay_out(MoeProblem const& p, MoePlan const& plan) {
-  int const slots = plan.slots, tiles = plan.tiles;
+  int const slots = plan.slots;
   MoeLayout at;
   RouteProblem const& r = p.route;
   int const hidden = p.gate_up.stack.k, intermediate = p.down.stack.k;
   bool const quantizes = p.act_quant != ActQuant::kNone,
              gathers_first = quantizes && p.gate_up.perm;
   int const x_slots = plan.gathers ? slots : 0;
-  // offsets, order, tiles, their count and that of slots, positions of slots and slots of positions
-  size_t const table_ints =
-      size_t(r.experts) + 1 + size_t(r.positions()) * 2 + size_t(tiles) * 4 + 8 + size_t(slots);
+  // offsets and counts of chunks, order, tiles of both products, their counts and that of slots,
+  // positions of slots and slots of positions
+  size_t const table_ints = (size_t(r.experts) + 1) * (1 + route_chunks(r)) +
+                            size_t(r.positions()) * 2 + size_t(stored_tiles(r, plan)) * 4 + 8 +
+                            size_t(slots);
   at.x = plan.routes ? align_256(table_ints * sizeof(int) + 64) : 0;
   at.x_values = at.x + align_256(size_t(x_slots) * padded_k(hidden) * 2);
   at.x_scales = at.x_values;
@@ -256,36 +274,45 @@ bool multiplies_int8_tiles(MoeProblem const& p) {
          r.positions() > kMostRowsOfValues * std::min<int64_t>(r.experts, r.positions());
 }
 
-// BLOCK_M of both products: smaller tiles waste fewer rows of an expert; larger ones decode its
-// weights less often.
-int tile_height(MoeProblem const& p, Device const& device) {
-  RouteProblem const& r = p.route;
+// Whether experts have few rows, for both products: 16 a tile.
+bool decodes(MoeProblem const& p) {
+  int64_t const positions = p.route.positions(),
+                touched = std::min<int64_t>(p.route.experts, positions);
+  return double(positions) <= most_decode_rows(p) * double(touched);
+}
+
+// BLOCK_M of gate and up, and of down: smaller tiles waste fewer rows of an expert; larger ones decode
+// its weights less often, but their features may fill one product's badly. Tiles of 16 and of 32 rows
+// are both products': they are not as exact.
+std::pair<int, int> tile_heights(MoeProblem const& p, Device const& device) {
+  if (decodes(p)) return {WgmmaDecodeShape::kBlockM, WgmmaDecodeShape::kBlockM};
   bool const int8 = multiplies_int8_tiles(p);
-  int64_t const touched = std::min<int64_t>(r.experts, r.positions());
-  if (double(r.positions()) <= most_decode_rows(p) * double(touched))
-    return WgmmaDecodeShape::kBlockM;
   int const* const heights = int8 ? kGroupedInt8Heights : kGroupedHeights;
-  size_t const count = int8 ? std::size(kGroupedInt8Heights) : std::size(kGroupedHeights);
-  int best = 0;
-  double least = 0;
-  for (size_t i = 0; i < count; ++i) {
-    double const tiles = expected_tiles(r, heights[i]);
-    double time = 0;
-    for (PackedExperts const* experts : {&p.gate_up, &p.down}) {
-      PackedWeight const& w = experts->stack;
-      Tile const tile = tile_of(w, loop_of(w, int8, heights[i]), heights[i]);
-      Loop const costs = loop_of(w, int8, kLeastExactHeight);
-      double const waves = tiles * ceil_div(padded_rows(experts->n), tile.block_n) /
-                           std::max(1, device.multiprocessors / tile.cluster_size);
-      // The last wave is half full on average.
-      time += (waves <= 1 ? 1 : waves + 0.5) *
-              kTileCosts[int(costs)][width_index(code_bits(w))][i] * tile.block_n / 256 *
-              k_tiles(w);
-    }
-    if (best && time >= least) continue;
-    best = heights[i], least = time;
-  }
-  return best;
+  int const count = int(int8 ? std::size(kGroupedInt8Heights) : std::size(kGroupedHeights));
+  auto const time = [&](PackedExperts const& experts, int i) {
+    PackedWeight const& w = experts.stack;
+    Tile const tile = tile_of(w, loop_of(w, int8, heights[i]), heights[i]);
+    Loop const costs = loop_of(w, int8, kLeastExactHeight);
+    double const waves = expected_tiles(p.route, heights[i]) *
+                         ceil_div(padded_rows(experts.n), tile.block_n) /
+                         std::max(1, device.multiprocessors / tile.cluster_size);
+    // The last wave is half full on average.
+    return (waves <= 1 ? 1 : waves + 0.5) * kTileCosts[int(costs)][width_index(code_bits(w))][i] *
+           tile.block_n * k_tiles(w);
+  };
+  auto const best = [&](auto const& time_of) {
+    int found = 0;
+    for (int i = 1; i < count; ++i)
+      if (time_of(i) < time_of(found)) found = i;
+    return heights[found];
+  };
+  int const both = best([&](int i) { return time(p.gate_up, i) + time(p.down, i); });
+  if (both < kLeastExactHeight) return {both, both};
+  auto const of = [&](PackedExperts const& experts) {
+    return best(
+        [&](int i) { return heights[i] < kLeastExactHeight ? HUGE_VAL : time(experts, i); });
+  };
+  return {of(p.gate_up), of(p.down)};
 }
 
 // The same of the portable kernels, by the costs of their tiles, of 16-bit x and of int8: measured
@@ -313,8 +340,7 @@ int portable_height(MoeProblem const& p) {
 bool gathers(MoeProblem const& p, MoePlan const& plan) {
   constexpr int kManyFeatures = 4096;
   if (plan.portable && multiplies_codes(p)) return true;
-  if (!plan.portable && plan.block_m > WgmmaDecodeShape::kBlockM && p.gate_up.n >= kManyFeatures)
-    return true;
+  if (!plan.portable && !decodes(p) && p.gate_up.n >= kManyFeatures) return true;
   bool const quantizes = p.act_quant != ActQuant::kNone;
   bool const pieces =
       quantizes || (reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.x_stride % 8 == 0);
@@ -334,39 +360,38 @@ double likely_tiles(RouteProblem const& r, int height) {
 
 // The plan of one product by a portable kernel: a CTA for each tile that there may be. K is cut
 // where the expected tiles would leave most of the GPU idle.
-void plan_portable(GroupedGemm const& gemm, Device const& device, MoePlan const& moe,
-                   double expected, Plan* plan) {
+void plan_portable(GroupedGemm const& gemm, RouteProblem const& r, Device const& device,
+                   MoePlan const& moe, int height, Plan* plan) {
   constexpr int kLeastTilesOfK = 6, kMostSlices = 8;  // of a slice
   GemmProblem rows = rows_of_all(gemm);
   int const bits = code_bits(gemm.weight);
   Candidate candidate;
-  candidate.tile =
-      moe.int8 ? mma_gemm_a8_tile(bits, moe.block_m) : mma_gemm_a16_tile(bits, moe.block_m);
+  candidate.tile = moe.int8 ? mma_gemm_a8_tile(bits, height) : mma_gemm_a16_tile(bits, height);
   *plan = {};
   plan->kernel = moe.int8 ? "mma_gemm_a8" : "mma_gemm_a16";
-  plan->block_m = moe.block_m, plan->block_n = candidate.tile.block_n;
+  plan->block_m = height, plan->block_n = candidate.tile.block_n;
   (moe.int8 ? shape_mma_gemm_a8 : shape_mma_gemm_a16)(rows, device, candidate, plan);
   int const columns =
       int(ceil_div(int64_t(gemm.groups.row_panels) * kRowsPerPanel, candidate.tile.block_n));
   double const places = double(device.multiprocessors) * candidate.tile.min_ctas_per_sm;
-  if (moe.block_m <= kMmaRowsOfSlices)
+  if (height <= kMmaRowsOfSlices)
     plan->slices =
-        std::clamp(int(places / (expected * columns)), 1,
+        std::clamp(int(places / (likely_tiles(r, height) * columns)), 1,
                    std::clamp(int(k_tiles(gemm.weight)) / kLeastTilesOfK, 1, kMostSlices));
-  plan->grid_x = moe.tiles * columns, plan->grid_y = plan->slices;
+  plan->grid_x = most_tiles(r, height) * columns, plan->grid_y = plan->slices;
 }
 
 // The plan of one product: its grid covers the largest possible number of tiles, its shape suits
 // the expected number.
-bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& moe,
-                  double expected, Plan* plan) {
+bool plan_product(GroupedGemm const& gemm, RouteProblem const& r, Device const& device,
+                  MoePlan const& moe, int height, Plan* plan) {
   PackedWeight const& w = gemm.weight;
-  int const height = moe.block_m, tiles = moe.tiles;
+  int const tiles = most_tiles(r, height);
   *plan = {};
   plan->block_m = height;
   if (height == WgmmaDecodeShape::kBlockM) {
     plan->kernel = decodes_exactly(gemm) ? "wgmma_decode" : "wgmma_decode_fold16";
-    plan->wgmma_decode = grouped_decode_shape(gemm, device, expected, tiles);
+    plan->wgmma_decode = grouped_decode_shape(gemm, device, likely_tiles(r, height), tiles);
     WgmmaDecodeShape const& shape = plan->wgmma_decode;
     if (!shape.cluster) return false;
     plan->block_n = shape.most_row_panels * kRowsPerPanel, plan->cluster_size = shape.cluster;
@@ -395,30 +420,28 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
   *plan = {};
   RouteProblem const& r = problem.route;
   plan->portable = !uses_hopper(problem, device);
-  plan->block_m = plan->portable ? portable_height(problem) : tile_height(problem, device);
   plan->gathers = gathers(problem, *plan);
-  auto const fill_in = [&] {
-    bool const decodes = !plan->portable && plan->block_m == WgmmaDecodeShape::kBlockM;
-    plan->routes = !decodes || r.positions() > kMostFoundPositions || r.experts > kMostFoundExperts;
+  auto const fill_in = [&](int gate_up_height, int down_height) {
+    bool const few = !plan->portable && down_height == WgmmaDecodeShape::kBlockM;
+    plan->routes = !few || r.positions() > kMostFoundPositions || r.experts > kMostFoundExperts;
     plan->slots = padded_slots(r, plan->routes);
-    plan->tiles = most_tiles(r, plan->block_m);
     plan->int8 =
-        plan->portable ? multiplies_codes(problem) : !decodes && multiplies_int8_tiles(problem);
-    double const expected = likely_tiles(r, plan->block_m);
+        plan->portable ? multiplies_codes(problem) : !few && multiplies_int8_tiles(problem);
     GroupedGemm gate_up = product_of(problem.gate_up, true), down = product_of(problem.down, false);
     gate_up.x_type = down.x_type = problem.x_type;
     if (plan->portable) {
-      plan_portable(gate_up, device, *plan, expected, &plan->gate_up);
-      plan_portable(down, device, *plan, expected, &plan->down);
+      plan_portable(gate_up, r, device, *plan, gate_up_height, &plan->gate_up);
+      plan_portable(down, r, device, *plan, down_height, &plan->down);
       return true;
     }
-    return plan_product(gate_up, device, *plan, expected, &plan->gate_up) &&
-           plan_product(down, device, *plan, expected, &plan->down);
+    return plan_product(gate_up, r, device, *plan, gate_up_height, &plan->gate_up) &&
+           plan_product(down, r, device, *plan, down_height, &plan->down);
   };
-  if (!fill_in()) {
-    plan->block_m = kGroupedHeights[0];  // groups whose vectors leave too little room
-    fill_in();
-  }
+  int const portable = plan->portable ? portable_height(problem) : 0;
+  auto const [gate_up_height, down_height] =
+      plan->portable ? std::pair(portable, portable) : tile_heights(problem, device);
+  if (!fill_in(gate_up_height, down_height))  // groups whose vectors leave too little room
+    fill_in(kGroupedHeights[0], kGroupedHeights[0]);
   plan->kernel = plan->gate_up.kernel;
   plan->workspace = lay_out(problem, *plan).total;
   return {};
@@ -455,7 +478,7 @@ Status launch_product(GroupedGemm const& gemm, MoePlan const& moe, Plan const& p
 // Experts' outputs are fp32 where they are few. Otherwise they are most of a layer's memory
 // traffic, and are rounded to x's type.
 DataType outputs_type(MoeProblem const& p, MoePlan const& plan) {
-  return plan.block_m == WgmmaDecodeShape::kBlockM ? DataType::kFloat32 : p.x_type;
+  return plan.down.block_m == WgmmaDecodeShape::kBlockM ? DataType::kFloat32 : p.x_type;
 }
 
 // Quantises rows of 16-bit floats to int8 codes, or to their values in 16 bits. The product applies
@@ -494,7 +517,7 @@ Status route(RouteProblem const& problem, Routing const& routing, Stream stream)
                          {"order", routing.order, int(sizeof(int32_t)), problem.positions() > 0}});
   }
   if (!status.ok()) return status;
-  return launch_route(problem, routing, {}, kSlotRows, stream);
+  return launch_route(problem, routing, {}, stream);
 }
 
 Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, Stream stream) {
@@ -514,15 +537,18 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   int const slots = plan.slots, hidden = p.gate_up.stack.k, intermediate = p.down.stack.k;
   RowSlots table;
   if (plan.routes) {
-    table.tiles = reinterpret_cast<StoredTile*>(base);
-    auto* ints = reinterpret_cast<int*>(table.tiles + plan.tiles);
-    table.tile_count = ints, table.used = ints + 1, table.position = ints + 8,
-    table.of_position = table.position + slots;
+    auto* const tiles = reinterpret_cast<StoredTile*>(base);
+    auto* ints = reinterpret_cast<int*>(tiles + stored_tiles(r, plan));
+    table.tables[0] = {tiles, ints, plan.gate_up.block_m};
+    if (has_two_tables(plan))
+      table.tables[1] = {tiles + most_tiles(r, plan.gate_up.block_m), ints + 1, plan.down.block_m};
+    table.used = ints + 2, table.position = ints + 8, table.of_position = table.position + slots;
     Routing routing;
     routing.order = table.of_position + r.positions(),
     routing.offsets = routing.order + r.positions();
+    table.counts = routing.offsets + r.experts + 1, table.chunks = route_chunks(r);
     table.arrived = reinterpret_cast<int*>(base + at.arrived), table.arrived_count = arrivals(plan);
-    status = launch_route(r, routing, table, plan.block_m, stream);
+    status = launch_route(r, routing, table, stream);
   }
 
   bool const quantizes = p.act_quant != ActQuant::kNone;
@@ -566,9 +592,11 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   gate_up.rows = down.rows = down.x_rows = slots;
   if (plan.int8) gate_up.x_codes = down.x_codes = p.act_quant;
   gate_up.out = base + at.hidden;
-  for (GroupedGemm* gemm : {&gate_up, &down})
-    gemm->groups.tiles = table.tiles, gemm->groups.count = table.tile_count, gemm->groups.route = r,
+  for (GroupedGemm* gemm : {&gate_up, &down}) {
+    TileTable const& tiles = table.tables[gemm == &down && has_two_tables(plan)];
+    gemm->groups.tiles = tiles.tiles, gemm->groups.count = tiles.count, gemm->groups.route = r,
     gemm->slices = reinterpret_cast<float*>(base + at.slices);
+  }
   gate_up.arrived = table.arrived, down.arrived = table.arrived + plan.gate_up.grid_x;
   gate_up.groups.written = quantizes || plan.gathers, down.groups.written = true;
   gate_up.groups.activation = p.activation;

@@ -163,10 +163,12 @@ struct Fold16Cta {
   int warpgroups = wgmma_fold16_tile(block_m, bits).block_n / (2 * kRowsPerPanel);
   int rows = kRowsPerPanel * warpgroups;
 
-  // Results leave through shared memory, line_rows rows of x at a time; fp32 ones store_rows at a
-  // time.
+  // Results leave through shared memory, line_rows rows of x at a time, each of which waits until the
+  // ones before have left; fp32 ones store_rows at a time. Tiles of experts leave at once: their sums
+  // are often short.
   int store_rows = 16, store_stride = kRowsPerPanel + 4;
-  int line_rows = table_bytes || block_m < 64 ? 32 : 64, line_bytes = kRowsPerPanel * 2;
+  int line_rows = grouped ? block_m : table_bytes || block_m < 64 ? 32 : 64;
+  int line_bytes = kRowsPerPanel * 2;
   int lines = line_rows * line_bytes, floats = store_stride * 4 * store_rows;
   int store_bytes = warpgroups * (lines > floats ? lines : floats);
 

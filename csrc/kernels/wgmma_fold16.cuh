@@ -312,6 +312,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
     int const row0 = (work.pair * C::kCluster + coord.rank) * C::kRows;
     int const m0 = hopper::first_x_row<C>(work, coord.rank, p);
     int const count = work.end_k(p) - work.first_k(p);
+    [[maybe_unused]] auto const row_scales = hopper::row_scales_of<C>(p, coord, work);
     float sums[C::kSums] = {};
     uint32_t a[2][C::kGroups][C::kGroupKSlices][4];
     StoredCodes<typename C::Fold> codes;
@@ -429,7 +430,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
     fence_registers(sums);
     release(last_panel);
     if constexpr (C::kGrouped) {
-      hopper::scale_x_rows<C>(sums, p, coord, m0, work.end_x_row);
+      row_scales.apply(sums, p, coord, work);
       hopper::store_group<C>(sums, staging, out_map, p, coord, work, row0);
     } else {
       hopper::scale_x_rows<C>(sums, p, coord, m0);

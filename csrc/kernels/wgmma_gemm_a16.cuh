@@ -134,6 +134,7 @@ Config<Element, Format, kBlockM, kZeros, Scale, kWarpgroups, kGrouped>::consume(
         m0 = hopper::first_x_row<C>(work, coord.rank, p);
     if (work.empty()) break;
     int count = work.end_k(p) - work.first_k(p);
+    [[maybe_unused]] auto const row_scales = hopper::row_scales_of<C>(p, coord, work);
     float products[C::kProducts], sums[C::kSums] = {};
     StoredWeights<C> weights;
     uint32_t a[C::kSteps > 1 ? 2 : 1][C::kKSlices][4];
@@ -266,7 +267,7 @@ Config<Element, Format, kBlockM, kZeros, Scale, kWarpgroups, kGrouped>::consume(
       }
     }
     if constexpr (C::kGrouped) {
-      hopper::scale_x_rows<C>(sums, p, coord, m0, work.end_x_row);
+      row_scales.apply(sums, p, coord, work);
       hopper::store_group<C>(sums, staging, out_map, p, coord, work, row0);
     } else {
       hopper::store<C>(sums, staging, out_map, p, coord, index, row0, m0);

@@ -32,6 +32,12 @@ MoeProblem experts(int tokens, int count, int top, int hidden, int intermediate,
   return p;
 }
 
+// The largest number of a layer's tiles.
+int most_tiles(MoeProblem const& p, int height) {
+  int const positions = p.route.positions(), touched = std::min(p.route.experts, positions);
+  return touched + (positions - touched) / height;
+}
+
 TEST(Experts, UseHigherTilesForMoreRows) {
   for (auto [tokens, group_size, height, kernel] : {std::tuple(1, 128, 16, "wgmma_decode_fold16"),
                                                     {32, 128, 16, "wgmma_decode_fold16"},  // 2
@@ -47,15 +53,18 @@ TEST(Experts, UseHigherTilesForMoreRows) {
                                                     {1024, 32, 96, "wgmma_fold16"},
                                                     {16384, 32, 208, "wgmma_fold16"}}) {
     MoePlan chosen;
-    ASSERT_TRUE(plan_moe(experts(tokens, 128, 8, 2048, 768, group_size), kHopper, &chosen).ok());
-    EXPECT_EQ(chosen.block_m, height) << tokens;
+    MoeProblem const p = experts(tokens, 128, 8, 2048, 768, group_size);
+    ASSERT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+    EXPECT_EQ(chosen.gate_up.block_m, height) << tokens;
     EXPECT_STREQ(chosen.kernel, kernel);
     // Enough for any routing: a slot for each position, and the largest possible number of tiles.
     int const positions = tokens * 8, touched = std::min(128, positions);
     EXPECT_EQ(chosen.routes, positions > 256);
     EXPECT_GE(chosen.slots, positions + (chosen.routes ? touched * 15 - 15 : 0));
     EXPECT_EQ(chosen.slots % 16, 0);
-    EXPECT_EQ(chosen.tiles, touched + (positions - touched) / height);
+    if (height == 16) {
+      EXPECT_EQ(chosen.gate_up.grid_x % most_tiles(p, height), 0);
+    }
     for (Plan const* product : {&chosen.gate_up, &chosen.down}) {
       EXPECT_EQ(product->grid_x % product->cluster_size, 0);
       EXPECT_LE(product->shared_bytes, kHopper.shared_memory);
@@ -74,7 +83,7 @@ TEST(Experts, FindRowsInTheIdsIfTheseAreFew) {
     ASSERT_TRUE(plan_moe(experts(tokens, count, 8, 2048, 768), kHopper, &chosen).ok());
     EXPECT_EQ(chosen.routes, routes) << tokens << " tokens, " << count << " experts";
     if (routes) continue;
-    EXPECT_EQ(chosen.block_m, 16);
+    EXPECT_EQ(chosen.gate_up.block_m, 16);
     EXPECT_EQ(chosen.slots, (tokens * 8 + 15) / 16 * 16);
   }
 }
@@ -82,11 +91,12 @@ TEST(Experts, FindRowsInTheIdsIfTheseAreFew) {
 TEST(Experts, CoverAllFeaturesOfGateAndUpByClusters) {
   MoePlan chosen;
   for (int intermediate : {8, 64, 136, 192, 640, 704, 14336}) {
-    ASSERT_TRUE(plan_moe(experts(1, 8, 2, 4096, intermediate, 64), kHopper, &chosen).ok());
+    MoeProblem const p = experts(1, 8, 2, 4096, intermediate, 64);
+    ASSERT_TRUE(plan_moe(p, kHopper, &chosen).ok());
     WgmmaDecodeShape const& shape = chosen.gate_up.wgmma_decode;
     ASSERT_GT(shape.cluster, 0);
     EXPECT_GE(shape.most_row_panels * shape.clusters * 64, 2 * intermediate);
-    EXPECT_EQ(chosen.gate_up.grid_x, chosen.tiles * shape.clusters * shape.cluster);
+    EXPECT_EQ(chosen.gate_up.grid_x, most_tiles(p, 16) * shape.clusters * shape.cluster);
   }
 }
 
@@ -132,10 +142,10 @@ TEST(Experts, HavePortableKernels) {
         EXPECT_STREQ(chosen.kernel, int8 ? "mma_gemm_a8" : "mma_gemm_a16");
         EXPECT_EQ(chosen.int8, int8);
         EXPECT_TRUE(chosen.portable && chosen.routes);
-        EXPECT_EQ(chosen.block_m, height) << tokens;
+        EXPECT_EQ(chosen.gate_up.block_m, height) << tokens;
         // Every tile of an expert's rows has CTAs for all of its features.
-        EXPECT_EQ(chosen.gate_up.grid_x, chosen.tiles * 1536 / 128);
-        EXPECT_EQ(chosen.down.grid_x, chosen.tiles * 2048 / 128);
+        EXPECT_EQ(chosen.gate_up.grid_x, most_tiles(p, height) * 1536 / 128);
+        EXPECT_EQ(chosen.down.grid_x, most_tiles(p, height) * 2048 / 128);
         EXPECT_LE(chosen.gate_up.shared_bytes, 99 * 1024);
       }
     }
@@ -167,8 +177,6 @@ TEST(Experts, TakeTheExactKernelWhereItsGroupsAndCodesAllowIt) {
     MoePlan chosen;
     EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
     EXPECT_STREQ(chosen.gate_up.kernel, "wgmma_gemm_a16");
-    // Both products have the same tiles.
-    EXPECT_EQ(chosen.gate_up.block_m, chosen.down.block_m);
     return std::string(chosen.down.kernel);
   };
   EXPECT_EQ(kernels([](PackedWeight&) {}), "wgmma_gemm_a16");
@@ -193,14 +201,13 @@ TEST(Experts, UseInt8IfBothProductsCan) {
       change(p);
       MoePlan chosen;
       EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
-      EXPECT_EQ(chosen.gate_up.block_m, chosen.down.block_m);
       EXPECT_EQ(chosen.int8, std::string(chosen.gate_up.kernel) == "wgmma_gemm_a8");
       EXPECT_EQ(chosen.int8, std::string(chosen.down.kernel) == "wgmma_gemm_a8");
       return chosen;
     };
     MoePlan const many = plan(1 << 14, [](MoeProblem&) {});
     EXPECT_TRUE(many.int8);
-    EXPECT_EQ(many.block_m, 176);
+    EXPECT_EQ(many.gate_up.block_m, 176);
     EXPECT_TRUE(plan(1024, [](MoeProblem& p) { p.gate_up.stack.format = Format::kInt8; }).int8);
     EXPECT_TRUE(plan(1024, [](MoeProblem& p) {
                   p.down.stack.zeros = reinterpret_cast<int8_t*>(&some_byte);
@@ -249,11 +256,25 @@ TEST(Experts, HaveTilesForAnyNumberOfRows) {
         MoePlan chosen;
         ASSERT_TRUE(plan_moe(p, kHopper, &chosen).ok());
         auto const has = [&](auto const& heights) {
-          return std::count(std::begin(heights), std::end(heights), chosen.block_m) > 0;
+          return std::count(std::begin(heights), std::end(heights), chosen.gate_up.block_m) > 0;
         };
-        EXPECT_TRUE(chosen.block_m == 16 ||
+        EXPECT_TRUE(chosen.gate_up.block_m == 16 ||
                     (chosen.int8 ? has(kGroupedInt8Heights) : has(kGroupedHeights)));
       }
+}
+
+TEST(Experts, UseTilesOfAnotherHeightForEachProduct) {
+  MoePlan chosen;
+  // 85 rows of an expert. Tiles of 96 rows have 384 features, which gate's and up's 512 fill badly.
+  MoeProblem const p = experts(4096, 384, 8, 7168, 256, 32);
+  ASSERT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+  EXPECT_EQ(chosen.gate_up.block_m, 144);
+  EXPECT_EQ(chosen.down.block_m, 96);
+  EXPECT_EQ(chosen.down.block_n, 384);
+  // Few rows are 16 of both.
+  ASSERT_TRUE(plan_moe(experts(32, 384, 8, 7168, 256, 32), kHopper, &chosen).ok());
+  EXPECT_EQ(chosen.gate_up.block_m, 16);
+  EXPECT_EQ(chosen.down.block_m, 16);
 }
 
 TEST(Experts, UseTilesOf32RowsBetweenThoseOf16And64) {
@@ -263,7 +284,7 @@ TEST(Experts, UseTilesOf32RowsBetweenThoseOf16And64) {
     p.x_type = DataType::kFloat16;  // the scales', so that few rows are decoded exactly
     MoePlan chosen;
     EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
-    return std::pair(chosen.block_m, std::string(chosen.gate_up.kernel));
+    return std::pair(chosen.gate_up.block_m, std::string(chosen.gate_up.kernel));
   };
   using Choice = std::pair<int, std::string>;
   EXPECT_EQ(height(128, ActQuant::kNone), Choice(16, "wgmma_decode"));  // 4 rows an expert
@@ -281,7 +302,7 @@ TEST(Experts, UseTilesOf16RowsForLongerWhereLargerOnesWasteFeatures) {
   for (auto [tokens, intermediate, height] :
        {std::tuple(64, 384, 16), {128, 384, 32}, {64, 256, 32}, {32, 256, 16}}) {
     ASSERT_TRUE(plan_moe(experts(tokens, 128, 8, 4096, intermediate), kHopper, &chosen).ok());
-    EXPECT_EQ(chosen.block_m, height) << tokens << ", " << intermediate;
+    EXPECT_EQ(chosen.gate_up.block_m, height) << tokens << ", " << intermediate;
   }
 }
 

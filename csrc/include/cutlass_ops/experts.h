@@ -70,14 +70,13 @@ struct MoeProblem {
   int architecture = 0;  // as in GemmProblem
 };
 
-// How the products of experts are launched: by tiles of `block_m` rows of one expert.
+// How the products of experts are launched: by tiles of rows of one expert, as many as the product's
+// block_m.
 struct MoePlan {
-  char const* kernel = nullptr;
-  int block_m = 0;
-  bool routes = true;    // positions are sorted by expert first; otherwise CTAs find
-                         // theirs from the ids
+  char const* kernel = nullptr;  // of gate and up
+  bool routes = true;            // positions are sorted by expert first; otherwise CTAs find
+                                 // theirs from the ids
   int slots = 0;         // rows of x sorted by expert, each expert's padded to 16; or all positions
-  int tiles = 0;         // of block_m rows, at most
   bool int8 = false;     // products are of int8 codes, not of their values as 16-bit floats
   bool gathers = false;  // rows of x are copied to their slots, not read by their numbers
   bool portable = false;  // kernels are those of sm_80 and later
