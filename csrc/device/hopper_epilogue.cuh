@@ -318,9 +318,10 @@ class ExpertRowScales {
  public:
   __device__ __forceinline__ ExpertRowScales(GroupedParams const& p, ThreadCoord<C> const& coord,
                                              typename C::Work const& work) {
-    if (!kEarly || !p.x.scales) return;
+    if (kEarly && p.x.scales) {
 #pragma unroll
-    for (int i = 0; i * 32 < C::kBlockM; ++i) scales_[i] = of_row(p, work, i * 32 + coord.lane);
+      for (int i = 0; i * 32 < C::kBlockM; ++i) scales_[i] = of_row(p, work, i * 32 + coord.lane);
+    }
   }
   __device__ __forceinline__ void apply(float (&sums)[C::kSums], GroupedParams const& p,
                                         ThreadCoord<C> const& coord,
