@@ -336,7 +336,7 @@ def test_explain_says_what_a_cpu_does_with_many_rows(monkeypatch: pytest.MonkeyP
         assert co.explain(m, packed, dtype=dtype, **options).kernel == _C.cpu_kernel()
     for m, wide in (
         (_C.cpu_panel_rows, sized(64, 128, 8)),
-        (_C.cpu_panel_rows_of_rounded, packed),
+        (_C.cpu_panel_rows_of_bfloat16, packed),
     ):
         found = co.explain(m, wide, dtype=torch.bfloat16).kernel
         assert (found == "torch.matmul") == in_bfloat16

@@ -163,20 +163,20 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_instruction_sets", &cpu_instruction_sets,
         "Those that CPU kernels are chosen from here, the fastest first.");
   m.def("use_cpu_instruction_set", &use_cpu_instruction_set, py::arg("name"),
-        "Choose another, for tests; the bits are the same, unless cpu_rounds.");
+        "Choose another, for tests; the bits are the same, unless cpu_uses_bfloat16.");
   m.def("cpu_multiplies_bfloat16", &cpu_multiplies_bfloat16,
         "Whether this machine has instructions for products of bf16.");
   m.def("cpu_float_panel_rows", &cpu_float_panel_rows,
         "Rows of x from which a CPU multiplies dequantised panels in fp32.");
   m.attr("cpu_panel_rows") = kCpuPanelRows;
-  m.attr("cpu_panel_rows_of_rounded") = kCpuPanelRowsOfRounded;
+  m.attr("cpu_panel_rows_of_bfloat16") = kCpuPanelRowsOfBfloat16;
   m.def(
-      "cpu_rounds",
+      "cpu_uses_bfloat16",
       [](Weight const& weight, int rows, DataType x_type, bool exact) {
-        return cpu_rounds(weight, rows, x_type, exact);
+        return cpu_uses_bfloat16(weight, rows, x_type, exact);
       },
       py::arg("weight"), py::arg("m"), py::arg("x_type"), py::arg("exact"),
-      "Whether a CPU multiplies floats by weights that are rounded once to their type.");
+      "Whether a CPU multiplies floats by the kernel for bf16, whose sums have another order.");
   m.def("cpu_kernel", &cpu_kernel, "The name of the kernels that compute on a CPU.");
   m.def(
       "cpu_quantize_activations",

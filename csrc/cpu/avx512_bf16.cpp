@@ -1,60 +1,19 @@
-// Products of few rows of bf16 with codes of 4 bits, by AVX-512's dot products of bf16. Weights are
-// rounded once to bf16, and sums have another order than the reference's.
+// Products of few rows of bf16 with codes of 4 bits, by AVX-512's dot products of bf16. Codes' values
+// are multiplied, which are exact in bf16 (those of a code book are rounded to it), and the sums of 64
+// columns, or of a shorter group, by the scales in fp32; they have another order than the reference's.
 //
-// A row's 16 values in a group are computed once; its codes look them up. The 64 bytes of a lane
-// group hold rows g and g + 8 of 64 columns (layout.h): words of 16 bits, moved by 0 and 4 bits, are
-// indices for the columns of even bytes, by 8 and 12 for those of odd bytes. x is stored in that
-// order.
+// The 64 bytes of a lane group hold rows g and g + 8 of 64 columns (layout.h): words of 16 bits,
+// moved by 0 and 4 bits, are indices of a table for the columns of even bytes, by 8 and 12 for those
+// of odd bytes. x is stored in that order.
 #include "cpu/avx512_dequantize.h"
 
 namespace cutlass_ops {
 namespace {
 
 constexpr int kUnit = 64;         // columns of a vector of codes
-constexpr int kChunkUnits = 8;    // whose x, and vectors of groups, fit into the L1 cache
-constexpr int kRowsTogether = 8;  // whose sums, of two rows of the weight, fit into registers
+constexpr int kChunkUnits = 16;   // whose x, and numbers by rows, fit into the L1 cache
+constexpr int kRowsTogether = 6;  // whose sums, of two rows of the weight, fit into registers
 constexpr int kPairs = kRowsPerPanel / 2;  // rows g and g + 8 of a row block
-
-// The bits of two rows' values by code, in bf16. kTables groups share 64 columns: a code's table is
-// the higher bits of its index.
-template <int kTables>
-struct Tables {
-  __m512i low, high;
-
-  template <class Of>
-  [[gnu::always_inline]] explicit Tables(Of const& of) {
-    auto const rounded = [&](int table) {
-      return __m512i(_mm512_cvtne2ps_pbh(of(table + 1), of(table)));
-    };
-    if constexpr (kTables == 1) {
-      low = high = _mm512_broadcast_i64x4(__m256i(_mm512_cvtneps_pbh(of(0))));
-    } else {
-      low = high = rounded(0);
-      if constexpr (kTables == 4) high = rounded(2);
-    }
-  }
-
-  // Of codes in the low bits of words; `tables`: those of the words, in the bits above.
-  [[gnu::always_inline]] __m512bh find(__m512i codes, __m512i tables) const {
-    if constexpr (kTables == 1) {
-      return __m512bh(_mm512_permutexvar_epi16(codes, low));  // both halves are the same
-    } else {
-      constexpr int kAndOr = 0xea;
-      __m512i const index = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi16(15), tables, kAndOr);
-      return __m512bh(kTables == 2 ? _mm512_permutexvar_epi16(index, low)
-                                   : _mm512_permutex2var_epi16(low, index, high));
-    }
-  }
-};
-
-// The tables of words of codes: those of columns 16 * j .. 16 * j + 15 are neighbours.
-template <int kTables>
-__m512i tables_of_words() {
-  alignas(64) int16_t tables[32];
-  for (int word = 0; word < 32; ++word)
-    tables[word] = int16_t(word / 2 % 4 * kTables / 4 << Nibbles::kBits);
-  return _mm512_load_si512(tables);
-}
 
 // 16 vectors -> the sum of each.
 [[gnu::always_inline]] inline __m512 sums_of(__m512 const (&v)[16]) {
@@ -75,100 +34,163 @@ __m512i tables_of_words() {
   return quarters(halves[0], halves[1]);
 }
 
-// The vectors of the groups of a chunk. A group has a number of units, or a unit of groups.
-template <int kTables>
-struct ChunkVectors {
-  BlockVectors of_group[kChunkUnits * kTables];
-  int8_t const* zeros[kChunkUnits * kTables];
+// Numbers of a panel's rows, by which sums of a unit are multiplied: a lane's columns are of the
+// group of its lane % 4, and neighbouring lanes' where there are fewer groups.
+struct UnitFactors {
+  alignas(64) float of_row[kRowsPerPanel][4];
 
-  void load(CpuProduct const& p, int panel, int first_group, int groups) {
+  // From those of its groups' rows, 16 from `row` on.
+  template <int kOfUnit>
+  [[gnu::always_inline]] void set(int row, __m512 const (&groups)[kOfUnit]) {
+    constexpr __mmask16 kLastTwo = 0xcccc;
+    alignas(64) static constexpr int32_t kRows[16] = {0, 0, 0, 0, 1, 1, 1, 1,
+                                                      2, 2, 2, 2, 3, 3, 3, 3};
+    alignas(64) static constexpr int32_t kHalves[16] = {0, 0, 16, 16, 0, 0, 16, 16,
+                                                        0, 0, 16, 16, 0, 0, 16, 16};
+    alignas(64) static constexpr int32_t kInTurn[16] = {0, 16, 0, 16, 0, 16, 0, 16,
+                                                        0, 16, 0, 16, 0, 16, 0, 16};
+    __m512i const rows = _mm512_load_si512(kRows), halves = _mm512_load_si512(kHalves),
+                  in_turn = _mm512_load_si512(kInTurn);
+    unrolled<4>([&](auto q) {
+      __m512i const four = _mm512_add_epi32(rows, _mm512_set1_epi32(4 * q));
+      __m512 to;
+      if constexpr (kOfUnit == 1) {
+        to = _mm512_permutexvar_ps(four, groups[0]);
+      } else if constexpr (kOfUnit == 2) {
+        to = _mm512_permutex2var_ps(groups[0], _mm512_add_epi32(four, halves), groups[1]);
+      } else {
+        __m512i const index = _mm512_add_epi32(four, in_turn);
+        to = _mm512_mask_blend_ps(kLastTwo, _mm512_permutex2var_ps(groups[0], index, groups[1]),
+                                  _mm512_permutex2var_ps(groups[2], index, groups[3]));
+      }
+      _mm512_store_ps(of_row[row + 4 * q], to);
+    });
+  }
+  [[gnu::always_inline]] __m512 operator[](int row) const {
+    return _mm512_broadcast_f32x4(_mm_load_ps(of_row[row]));
+  }
+};
+
+// The scales of a chunk's units and, where kShifted, what is added for each unit of x: zero points and
+// offsets. A group has a number of units, or a unit kOfUnit groups.
+template <int kOfUnit, bool kShifted>
+class ChunkFactors {
+  BlockVectors vectors_[kChunkUnits * kOfUnit];
+  int8_t const* zeros_[kChunkUnits * kOfUnit];
+
+  // Of 16 rows in a group.
+  [[gnu::always_inline]] __m512 shift(PackedWeight const& w, int group, int row,
+                                      __m512 scale) const {
+    __m512 const offsets =
+        w.offsets ? _mm512_load_ps(vectors_[group].offsets + row) : _mm512_setzero_ps();
+    if (!w.zeros) return offsets;
+    __m128i const zeros = _mm_loadu_si128(reinterpret_cast<__m128i const*>(zeros_[group] + row));
+    return _mm512_fnmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(zeros)), scale, offsets);
+  }
+
+ public:
+  UnitFactors scales[kChunkUnits], shifts[kShifted ? kChunkUnits : 1];
+
+  void load(CpuProduct const& p, int panel, int begin, int end) {
     PackedWeight const& w = p.weight;
+    int const group_units = kOfUnit > 1 ? 1 : p.block / kUnit, first_unit = begin / group_units,
+              first = first_unit * kOfUnit;
+    // Groups beyond the last column have no vectors.
+    int const groups =
+        std::min(((end - 1) / group_units + 1 - first_unit) * kOfUnit, p.blocks - first);
     for (int i = 0; i < groups; ++i) {
-      int64_t const vector = (first_group + i) * p.vector_stride + panel * kRowsPerPanel;
-      of_group[i] = BlockVectors(w, vector);
-      zeros[i] = w.zeros ? w.zeros + vector : nullptr;
+      int64_t const vector = (first + i) * p.vector_stride + panel * kRowsPerPanel;
+      vectors_[i] = BlockVectors(w, vector);
+      zeros_[i] = w.zeros ? w.zeros + vector : nullptr;
       // Those of the next chunk, or of the next panel.
-      int const next = first_group + i + groups;
+      int const next = first + i + groups;
       prefetch_vectors(w, next < p.blocks ? vector + groups * p.vector_stride
                                           : i * p.vector_stride + (panel + 1) * kRowsPerPanel);
+    }
+    for (int unit = begin; unit < end; ++unit) {
+      int const first_group = (unit / group_units - first_unit) * kOfUnit;
+      for (int row = 0; row < kRowsPerPanel; row += 16) {
+        __m512 scales_of[kOfUnit], shifts_of[kOfUnit];
+        unrolled<kOfUnit>([&](auto i) {
+          int const group = std::min(first_group + i, groups - 1);
+          scales_of[i] = _mm512_load_ps(vectors_[group].scales + row);
+          if constexpr (kShifted) shifts_of[i] = shift(w, group, row, scales_of[i]);
+        });
+        scales[unit - begin].set(row, scales_of);
+        if constexpr (kShifted) shifts[unit - begin].set(row, shifts_of);
+      }
     }
   }
 };
 
-template <int kTables, int kRows>
-void multiply_rounded(CpuProduct const& p, int panel, int m) {
+template <int kOfUnit, bool kShifted, int kRows>
+void multiply_rows_of_bfloat16(CpuProduct const& p, int panel, int m) {
   constexpr int kBits = Nibbles::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks,
-                kUnitsOfTile = kKPerTile / kUnit, kSets = kRows <= 4 ? 2 : 1;
-  PackedWeight const& w = p.weight;
+                kUnitsOfTile = kKPerTile / kUnit;
+  // Lane groups whose sums are in registers together.
+  constexpr int kTogether = kRows == 1 ? 8 : kRows == 2 ? 4 : kRows <= 4 ? 2 : 1;
   uint8_t const* const tiles = codes_of_panel<kBits>(p, panel);
   uint16_t const* const x = p.halves + m * p.x_stride;
-  __m512 const stored = stored_values(p);
-  __m512i const tables = tables_of_words<kTables>();
-  int const units = (w.k + kUnit - 1) / kUnit;
-  int const group_units = kTables > 1 ? 1 : p.block / kUnit;  // a scale block is a group
+  // In both halves: bits above an index's four are those of another code.
+  __m512i const values = _mm512_broadcast_i64x4(__m256i(_mm512_cvtneps_pbh(stored_values(p))));
+  __m512bh const ones = __m512bh(_mm512_set1_epi16(0x3f80));
+  __m512 const none = _mm512_setzero_ps();
+  int const units = (p.weight.k + kUnit - 1) / kUnit;
   Prefetch prefetch(tiles, kChunkUnits / kUnitsOfTile * k_tile_bytes(kBits));  // the next chunk
-  ChunkVectors<kTables> vectors;
-  alignas(64) float sums[kPairs][16] = {};  // of row 2 * r + h, h being that of the pair
+  ChunkFactors<kOfUnit, kShifted> factors;
+  float total[kRows][kRowsPerPanel] = {};
   for (int begin = 0; begin < units; begin += kChunkUnits) {
-    int const end = std::min(begin + kChunkUnits, units), first_group = begin / group_units;
-    // Groups beyond the last column have no vectors.
-    int const groups = (end - 1) / group_units + 1 - first_group;
-    vectors.load(p, panel, first_group * kTables,
-                 std::min(groups * kTables, p.blocks - first_group * kTables));
-    for (int pair = 0; pair < kPairs; ++pair) {
-      int const g = pair % kGroups, i = pair / kGroups, at = 8 * g + 2 * i;
-      // Those of even and of odd bytes apart where that leaves enough registers: the products of
-      // one sum wait for one another.
-      __m512 of_rows[kSets][16];
-      unrolled<kSets * 16>([&](auto v) { of_rows[v / 16][v % 16] = _mm512_setzero_ps(); });
-      for (int unit = begin; unit < end;) {
-        int const group = unit / group_units, index = (group - first_group) * kTables;
-        auto const tables_of = [&](int h) {
-          return Tables<kTables>([&](int table) {
-            int const in = std::min(index + table, p.blocks - 1 - first_group * kTables);
-            return values_of_row(w, stored, vectors.of_group[in], vectors.zeros[in], at + h);
-          });
-        };
-        Tables<kTables> const low = tables_of(0), high = tables_of(1);
-        for (int last = std::min((group + 1) * group_units, end); unit < last; ++unit) {
-          uint8_t const* const bytes = tiles + unit / kUnitsOfTile * k_tile_bytes(kBits) +
-                                       i * kBlockBytes + unit % kUnitsOfTile * kUnitBytes + g * 64;
-          prefetch.line();
-          __m512i const codes = _mm512_loadu_si512(bytes);
-          uint16_t const* const of_unit = x + int64_t(unit) * kUnit;
+    int const end = std::min(begin + kChunkUnits, units);
+    factors.load(p, panel, begin, end);
+    for (int part = 0; part < kPairs; part += kTogether) {
+      int const i = part / kGroups, first = part % kGroups;
+      __m512 of_rows[16];
+      unrolled<16>([&](auto v) { of_rows[v] = _mm512_setzero_ps(); });
+      for (int unit = begin; unit < end; ++unit) {
+        uint8_t const* const bytes = tiles + unit / kUnitsOfTile * k_tile_bytes(kBits) +
+                                     i * kBlockBytes + unit % kUnitsOfTile * kUnitBytes;
+        uint16_t const* const of_unit = x + int64_t(unit) * kUnit;
+        __m512bh of_x[kRows][2];
+        __m512 x_sums[kRows];
+        unrolled<kRows>([&](auto r) {
           unrolled<2>([&](auto odd) {
-            __m512bh const a = low.find(_mm512_srli_epi16(codes, 8 * odd), tables),
-                           b = high.find(_mm512_srli_epi16(codes, 8 * odd + 4), tables);
+            of_x[r][odd] = __m512bh(_mm512_loadu_si512(of_unit + r * p.x_stride + 32 * odd));
+          });
+          if constexpr (kShifted)
+            x_sums[r] =
+                _mm512_dpbf16_ps(_mm512_dpbf16_ps(none, ones, of_x[r][0]), ones, of_x[r][1]);
+        });
+        unrolled<kTogether>([&](auto j) {
+          int const g = first + j;
+          prefetch.line();
+          __m512i const codes = _mm512_loadu_si512(bytes + g * 64);
+          unrolled<2>([&](auto h) {
+            auto const look_up = [&](int bit) {
+              return __m512bh(_mm512_permutexvar_epi16(_mm512_srli_epi16(codes, bit), values));
+            };
+            __m512bh const even = look_up(4 * h), odd = look_up(8 + 4 * h);
+            int const row = 8 * g + 2 * i + h;
+            __m512 const scale = factors.scales[unit - begin][row];
             unrolled<kRows>([&](auto r) {
-              __m512bh const factors =
-                  __m512bh(_mm512_loadu_si512(of_unit + r * p.x_stride + 32 * odd));
-              __m512* const pair_sums = of_rows[odd % kSets] + 2 * r;
-              pair_sums[0] = _mm512_dpbf16_ps(pair_sums[0], a, factors);
-              pair_sums[1] = _mm512_dpbf16_ps(pair_sums[1], b, factors);
+              __m512& sum = of_rows[2 * (kTogether * r + j) + h];
+              __m512 const products =
+                  _mm512_dpbf16_ps(_mm512_dpbf16_ps(none, even, of_x[r][0]), odd, of_x[r][1]);
+              sum = _mm512_fmadd_ps(products, scale, sum);
+              if constexpr (kShifted)
+                sum = _mm512_fmadd_ps(x_sums[r], factors.shifts[unit - begin][row], sum);
             });
           });
-        }
+        });
       }
-      if constexpr (kSets == 2)
-        unrolled<16>([&](auto v) { of_rows[0][v] = _mm512_add_ps(of_rows[0][v], of_rows[1][v]); });
-      _mm512_store_ps(sums[pair], _mm512_add_ps(_mm512_load_ps(sums[pair]), sums_of(of_rows[0])));
+      alignas(64) float sums[16];
+      _mm512_store_ps(sums, sums_of(of_rows));
+      for (int v = 0; v < 2 * kTogether * kRows; ++v) {
+        int const r = v / (2 * kTogether), g = first + v / 2 % kTogether;
+        total[r][8 * g + 2 * i + v % 2] += sums[v];
+      }
     }
   }
-  for (int r = 0; r < kRows; ++r) {
-    float total[kRowsPerPanel];
-    for (int pair = 0; pair < kPairs; ++pair) {
-      for (int h = 0; h < 2; ++h)
-        total[8 * (pair % kGroups) + 2 * (pair / kGroups) + h] = sums[pair][2 * r + h];
-    }
-    store_panel(p, panel, m + r, total);
-  }
-}
-
-template <int kTables>
-void multiply_parts(CpuProduct const& p, int panel, int first, int rows) {
-  for_parts<kRowsTogether>(rows, [&](int row, auto count) {
-    multiply_rounded<kTables, decltype(count)::value>(p, panel, first + row);
-  });
+  for (int r = 0; r < kRows; ++r) store_panel(p, panel, m + r, total[r]);
 }
 
 }  // namespace
@@ -179,9 +201,18 @@ int bfloat16_column(int place) {
 
 void multiply_bfloat16(CpuProduct const& p, int panel, int first, int rows) {
   KeepDenormals const keep;
-  (p.block == 16   ? multiply_parts<4>
-   : p.block == 32 ? multiply_parts<2>
-                   : multiply_parts<1>)(p, panel, first, rows);
+  bool const shifted = p.weight.zeros || p.weight.offsets;
+  for_parts<kRowsTogether>(rows, [&](int row, auto count) {
+    constexpr int kRows = decltype(count)::value;
+    auto const multiply = [&](auto of_unit) {
+      constexpr int kOfUnit = decltype(of_unit)::value;
+      (shifted ? multiply_rows_of_bfloat16<kOfUnit, true, kRows>
+               : multiply_rows_of_bfloat16<kOfUnit, false, kRows>)(p, panel, first + row);
+    };
+    if (p.block == 16) return multiply(std::integral_constant<int, 4>());
+    if (p.block == 32) return multiply(std::integral_constant<int, 2>());
+    multiply(std::integral_constant<int, 1>());
+  });
 }
 
 }  // namespace cutlass_ops

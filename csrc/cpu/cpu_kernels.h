@@ -37,7 +37,7 @@ struct CpuProduct {
   int64_t x_stride = 0;      // elements of a row of x, codes or centred
   float const* x = nullptr;  // floats, in the order of lane_column; null for integers
   uint16_t const* halves =
-      nullptr;                    // bf16, in the order of the kernel that rounds weights, or null
+      nullptr;                    // bf16, in the order of the kernel for it, or null
   int8_t const* codes = nullptr;  // integers in the order of the kernel's instruction set, or null
   int16_t const* centred = nullptr;  // integers less their zero points, in that order, or null
   float const* scales = nullptr;     // [m][blocks], of integers
@@ -78,8 +78,8 @@ struct CpuKernels {
   void (*dequantize)(CpuProduct const& product, int panel, int rows, void* out, DataType type);
   // A block of activations as reference.quantize_activations defines it; zero is null if symmetric.
   void (*quantize_block)(float const* x, int count, int8_t* codes, float* scale, int8_t* zero);
-  // As multiply, of x in bf16 with codes of 4 bits rounded once to bf16, and the column at each of
-  // 64 places of x; null where there is no instruction for that.
+  // As multiply, of x in bf16 with codes of 4 bits, and the column at each of 64 places of x; null
+  // where there is no instruction for that.
   void (*multiply_bfloat16)(CpuProduct const& product, int panel, int first, int rows) = nullptr;
   int (*bfloat16_column)(int place) = nullptr;
 };

@@ -139,7 +139,7 @@ void prepare_floats(GemmProblem const& problem, CpuProduct& p, Prepared& memory,
   p.offset_x = memory.offset_x.data();
 }
 
-// As prepare_floats(), for a product that rounds.
+// As prepare_floats(), for the kernel for bf16.
 void prepare_halves(GemmProblem const& problem, CpuKernels const& kernels, CpuProduct& p,
                     Prepared& memory, int threads) {
   int const k = problem.weight.k, k_pad = p.tiles * kKPerTile;
@@ -277,12 +277,9 @@ bool cpu_multiplies_bfloat16() {
 #endif
 }
 
-bool cpu_rounds(PackedWeight const& weight, int m, DataType x_type, bool exact) {
-  // With one row of x, the table of a short group's values takes longer than its products.
-  bool const short_groups = weight.group_size > 0 && weight.group_size < kLaneColumns;
-  return x_type == DataType::kBFloat16 && !exact && m > int(short_groups) &&
-         info(weight.format).bits == 4 && chosen().load()->multiply_bfloat16 &&
-         cpu_multiplies_bfloat16();
+bool cpu_uses_bfloat16(PackedWeight const& weight, int m, DataType x_type, bool exact) {
+  return x_type == DataType::kBFloat16 && !exact && m > 0 && info(weight.format).bits == 4 &&
+         chosen().load()->multiply_bfloat16 && cpu_multiplies_bfloat16();
 }
 
 int cpu_float_panel_rows() {
@@ -363,7 +360,7 @@ struct Product {
     }
     prepare_codebook(problem.x_type, p, memory);
     if (problem.quantized.codes) return prepare_integers(problem, kernels, p, memory, threads);
-    if (cpu_rounds(w, p.m, problem.x_type, problem.exact || problem.batch_invariant))
+    if (cpu_uses_bfloat16(w, p.m, problem.x_type, problem.exact || problem.batch_invariant))
       return prepare_halves(problem, kernels, p, memory, threads);
     prepare_floats(problem, p, memory, threads);
   }

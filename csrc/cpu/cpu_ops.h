@@ -14,16 +14,16 @@ namespace cutlass_ops {
 void cpu_quantize_activations(QuantizeProblem const& problem, int threads);
 
 // With at least this many rows of an x that is not quantised, torch may be faster with dequantised
-// panels of the weight; than kernels that round weights, with more.
-constexpr int kCpuPanelRows = 16, kCpuPanelRowsOfRounded = 32;
+// panels of the weight; than the kernel for bf16, with more.
+constexpr int kCpuPanelRows = 16, kCpuPanelRowsOfBfloat16 = 32;
 
-// Whether m rows of floats are multiplied by weights that are rounded once to x's type: bf16 and
-// codes of 4 bits (one row not in groups of 16 and 32), where the instruction set has products of
-// bf16, unless `exact`.
-bool cpu_rounds(PackedWeight const& weight, int m, DataType x_type, bool exact);
+// Whether m rows of floats are multiplied by the kernel for bf16 and codes of 4 bits, where the
+// instruction set has products of bf16, unless `exact`: sums have another order than the reference's.
+bool cpu_uses_bfloat16(PackedWeight const& weight, int m, DataType x_type, bool exact);
 
-// y = x @ W^T + bias, with the reference's bits unless cpu_rounds(), quantising the activations first where the problem says so. The problem has
-// no activation, no residual, and does not saturate; the weight is not gated.
+// y = x @ W^T + bias, with the reference's bits unless cpu_uses_bfloat16(), quantising the
+// activations first where the problem says so. The problem has no activation, no residual, and does
+// not saturate; the weight is not gated.
 void cpu_mixed_gemm(GemmProblem const& problem, int threads);
 
 // Rows of x that an expert multiplies: first .. first + rows - 1, at least one.

@@ -215,16 +215,12 @@ def explain(
         if compute is not None:
             return _panels(m, weight, gpu, compute, batch_invariant)
     if gpu is None:
-        nothing, rounds = (0, 0), False
-        if not isinstance(x, QuantizedActivations):
-            rounds = products.rounds_on_cpu(m, weight, dtype, call)
-        why = (
-            "few rows of bf16: the weight's values are rounded once to bf16, for the CPU's products"
-            if rounds
-            else "the bits are the reference's"
-        )
+        nothing, why = (0, 0), "the bits are the reference's"
+        floats = not isinstance(x, QuantizedActivations)
+        if floats and products.uses_bfloat16_on_cpu(m, weight, dtype, call):
+            why = "the CPU's products of bf16, whose sums have another order than the reference's"
         return Explanation(
-            "cpu", _C.cpu_kernel(), (), nothing, nothing, 1, 0, 0, 0, 1, 0, 0, not rounds, why
+            "cpu", _C.cpu_kernel(), (), nothing, nothing, 1, 0, 0, 0, 1, 0, 0, True, why
         )
     quantized, ptr, stride = None, 0, weight.k
     if isinstance(x, QuantizedActivations):

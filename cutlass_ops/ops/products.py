@@ -83,8 +83,8 @@ def _cpu_gemm(
 ) -> Tensor:
     """The product in host memory; x is a matrix of floats, or the codes of ``quantized``.
 
-    A row has the same bits whatever M and the number of threads are, but where weights are rounded
-    (:func:`rounds_on_cpu`).
+    A row has the same bits whatever M and the number of threads are, but by the kernel for bf16
+    (:func:`uses_bfloat16_on_cpu`).
     """
     bias = call.bias_of(weight)
     plain = call.activation is None and call.residual is None and not call.saturate
@@ -149,7 +149,7 @@ def panel_type(
         return torch.float32 if dtype is torch.float32 else None
     if call.batch_invariant or call.exact or m < _C.cpu_panel_rows:
         return None
-    if m < _C.cpu_panel_rows_of_rounded and rounds_on_cpu(m, weight, dtype, call):
+    if m < _C.cpu_panel_rows_of_bfloat16 and uses_bfloat16_on_cpu(m, weight, dtype, call):
         return None
     bias = call.bias_of(weight)
     rounds_once = call.activation is None and call.residual is None and not call.saturate
@@ -162,10 +162,12 @@ def panel_type(
     return torch.float32 if m >= _C.cpu_float_panel_rows() else None
 
 
-def rounds_on_cpu(m: int, weight: PackedWeight, dtype: torch.dtype, call: Call) -> bool:
-    """Whether CPU kernels multiply m rows of floats by weights that are rounded once to bf16."""
+def uses_bfloat16_on_cpu(m: int, weight: PackedWeight, dtype: torch.dtype, call: Call) -> bool:
+    """Whether a CPU multiplies m rows of floats by the kernel for bf16 and codes of 4 bits."""
     exact = call.exact or call.batch_invariant
-    return call.act_quant == "none" and _C.cpu_rounds(weight.native, m, DATA_TYPES[dtype], exact)
+    return call.act_quant == "none" and _C.cpu_uses_bfloat16(
+        weight.native, m, DATA_TYPES[dtype], exact
+    )
 
 
 def check_panels(batch_invariant: bool) -> None:
