@@ -92,13 +92,6 @@ Status launch_shape(void (*kernel)(Params...), LaunchShape const& shape, Stream 
   return {};
 }
 
-template <class... Params, class... Args>
-Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 threads,
-                       int shared_bytes, Stream stream, Args&&... args) {
-  return launch_shape(kernel, {grid, threads, cluster, shared_bytes}, stream,
-                      std::forward<Args>(args)...);
-}
-
 // As a plan says, of a kernel with CTAs of so many threads and at least so much shared memory.
 template <class... Params, class... Args>
 Status launch_plan(void (*kernel)(Params...), Plan const& plan, int threads, int shared_bytes,
@@ -110,9 +103,9 @@ Status launch_plan(void (*kernel)(Params...), Plan const& plan, int threads, int
                                   " bytes of shared memory; the kernel wants " +
                                   std::to_string(threads) + " and " + std::to_string(shared_bytes)};
   }
-  return launch_clusters(kernel, dim3(unsigned(plan.grid_x), unsigned(plan.grid_y)),
-                         plan.cluster_size, dim3(threads), plan.shared_bytes, stream,
-                         std::forward<Args>(args)...);
+  dim3 const grid(unsigned(plan.grid_x), unsigned(plan.grid_y));
+  return launch_shape(kernel, {grid, dim3(threads), plan.cluster_size, plan.shared_bytes}, stream,
+                      std::forward<Args>(args)...);
 }
 
 // Calls `launch` with the one of kHeights that is `block_m`, rows of x of a CTA, as a constant.
@@ -130,8 +123,8 @@ Status launch_height(Plan const& plan, int block_m, Launch const& launch) {
 template <class... Params, class... Args>
 Status launch(void (*kernel)(Params...), dim3 grid, dim3 threads, int shared_bytes, Stream stream,
               Args&&... args) {
-  return launch_clusters(kernel, grid, 1, threads, shared_bytes, stream,
-                         std::forward<Args>(args)...);
+  return launch_shape(kernel, {grid, threads, 1, shared_bytes}, stream,
+                      std::forward<Args>(args)...);
 }
 
 // Let the next kernel in the stream start.

@@ -508,8 +508,8 @@ template <class C>
 Status launch_gemm_config(GemmParams p, int cluster, Stream stream) {
   p.cluster = cluster;
   dim3 const grid(unsigned(strip_count(p) * cluster), unsigned(tile_count<C>(p)));
-  return launch_clusters(awq_gemm<C>, grid, cluster, C::kThreads, shared_bytes<C>(p, cluster),
-                         stream, p);
+  return launch_shape(awq_gemm<C>, {grid, C::kThreads, cluster, shared_bytes<C>(p, cluster)},
+                      stream, p);
 }
 
 // The number of blocks, at least two, that share K so that the waves of clusters take the least

@@ -178,9 +178,9 @@ Status launch_config(ConvParams const& params, ConvPlan const& plan, Stream stre
                                   " takes multiples of " + std::to_string(kConvVector)};
   }
   auto const p = Kernel::to_underlying_arguments(arguments, nullptr);
-  return launch_clusters(gemm_int8_collective<Kernel>, Kernel::get_grid_shape(p),
-                         C::kTile.cluster_size, dim3(unsigned(Kernel::MaxThreadsPerBlock)),
-                         int(Kernel::SharedStorageSize), stream, p);
+  LaunchShape const shape{Kernel::get_grid_shape(p), dim3(unsigned(Kernel::MaxThreadsPerBlock)),
+                          C::kTile.cluster_size, int(Kernel::SharedStorageSize)};
+  return launch_shape(gemm_int8_collective<Kernel>, shape, stream, p);
 }
 
 template <class X, int kIndex = 0>

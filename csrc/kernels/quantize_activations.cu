@@ -591,8 +591,9 @@ Status launch_blocks(Params const& p, Stream stream) {
 template <class T, bool kSymmetric>
 Status launch_row_parts(Params const& p, Stream stream) {
   int const parts = (p.pieces + kPartThreads * kPartPieces - 1) / (kPartThreads * kPartPieces);
-  return launch_clusters(quantize_row_parts<T, kSymmetric>, dim3(parts, p.problem.m), parts,
-                         dim3(kPartThreads), 0, stream, p);
+  dim3 const grid(parts, p.problem.m);
+  return launch_shape(quantize_row_parts<T, kSymmetric>, {grid, dim3(kPartThreads), parts}, stream,
+                      p);
 }
 
 template <class T, bool kSymmetric, Function kFunction, int kPieces>
