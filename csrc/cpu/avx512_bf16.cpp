@@ -71,59 +71,71 @@ struct UnitFactors {
   }
 };
 
-// The scales of a chunk's units and, where kShifted, what is added for each unit of x: zero points and
-// offsets. A group has a number of units, or a unit kOfUnit groups.
-template <int kOfUnit, bool kShifted>
-class ChunkFactors {
+// The groups of a chunk. A group has a number of units, or a unit kOfUnit groups.
+template <int kOfUnit>
+class ChunkGroups {
   BlockVectors vectors_[kChunkUnits * kOfUnit];
-  int8_t const* zeros_[kChunkUnits * kOfUnit];
-
-  // Of 16 rows in a group.
-  [[gnu::always_inline]] __m512 shift(PackedWeight const& w, int group, int row,
-                                      __m512 scale) const {
-    __m512 const offsets =
-        w.offsets ? _mm512_load_ps(vectors_[group].offsets + row) : _mm512_setzero_ps();
-    if (!w.zeros) return offsets;
-    __m128i const zeros = _mm_loadu_si128(reinterpret_cast<__m128i const*>(zeros_[group] + row));
-    return _mm512_fnmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(zeros)), scale, offsets);
-  }
+  int first_, count_;
+  int64_t vector_;  // the first group's
+  bool continues_;  // whether the first group began in another chunk
 
  public:
-  UnitFactors scales[kChunkUnits], shifts[kShifted ? kChunkUnits : 1];
+  UnitFactors scales[kChunkUnits];
 
   void load(CpuProduct const& p, int panel, int begin, int end) {
     PackedWeight const& w = p.weight;
-    int const group_units = kOfUnit > 1 ? 1 : p.block / kUnit, first_unit = begin / group_units,
-              first = first_unit * kOfUnit;
+    int const group_units = kOfUnit > 1 ? 1 : p.block / kUnit, first_unit = begin / group_units;
+    first_ = first_unit * kOfUnit, continues_ = first_unit * group_units < begin;
     // Groups beyond the last column have no vectors.
-    int const groups =
-        std::min(((end - 1) / group_units + 1 - first_unit) * kOfUnit, p.blocks - first);
-    for (int i = 0; i < groups; ++i) {
-      int64_t const vector = (first + i) * p.vector_stride + panel * kRowsPerPanel;
+    count_ = std::min(((end - 1) / group_units + 1 - first_unit) * kOfUnit, p.blocks - first_);
+    vector_ = first_ * p.vector_stride + panel * kRowsPerPanel;
+    for (int i = 0; i < count_; ++i) {
+      int64_t const vector = vector_ + i * p.vector_stride;
       vectors_[i] = BlockVectors(w, vector);
-      zeros_[i] = w.zeros ? w.zeros + vector : nullptr;
       // Those of the next chunk, or of the next panel.
-      int const next = first + i + groups;
-      prefetch_vectors(w, next < p.blocks ? vector + groups * p.vector_stride
+      int const next = first_ + i + count_;
+      prefetch_vectors(w, next < p.blocks ? vector + count_ * p.vector_stride
                                           : i * p.vector_stride + (panel + 1) * kRowsPerPanel);
     }
     for (int unit = begin; unit < end; ++unit) {
-      int const first_group = (unit / group_units - first_unit) * kOfUnit;
+      int const group = (unit / group_units - first_unit) * kOfUnit;
       for (int row = 0; row < kRowsPerPanel; row += 16) {
-        __m512 scales_of[kOfUnit], shifts_of[kOfUnit];
+        __m512 of_groups[kOfUnit];
         unrolled<kOfUnit>([&](auto i) {
-          int const group = std::min(first_group + i, groups - 1);
-          scales_of[i] = _mm512_load_ps(vectors_[group].scales + row);
-          if constexpr (kShifted) shifts_of[i] = shift(w, group, row, scales_of[i]);
+          of_groups[i] = _mm512_load_ps(vectors_[std::min(group + i, count_ - 1)].scales + row);
         });
-        scales[unit - begin].set(row, scales_of);
-        if constexpr (kShifted) shifts[unit - begin].set(row, shifts_of);
+        scales[unit - begin].set(row, of_groups);
       }
+    }
+  }
+
+  // Adds what zero points and offsets multiply: sums of x, of groups that begin in the chunk.
+  template <int kRows>
+  void add_shifts(CpuProduct const& p, int m, float (&total)[kRows][kRowsPerPanel]) const {
+    PackedWeight const& w = p.weight;
+    if (!w.zeros && !w.offsets) return;
+    for (int row = 0; row < kRowsPerPanel; row += 16) {
+      __m512 sums[kRows];
+      unrolled<kRows>([&](auto r) { sums[r] = _mm512_load_ps(total[r] + row); });
+      for (int i = continues_; i < count_; ++i) {
+        __m512 shift = w.offsets ? _mm512_load_ps(vectors_[i].offsets + row) : _mm512_setzero_ps();
+        if (w.zeros) {
+          __m128i const zeros = _mm_loadu_si128(
+              reinterpret_cast<__m128i const*>(w.zeros + vector_ + i * p.vector_stride + row));
+          shift = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(zeros)),
+                                   _mm512_load_ps(vectors_[i].scales + row), shift);
+        }
+        float const* const of_x = p.offset_x + int64_t(m) * p.blocks + first_ + i;
+        unrolled<kRows>([&](auto r) {
+          sums[r] = _mm512_fmadd_ps(shift, _mm512_set1_ps(of_x[r * p.blocks]), sums[r]);
+        });
+      }
+      unrolled<kRows>([&](auto r) { _mm512_store_ps(total[r] + row, sums[r]); });
     }
   }
 };
 
-template <int kOfUnit, bool kShifted, int kRows>
+template <int kOfUnit, int kRows>
 void multiply_rows_of_bfloat16(CpuProduct const& p, int panel, int m) {
   constexpr int kBits = Nibbles::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks,
                 kUnitsOfTile = kKPerTile / kUnit;
@@ -133,15 +145,15 @@ void multiply_rows_of_bfloat16(CpuProduct const& p, int panel, int m) {
   uint16_t const* const x = p.halves + m * p.x_stride;
   // In both halves: bits above an index's four are those of another code.
   __m512i const values = _mm512_broadcast_i64x4(__m256i(_mm512_cvtneps_pbh(stored_values(p))));
-  __m512bh const ones = __m512bh(_mm512_set1_epi16(0x3f80));
   __m512 const none = _mm512_setzero_ps();
   int const units = (p.weight.k + kUnit - 1) / kUnit;
   Prefetch prefetch(tiles, kChunkUnits / kUnitsOfTile * k_tile_bytes(kBits));  // the next chunk
-  ChunkFactors<kOfUnit, kShifted> factors;
-  float total[kRows][kRowsPerPanel] = {};
+  ChunkGroups<kOfUnit> groups;
+  alignas(64) float total[kRows][kRowsPerPanel] = {};
   for (int begin = 0; begin < units; begin += kChunkUnits) {
     int const end = std::min(begin + kChunkUnits, units);
-    factors.load(p, panel, begin, end);
+    groups.load(p, panel, begin, end);
+    groups.add_shifts(p, m, total);
     for (int part = 0; part < kPairs; part += kTogether) {
       int const i = part / kGroups, first = part % kGroups;
       __m512 of_rows[16];
@@ -151,14 +163,10 @@ void multiply_rows_of_bfloat16(CpuProduct const& p, int panel, int m) {
                                      i * kBlockBytes + unit % kUnitsOfTile * kUnitBytes;
         uint16_t const* const of_unit = x + int64_t(unit) * kUnit;
         __m512bh of_x[kRows][2];
-        __m512 x_sums[kRows];
         unrolled<kRows>([&](auto r) {
           unrolled<2>([&](auto odd) {
             of_x[r][odd] = __m512bh(_mm512_loadu_si512(of_unit + r * p.x_stride + 32 * odd));
           });
-          if constexpr (kShifted)
-            x_sums[r] =
-                _mm512_dpbf16_ps(_mm512_dpbf16_ps(none, ones, of_x[r][0]), ones, of_x[r][1]);
         });
         unrolled<kTogether>([&](auto j) {
           int const g = first + j;
@@ -170,14 +178,12 @@ void multiply_rows_of_bfloat16(CpuProduct const& p, int panel, int m) {
             };
             __m512bh const even = look_up(4 * h), odd = look_up(8 + 4 * h);
             int const row = 8 * g + 2 * i + h;
-            __m512 const scale = factors.scales[unit - begin][row];
+            __m512 const scale = groups.scales[unit - begin][row];
             unrolled<kRows>([&](auto r) {
               __m512& sum = of_rows[2 * (kTogether * r + j) + h];
               __m512 const products =
                   _mm512_dpbf16_ps(_mm512_dpbf16_ps(none, even, of_x[r][0]), odd, of_x[r][1]);
               sum = _mm512_fmadd_ps(products, scale, sum);
-              if constexpr (kShifted)
-                sum = _mm512_fmadd_ps(x_sums[r], factors.shifts[unit - begin][row], sum);
             });
           });
         });
@@ -201,17 +207,11 @@ int bfloat16_column(int place) {
 
 void multiply_bfloat16(CpuProduct const& p, int panel, int first, int rows) {
   KeepDenormals const keep;
-  bool const shifted = p.weight.zeros || p.weight.offsets;
   for_parts<kRowsTogether>(rows, [&](int row, auto count) {
     constexpr int kRows = decltype(count)::value;
-    auto const multiply = [&](auto of_unit) {
-      constexpr int kOfUnit = decltype(of_unit)::value;
-      (shifted ? multiply_rows_of_bfloat16<kOfUnit, true, kRows>
-               : multiply_rows_of_bfloat16<kOfUnit, false, kRows>)(p, panel, first + row);
-    };
-    if (p.block == 16) return multiply(std::integral_constant<int, 4>());
-    if (p.block == 32) return multiply(std::integral_constant<int, 2>());
-    multiply(std::integral_constant<int, 1>());
+    (p.block == 16   ? multiply_rows_of_bfloat16<4, kRows>
+     : p.block == 32 ? multiply_rows_of_bfloat16<2, kRows>
+                     : multiply_rows_of_bfloat16<1, kRows>)(p, panel, first + row);
   });
 }
 

@@ -29,22 +29,22 @@ struct CpuProduct {
   float const* codebook = nullptr;  // values by code (not centred), rounded to x's type; null
                                     // for integer codes
   int m = 0;
-  int tiles = 0;             // of 128 columns
-  int block = 0;             // columns of a scale block: 16, 32, 64, or a multiple of 128
-  int blocks = 0;            // scale blocks that hold real columns
-  int group_blocks = 0;      // scale blocks of a group of weights
-  bool has_floats = false;   // x is floats
-  int64_t x_stride = 0;      // elements of a row of x, codes or centred
-  float const* x = nullptr;  // floats, in the order of lane_column; null for integers
-  uint16_t const* halves =
-      nullptr;                    // bf16, in the order of the kernel for it, or null
+  int tiles = 0;                     // of 128 columns
+  int block = 0;                     // columns of a scale block: 16, 32, 64, or a multiple of 128
+  int blocks = 0;                    // scale blocks that hold real columns
+  int group_blocks = 0;              // scale blocks of a group of weights
+  bool has_floats = false;           // x is floats
+  int64_t x_stride = 0;              // elements of a row of x, codes or centred
+  float const* x = nullptr;          // floats, in the order of lane_column; null for integers
+  uint16_t const* halves = nullptr;  // bf16, in the order of the kernel for it, or null
   int8_t const* codes = nullptr;  // integers in the order of the kernel's instruction set, or null
   int16_t const* centred = nullptr;  // integers less their zero points, in that order, or null
   float const* scales = nullptr;     // [m][blocks], of integers
   int32_t const* zeros = nullptr;    // [m][blocks], where codes are given and have any
   int64_t const* sums = nullptr;     // [m][blocks]: of integers less their zero points; null for
                                      // floats
-  float const* offset_x = nullptr;   // [m][blocks]: sums of x, which offsets multiply;
+  float const* offset_x = nullptr;   // [m][blocks]: sums of x, which offsets multiply (and zero
+                                     // points, where x is `halves`);
                                      // null without offsets
 
   void* out = nullptr;  // [m][n] of out_type

@@ -149,19 +149,37 @@ void prepare_halves(GemmProblem const& problem, CpuKernels const& kernels, CpuPr
     columns[place] = kernels.bfloat16_column(place);
   p.x_stride = k_pad;
   memory.halves.reset(new uint16_t[size_t(p.m) * k_pad]);
+  bool const sums = problem.weight.zeros || problem.weight.offsets;
+  if (sums) memory.offset_x.assign(size_t(p.m) * p.blocks, 0.0f);
   for_rows(p.m, k_pad, threads, [&](int first, int last) {
     for (int row = first; row < last; ++row) {
       auto const* const x = static_cast<uint16_t const*>(problem.x) + row * problem.x_stride;
       uint16_t* const to = memory.halves.get() + size_t(row) * k_pad;
+      float* const of_blocks = memory.offset_x.data() + size_t(row) * p.blocks;
       for (int start = 0; start < k_pad; start += kLaneColumns) {
         for (int place = 0; place < kLaneColumns; ++place) {
           int const column = start + columns[place];
           to[start + place] = column >= k ? 0 : x[perm ? perm[column] : column];
         }
+        if (!sums) continue;
+        // Places so many apart are of the same group.
+        constexpr int kLanes = 16;
+        float lanes[kLanes] = {};
+        for (int place = 0; place < kLaneColumns; ++place) {
+          uint32_t const bits = uint32_t(to[start + place]) << 16;
+          float value;
+          std::memcpy(&value, &bits, sizeof value);
+          lanes[place % kLanes] += value;
+        }
+        for (int lane = 0; lane < kLanes; ++lane) {
+          int const block = (start + columns[lane]) / p.block;
+          if (block < p.blocks) of_blocks[block] += lanes[lane];
+        }
       }
     }
   });
   p.halves = memory.halves.get();
+  p.offset_x = memory.offset_x.data();
 }
 
 // Sums of less than 2^23 codes fit.
