@@ -84,7 +84,7 @@ CHARTS = {
         {
             "ids": "ids",
             "x": "x",
-            "route": "route: slots, tiles",
+            "route": "assign_slots: slots, tiles",
             "up": "gate and up: act(gate) * up",
             "down": "down",
             "sum": "sum_experts: weighted, in the order of ids",

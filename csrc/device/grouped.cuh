@@ -47,7 +47,7 @@ struct SlotTile {
   int expert, rows;
   int slots[kSlotRows];
 
-  // Reads a tile that `route` stored, by a warp.
+  // Reads a tile that `assign_slots` stored, by a warp.
   __device__ __forceinline__ void load(Groups const& groups, int index) {
     // No __ldg(): the compiler may move one before pdl_wait(), and the kernel before writes these.
     int4 const stored = reinterpret_cast<int4 const*>(groups.tiles)[index];

@@ -38,9 +38,9 @@ struct RowSlots {
   int* used = nullptr;         // slots
   int* position = nullptr;     // of a slot; -1: of none
   int* of_position = nullptr;  // the slot of a position; -1: no expert
-  int chunks = 1;              // of positions: CTAs of `route`
+  int chunks = 1;              // of positions: CTAs of `assign_slots`
   int* counts = nullptr;       // [chunks][experts + 1] of positions, where there are several
-  int* arrived = nullptr;      // that `route` sets to 0: of GroupedGemm
+  int* arrived = nullptr;      // that `assign_slots` sets to 0: of GroupedGemm
   int arrived_count = 0;
 };
 

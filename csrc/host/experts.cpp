@@ -88,11 +88,11 @@ MoeLayout lay_out(MoeProblem const& p, MoePlan const& plan) {
   bool const quantizes = p.act_quant != ActQuant::kNone,
              gathers_first = quantizes && p.gate_up.perm;
   int const x_slots = plan.gathers ? slots : 0;
-  // offsets and counts of chunks, order, tiles of both products, their counts and that of slots,
-  // positions of slots and slots of positions
-  size_t const table_ints = (size_t(r.experts) + 1) * (1 + route_chunks(r)) +
-                            size_t(r.positions()) * 2 + size_t(stored_tiles(r, plan)) * 4 + 8 +
-                            size_t(slots);
+  // tiles of both products, their counts and that of slots, positions of slots and slots of
+  // positions, counts of chunks
+  size_t const table_ints = size_t(stored_tiles(r, plan)) * 4 + 8 + size_t(slots) +
+                            size_t(r.positions()) +
+                            (size_t(r.experts) + 1) * size_t(route_chunks(r));
   at.x = plan.routes ? align_256(table_ints * sizeof(int) + 64) : 0;
   at.x_values = at.x + align_256(size_t(x_slots) * padded_k(hidden) * 2);
   at.x_scales = at.x_values;
@@ -517,7 +517,7 @@ Status route(RouteProblem const& problem, Routing const& routing, Stream stream)
                          {"order", routing.order, int(sizeof(int32_t)), problem.positions() > 0}});
   }
   if (!status.ok()) return status;
-  return launch_route(problem, routing, {}, stream);
+  return launch_route(problem, routing, stream);
 }
 
 Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, Stream stream) {
@@ -543,12 +543,9 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
     if (has_two_tables(plan))
       table.tables[1] = {tiles + most_tiles(r, plan.gate_up.block_m), ints + 1, plan.down.block_m};
     table.used = ints + 2, table.position = ints + 8, table.of_position = table.position + slots;
-    Routing routing;
-    routing.order = table.of_position + r.positions(),
-    routing.offsets = routing.order + r.positions();
-    table.counts = routing.offsets + r.experts + 1, table.chunks = route_chunks(r);
+    table.counts = table.of_position + r.positions(), table.chunks = route_chunks(r);
     table.arrived = reinterpret_cast<int*>(base + at.arrived), table.arrived_count = arrivals(plan);
-    status = launch_route(r, routing, table, stream);
+    status = launch_assign_slots(r, table, stream);
   }
 
   bool const quantizes = p.act_quant != ActQuant::kNone;

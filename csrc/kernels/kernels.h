@@ -186,11 +186,11 @@ Status launch_conv_depthwise(GemmProblem const& problem, float const* taps, Stre
 // finish_sums.cu: as finish_sums()
 Status launch_finish_sums(GemmProblem const& problem, void const* sums, Stream stream);
 
-// route.cu: the slots of positions and their tiles (where `slots` is empty the routing alone); rows
-// of x to their slots, `rows` at most; and the weighted sums of rows [slots][n] to y. Both take
-// positions for slots where `slots` is empty.
-Status launch_route(RouteProblem const& problem, Routing const& routing, RowSlots const& slots,
-                    Stream stream);
+// route.cu: as route(); the slots of positions and their tiles; rows of x to their slots, `rows` at
+// most; and the weighted sums of rows [slots][n] to y. The last two take positions for slots where
+// `slots` is empty.
+Status launch_route(RouteProblem const& problem, Routing const& routing, Stream stream);
+Status launch_assign_slots(RouteProblem const& problem, RowSlots const& slots, Stream stream);
 Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots,
                           GatherProblem const& problem, int rows, Stream stream);
 Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, void const* rows,

@@ -11,55 +11,122 @@
 namespace cutlass_ops {
 namespace {
 
-// ---- route: a CTA has a chunk of the positions, each of its warps a part of it. A position's rank
-// among its expert's is what chunks, warps and lanes before it have of the expert.
+// The sum of all threads' values, for all of them. `scratch`: one a warp.
+__device__ __forceinline__ int sum_of_threads(int value, int* scratch) {
+  value = __reduce_add_sync(~0u, value);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
+  __syncthreads();
+  int total = 0;
+  for (int warp = 0; warp < int(blockDim.x / 32); ++warp) total += scratch[warp];
+  return total;
+}
+
+// ---- route: a CTA for each expert, and one for positions of no expert, counts all experts'
+// positions, so that it knows how many come before its own, and writes its own in their order
 
 struct RouteParams {
   RouteProblem problem;
   Routing routing;
+};
+
+constexpr int kEach = 8;  // positions of a thread at a time
+
+__global__ void __launch_bounds__(1024) route(__grid_constant__ RouteParams const p) {
+  extern __shared__ int counts[];  // of each expert's positions
+  __shared__ int scratch[32];
+  RouteProblem const& r = p.problem;
+  int const mine = blockIdx.x, positions = r.positions(), threads = blockDim.x;
+  for (int e = threadIdx.x; e <= r.experts; e += threads) counts[e] = 0;
+  pdl_wait_and_launch_dependents();
+  __syncthreads();
+#pragma unroll kEach
+  for (int i = threadIdx.x; i < positions; i += threads) atomicAdd(counts + expert_of(r, i), 1);
+  __syncthreads();
+  int first = 0;
+  for (int e = threadIdx.x; e < mine; e += threads) first += counts[e];
+  first = sum_of_threads(first, scratch);
+  if (threadIdx.x == 0) p.routing.offsets[mine] = first;
+  // A thread has positions that follow each other, which rank behind those of the threads before it.
+  int before = 0;
+  for (int round = 0; counts[mine] > 0 && round < positions; round += threads * kEach) {
+    int const start = round + threadIdx.x * kEach, lane = threadIdx.x % 32;
+    unsigned taken = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (start + i < positions && expert_of(r, start + i) == mine) taken |= 1u << i;
+    int const own = __popc(taken);
+    int upto = own;  // of the warp's lanes up to this one
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      int const theirs = __shfl_up_sync(~0u, upto, distance);
+      if (lane >= distance) upto += theirs;
+    }
+    __syncthreads();
+    if (lane == 31) scratch[threadIdx.x / 32] = upto;
+    __syncthreads();
+    int const of_warp = lane < threads / 32 ? scratch[lane] : 0, warp = threadIdx.x / 32;
+    int rank = before + upto - own + __reduce_add_sync(~0u, lane < warp ? of_warp : 0);
+    before += __reduce_add_sync(~0u, of_warp);
+    for (; taken; taken &= taken - 1, ++rank)
+      p.routing.order[first + rank] = start + __ffs(taken) - 1;
+  }
+}
+
+// ---- assign_slots: the same for a layer, where the order of an expert's positions is free. A CTA
+// has a chunk of them; where there are several, count_positions comes first
+
+struct SlotParams {
+  RouteProblem problem;
   RowSlots slots;
   int chunk;  // positions of a CTA
 };
 
-// The counts of each chunk's positions by expert, the last of them those of no expert.
-__global__ void __launch_bounds__(1024) count_positions(__grid_constant__ RouteParams const p) {
+// Adds a chunk's positions to `counts` by expert, the last of them those of no expert. A position's
+// number among its expert's goes where its slot will be.
+__device__ __forceinline__ void count_chunk(SlotParams const& p, int* counts) {
+  int const first = blockIdx.x * p.chunk, end = min(first + p.chunk, p.problem.positions());
+  for (int i = first + threadIdx.x; i < end; i += blockDim.x)
+    p.slots.of_position[i] = atomicAdd(counts + expert_of(p.problem, i), 1);
+}
+
+__global__ void __launch_bounds__(1024) count_positions(__grid_constant__ SlotParams const p) {
   extern __shared__ int counts[];
-  int const experts = p.problem.experts + 1, first = blockIdx.x * p.chunk,
-            end = min(first + p.chunk, p.problem.positions());
+  int const experts = p.problem.experts + 1;
   for (int e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
   pdl_wait_and_launch_dependents();
   __syncthreads();
-  for (int i = first + threadIdx.x; i < end; i += blockDim.x)
-    atomicAdd(counts + expert_of(p.problem, i), 1);
+  count_chunk(p, counts);
   __syncthreads();
   for (int e = threadIdx.x; e < experts; e += blockDim.x)
     p.slots.counts[blockIdx.x * experts + e] = counts[e];
 }
 
-// Positions, slots and tiles of each table: of an expert, or of several.
-struct RouteCounts {
-  int positions = 0, slots = 0, tiles[2] = {};
+// Slots and tiles of each table: of an expert, or of several.
+struct SlotCounts {
+  int slots = 0, tiles[2] = {};
 
-  RouteCounts() = default;
-  __device__ __forceinline__ RouteCounts(int count, RowSlots const& of)
-      : positions(count), slots((count + kSlotRows - 1) / kSlotRows * kSlotRows) {
+  SlotCounts() = default;
+  __device__ __forceinline__ SlotCounts(int positions, RowSlots const& of)
+      : slots((positions + kSlotRows - 1) / kSlotRows * kSlotRows) {
 #pragma unroll
-    for (int t = 0; t < 2; ++t) tiles[t] = (count + of.tables[t].height - 1) / of.tables[t].height;
+    for (int t = 0; t < 2; ++t)
+      tiles[t] = (positions + of.tables[t].height - 1) / of.tables[t].height;
   }
   template <class F>
-  __device__ __forceinline__ void update(RouteCounts const& other, F const& f) {
-    f(positions, other.positions), f(slots, other.slots);
+  __device__ __forceinline__ void update(SlotCounts const& other, F const& f) {
+    f(slots, other.slots);
 #pragma unroll
     for (int t = 0; t < 2; ++t) f(tiles[t], other.tiles[t]);
   }
-  __device__ __forceinline__ void add(RouteCounts const& other) {
+  __device__ __forceinline__ void add(SlotCounts const& other) {
     update(other, [](int& mine, int theirs) { mine += theirs; });
   }
-  __device__ __forceinline__ void subtract(RouteCounts const& other) {
+  __device__ __forceinline__ void subtract(SlotCounts const& other) {
     update(other, [](int& mine, int theirs) { mine -= theirs; });
   }
-  __device__ __forceinline__ RouteCounts of_lane(int lane) const {
-    RouteCounts other;
+  __device__ __forceinline__ SlotCounts of_lane(int lane) const {
+    SlotCounts other;
     other.update(*this, [&](int& theirs, int own) { theirs = __shfl_sync(~0u, own, lane); });
     return other;
   }
@@ -68,87 +135,77 @@ struct RouteCounts {
     int const lane = threadIdx.x % 32;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-      RouteCounts const other = of_lane(max(lane - distance, 0));
+      SlotCounts const other = of_lane(max(lane - distance, 0));
       if (lane >= distance) add(other);
     }
   }
 };
 
-// Of an expert, in shared memory: its first position in the order, slot and tiles.
-struct RoutedExpert {
-  RouteCounts first;
-  int count;  // its positions
+// Of an expert, in shared memory: its first slot and tiles, its first slot of the chunk, and how
+// many positions it has.
+struct ExpertSlots {
+  SlotCounts first;
+  int of_chunk, count;
 };
 
-__global__ void __launch_bounds__(1024) route(__grid_constant__ RouteParams const p) {
-  extern __shared__ RoutedExpert routed[];
+__global__ void __launch_bounds__(1024) assign_slots(__grid_constant__ SlotParams const p) {
+  extern __shared__ ExpertSlots routed[];
+  __shared__ SlotCounts of_warps[32];
   RouteProblem const& r = p.problem;
-  int const experts = r.experts + 1, threads = blockDim.x, warps = threads / 32,
-            warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = gridDim.x;
-  // By warp and expert: how many positions are counted, then the rank of the next one.
-  int* const ranks = reinterpret_cast<int*>(routed + experts);
-  __shared__ RouteCounts of_warps[32];
-  for (int i = threadIdx.x; i < warps * experts; i += threads) ranks[i] = 0;
+  int const experts = r.experts + 1, threads = blockDim.x, warp = threadIdx.x / 32,
+            lane = threadIdx.x % 32, chunks = gridDim.x, mine = blockIdx.x;
+  int* const counts = reinterpret_cast<int*>(routed + experts);  // of the only chunk
+  for (int e = threadIdx.x; chunks == 1 && e < experts; e += threads) counts[e] = 0;
   pdl_wait_and_launch_dependents();
-  for (int i = blockIdx.x * threads + threadIdx.x; i < p.slots.arrived_count; i += chunks * threads)
+  for (int i = mine * threads + threadIdx.x; i < p.slots.arrived_count; i += chunks * threads)
     p.slots.arrived[i] = 0;
-  int const share = (p.chunk + threads - 1) / threads * 32,  // of a warp
-      chunk_end = min((int(blockIdx.x) + 1) * p.chunk, r.positions()),
-            first = int(blockIdx.x) * p.chunk + warp * share, end = min(first + share, chunk_end);
   __syncthreads();
-  int* const own = ranks + warp * experts;
-  for (int i = first + lane; i < end; i += 32) atomicAdd(own + expert_of(r, i), 1);
-  __syncthreads();
-
-  RouteCounts before_all;  // of the rounds before
-  for (int round = 0; round < experts; round += threads) {
-    int const e = round + threadIdx.x;
-    int before = 0, all = 0;  // of the expert's positions: in the chunks before, in all
-    if (e < experts) {
-      if (chunks > 1) {
-#pragma unroll 8
-        for (int chunk = 0; chunk < chunks; ++chunk) {
-          int const count = p.slots.counts[chunk * experts + e];
-          all += count;
-          if (chunk < int(blockIdx.x)) before += count;
-        }
-      }
-      constexpr int kTogether = 8;  // loads in flight
-      for (int w = 0; w < warps; w += kTogether) {
-        int counts[kTogether];
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i)
-          counts[i] = w + i < warps ? ranks[(w + i) * experts + e] : 0;
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          if (w + i < warps) ranks[(w + i) * experts + e] = before;
-          before += counts[i];
-        }
-      }
-      if (chunks == 1) all = before;
-    }
-    // Positions of no expert have no slots.
-    RouteCounts const mine = e < r.experts ? RouteCounts(all, p.slots) : RouteCounts();
-    RouteCounts upto = mine;
-    upto.sum_lanes();
-    if (lane == 31) of_warps[warp] = upto;
-    __syncthreads();
-    RouteCounts before_warp = lane < warps ? of_warps[lane] : RouteCounts();
-    before_warp.sum_lanes();
-    RouteCounts at = before_all;
-    if (warp > 0) at.add(before_warp.of_lane(warp - 1));
-    before_all.add(before_warp.of_lane(31));
-    at.add(upto), at.subtract(mine);
-    if (e < experts) routed[e] = {at, all};
+  if (chunks == 1) {
+    count_chunk(p, counts);
     __syncthreads();
   }
 
+  SlotCounts before_all;  // of the rounds before
+  for (int round = 0; round < experts; round += threads) {
+    int const e = round + threadIdx.x;
+    int before = 0, all = 0;  // of the expert's positions: in the chunks before, in all
+    if (e < experts && chunks == 1) {
+      all = counts[e];
+    } else if (e < experts) {
+#pragma unroll 16
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        int const count = p.slots.counts[chunk * experts + e];
+        all += count;
+        if (chunk < mine) before += count;
+      }
+    }
+    // Positions of no expert have no slots.
+    SlotCounts const own = e < r.experts ? SlotCounts(all, p.slots) : SlotCounts();
+    SlotCounts upto = own;
+    upto.sum_lanes();
+    if (lane == 31) of_warps[warp] = upto;
+    __syncthreads();
+    SlotCounts before_warp = lane < threads / 32 ? of_warps[lane] : SlotCounts();
+    before_warp.sum_lanes();
+    SlotCounts at = before_all;
+    if (warp > 0) at.add(before_warp.of_lane(warp - 1));
+    before_all.add(before_warp.of_lane(31));
+    at.add(upto), at.subtract(own);
+    if (e < experts) routed[e] = {at, at.slots + before, all};
+    __syncthreads();
+  }
+
+  for (int i = mine * p.chunk + threadIdx.x, end = min((mine + 1) * p.chunk, r.positions());
+       i < end; i += threads) {
+    int const e = expert_of(r, i), slot = routed[e].of_chunk + p.slots.of_position[i];
+    bool const expert = e < r.experts;
+    p.slots.of_position[i] = expert ? slot : -1;
+    if (expert) p.slots.position[slot] = i;
+  }
   // The tables of experts, which are CTAs' in turn, and within a CTA those of kSlotRows lanes.
   int const part = threadIdx.x % kSlotRows, parts = threads / kSlotRows;
-  for (int e = threadIdx.x / kSlotRows * chunks + blockIdx.x; e < experts; e += parts * chunks) {
-    RoutedExpert const of = routed[e];
-    if (part == 0) p.routing.offsets[e] = of.first.positions;
-    if (!p.slots.used) continue;
+  for (int e = threadIdx.x / kSlotRows * chunks + mine; e < experts; e += parts * chunks) {
+    ExpertSlots const of = routed[e];
     if (e == r.experts) {
       if (part == 0) *p.slots.used = of.first.slots;
       if (part < 2 && p.slots.tables[part].tiles)
@@ -163,22 +220,6 @@ __global__ void __launch_bounds__(1024) route(__grid_constant__ RouteParams cons
     }
     if (of.count % kSlotRows > 0 && part >= of.count % kSlotRows)
       p.slots.position[of.first.slots + of.count / kSlotRows * kSlotRows + part] = -1;
-  }
-
-  for (int round = first; round < end; round += 32) {
-    int const position = round + lane, e = position < end ? expert_of(r, position) : -1;
-    unsigned const same = __match_any_sync(~0u, e), before = same & ((1u << lane) - 1);
-    int const rank = e >= 0 ? own[e] + __popc(before) : 0;
-    __syncwarp();
-    if (e >= 0 && !before) own[e] = rank + __popc(same);
-    __syncwarp();
-    if (e < 0) continue;
-    RouteCounts const& of = routed[e].first;
-    p.routing.order[of.positions + rank] = position;
-    if (!p.slots.used) continue;
-    bool const expert = e < r.experts;
-    p.slots.of_position[position] = expert ? of.slots + rank : -1;
-    if (expert) p.slots.position[of.slots + rank] = position;
   }
 }
 
@@ -328,21 +369,22 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_experts(__grid_constant__ 
 
 }  // namespace
 
-Status launch_route(RouteProblem const& problem, Routing const& routing, RowSlots const& slots,
-                    Stream stream) {
-  int const experts = problem.experts + 1, chunks = slots.chunks;
-  int const chunk = int(ceil_div(problem.positions(), chunks));
-  // As many warps as have work and as shared memory holds the ranks of.
-  constexpr int kMostBytes = 96 * 1024;
-  int const ranks = experts * int(sizeof(int)), table = experts * int(sizeof(RoutedExpert)),
-            warps = std::max(1, std::min({32, int(ceil_div(std::max(chunk, experts), 32)),
-                                          (kMostBytes - table) / ranks}));
-  RouteParams const params{problem, routing, slots, chunk};
-  if (chunks > 1) {
-    Status status = launch(count_positions, dim3(unsigned(chunks)), 1024, ranks, stream, params);
-    if (!status.ok()) return status;
-  }
-  return launch(route, dim3(unsigned(chunks)), 32 * warps, table + warps * ranks, stream, params);
+Status launch_route(RouteProblem const& problem, Routing const& routing, Stream stream) {
+  int const threads = problem.positions() > 1024 ? 1024 : 256;
+  return launch(route, dim3(unsigned(problem.experts + 1)), threads,
+                (problem.experts + 1) * int(sizeof(int)), stream, RouteParams{problem, routing});
+}
+
+Status launch_assign_slots(RouteProblem const& problem, RowSlots const& slots, Stream stream) {
+  int const chunks = slots.chunks, chunk = int(ceil_div(problem.positions(), chunks));
+  int const counts = (problem.experts + 1) * int(sizeof(int)),
+            table = (problem.experts + 1) * int(sizeof(ExpertSlots));
+  int const threads = std::clamp(int(ceil_div(chunk, 32)) * 32, 256, 1024);
+  SlotParams const params{problem, slots, chunk};
+  if (chunks == 1) return launch(assign_slots, dim3(1), threads, table + counts, stream, params);
+  Status status = launch(count_positions, dim3(unsigned(chunks)), threads, counts, stream, params);
+  return status.ok() ? launch(assign_slots, dim3(unsigned(chunks)), threads, table, stream, params)
+                     : status;
 }
 
 Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots,
