@@ -102,6 +102,13 @@ def test_a_layer_equals_the_cpus(kind: str, dtype: torch.dtype, size: str) -> No
             check(found, expected, dtype)
 
 
+def test_more_pairs_than_one_cta_assigns() -> None:
+    gate_up, down, x, ids, w = layer(1500, torch.float16, "int4")
+    assert ids.numel() > 4096
+    on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, w)]
+    check(co.mixed_moe(*on_gpu), co.mixed_moe(x, gate_up, down, ids, w), torch.float16)
+
+
 def integers(
     experts: int,
     n: int,

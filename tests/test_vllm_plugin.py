@@ -113,15 +113,15 @@ def test_a_cpu_has_kernels_for_every_type_of_weight(cpu: SimpleNamespace, weight
     assert linear._reason_against(layer(weight_type)) is None
 
 
+@pytest.mark.parametrize("act_type", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weight_type", linear._BITS)
-def test_four_bit_layers_stay_with_zentorch(cpu: SimpleNamespace, weight_type: str) -> None:
+def test_layers_for_which_zentorch_quantises_x_stay_with_it(
+    cpu: SimpleNamespace, weight_type: str, act_type: torch.dtype
+) -> None:
     cpu.is_zen = True
-    reason = linear._reason_against(layer(weight_type))
-    assert (
-        (reason is not None and "zentorch" in reason)
-        if weight_type in FOUR_BITS
-        else reason is None
-    )
+    reason = linear._reason_against(layer(weight_type, act_type))
+    quantises = weight_type == "uint4b8" and act_type is torch.bfloat16
+    assert (reason is not None and "zentorch" in reason) if quantises else reason is None
 
 
 @pytest.mark.parametrize("act_quant", ["block", "token"])
@@ -130,7 +130,7 @@ def test_four_bit_layers_are_ours_where_the_user_quantises_activations(
 ) -> None:
     cpu.is_zen = cpu.has_amx = True
     cpu.settings["act_quant"] = act_quant
-    assert linear._reason_against(layer("uint4")) is None
+    assert linear._reason_against(layer("uint4b8")) is None
 
 
 @pytest.mark.parametrize("act_type", [torch.bfloat16, torch.float16])
@@ -245,7 +245,7 @@ def test_kernels_are_batch_invariant_where_vllm_is(
 def test_layers_use_cutlass_ops_in_batch_invariant_mode(
     invariant: list[bool], cpu: SimpleNamespace
 ) -> None:
-    assert linear._reason_against(layer("uint4")) is None
+    assert linear._reason_against(layer("uint4b8")) is None
 
 
 def awq_method() -> Any:

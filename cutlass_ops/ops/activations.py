@@ -289,8 +289,8 @@ def rms_norm_quantize(
         weight: of the norm, ``[K]``, of x's dtype.
         eps: added to the mean square, 1e-15 to 1.
         residual: of x's dtype and shape, added to x first, or None.
-        block, symmetric, perm: as in :func:`quantize_activations`; the norm itself has no act
-        order.
+        block, symmetric, perm: as in :func:`quantize_activations`; the norm itself has no
+            act order.
 
     Returns:
         The quantised norm; with a residual also ``x + residual``, rounded to x's dtype: the
