@@ -105,6 +105,20 @@ def test_products_have_the_bits_of_the_reference(kind: str, bits: int, group_siz
                 )
 
 
+@pytest.mark.parametrize("out_dtype", TYPES)
+@pytest.mark.parametrize("act_quant", ["none", "token"])
+def test_results_are_rounded_to_nearest_even(out_dtype: torch.dtype, act_quant: str) -> None:
+    """Sums halfway between two values of 16 bits, beyond the largest of them, and of denormals."""
+    qw = QuantizedWeight(torch.full((70, 64), 11, dtype=torch.uint8), torch.ones(70, 1), bits=4)
+    halves = 2.0 ** torch.arange(-30, 8).repeat_interleave(2) * torch.tensor([129, 131]).repeat(38)
+    huge = torch.tensor([2.0**127, -(2.0**127), 65519, 65520, 1e30, torch.inf, torch.nan]) / 3
+    for values in (halves, huge, halves[:3]):  # sums are three times as large
+        x = torch.zeros(len(values), 64)
+        x[:, 7] = values
+        for bias in (None, torch.linspace(-1, 1, 70)):
+            check(x, qw, act_quant=act_quant, bias=bias, out_dtype=out_dtype)
+
+
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128, 384, -1])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kind", KINDS)

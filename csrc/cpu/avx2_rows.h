@@ -32,7 +32,7 @@ struct RowTotals {
     if (p.weight.offsets) {
       for (int i = 0; i < kRowsPerPanel; ++i) total[i] += offsets[i];
     }
-    store_panel(p, panel, m, total);
+    store_group_order(p, panel, m, total);
   }
 };
 

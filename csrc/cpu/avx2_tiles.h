@@ -438,30 +438,6 @@ int word_column(int place, int element) {
 
 // ---- a panel
 
-// Writes eight sums plus the bias to a row of the result; sums that are not finite become NaN.
-void store_vector(CpuProduct const& p, int m, int column, __m256 value) {
-  __m256 const nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
-  __m256 const finite = _mm256_cmp_ps(_mm256_sub_ps(value, value), _mm256_setzero_ps(), _CMP_EQ_OQ);
-  value = _mm256_blendv_ps(nan, value, finite);
-  int const n = p.weight.n, count = std::min(8, n - column);
-  int64_t const at = int64_t(m) * n + column;
-  alignas(32) float values[8];
-  if (count == 8) {
-    if (p.bias) value = _mm256_add_ps(value, _mm256_loadu_ps(p.bias + column));
-    if (p.out_type == DataType::kFloat32)
-      return _mm256_storeu_ps(static_cast<float*>(p.out) + at, value);
-    if (p.out_type == DataType::kFloat16) {
-      auto* const to = reinterpret_cast<__m128i*>(static_cast<uint16_t*>(p.out) + at);
-      return _mm_storeu_si128(to, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
-    }
-    _mm256_store_ps(values, value);
-  } else {
-    _mm256_store_ps(values, value);
-    for (int i = 0; p.bias && i < count; ++i) values[i] += p.bias[column + i];
-  }
-  for (int i = 0; i < count; ++i) store_float(p.out, p.out_type, at + i, values[i]);
-}
-
 // The rows of a chunk, behind the last scale block.
 void store_rows(CpuProduct const& p, TileMemory const& memory, int panel, int first, int rows) {
   int const columns = std::min(kRowsPerPanel, p.weight.n - panel * kRowsPerPanel);

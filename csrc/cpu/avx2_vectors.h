@@ -1,4 +1,4 @@
-// Loads and transpositions for the AVX2 kernels. Each source file that includes this has its own
+// Loads, stores and transpositions for the AVX2 kernels. Each source file that includes this has its own
 // copy, compiled for its instruction set.
 #pragma once
 
@@ -170,6 +170,50 @@ template <int kCount, class Use>
     v[i] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20);
     v[i + 4] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31);
   }
+}
+
+// The nearest values in bf16, of NaN the quiet one.
+inline __m128i bfloat16_of(__m256 value) {
+  __m256i const bits = _mm256_castps_si256(value),
+                even = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1)),
+                more = _mm256_add_epi32(even, _mm256_set1_epi32(0x7fff));
+  __m256 const rounded = _mm256_castsi256_ps(_mm256_srli_epi32(_mm256_add_epi32(bits, more), 16)),
+               nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc0)),
+               is_nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
+  __m256i const all = _mm256_castps_si256(_mm256_blendv_ps(rounded, nan, is_nan));
+  return _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+}
+
+// Writes eight sums plus the bias to a row of the result; sums that are not finite become NaN.
+inline void store_vector(CpuProduct const& p, int m, int column, __m256 value) {
+  __m256 const nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
+  __m256 const finite = _mm256_cmp_ps(_mm256_sub_ps(value, value), _mm256_setzero_ps(), _CMP_EQ_OQ);
+  value = _mm256_blendv_ps(nan, value, finite);
+  int const n = p.weight.n, count = n - column;
+  int64_t const at = int64_t(m) * n + column;
+  if (count < 8) {
+    alignas(32) float values[8];
+    _mm256_store_ps(values, value);
+    for (int i = 0; i < count; ++i)
+      store_float(p.out, p.out_type, at + i, p.bias ? values[i] + p.bias[column + i] : values[i]);
+    return;
+  }
+  if (p.bias) value = _mm256_add_ps(value, _mm256_loadu_ps(p.bias + column));
+  if (p.out_type == DataType::kFloat32)
+    return _mm256_storeu_ps(static_cast<float*>(p.out) + at, value);
+  auto* const to = reinterpret_cast<__m128i*>(static_cast<uint16_t*>(p.out) + at);
+  _mm_storeu_si128(to, p.out_type == DataType::kFloat16
+                           ? _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)
+                           : bfloat16_of(value));
+}
+
+// A panel's sums, in the order of group vectors, to row m of the result.
+inline void store_group_order(CpuProduct const& p, int panel, int m, float const* total) {
+  __m256 v[8];
+  for (int g = 0; g < 8; ++g) v[g] = _mm256_load_ps(total + 8 * g);
+  transpose(v);
+  int const first = panel * kRowsPerPanel;
+  for (int i = 0; i < 8 && first + 8 * i < p.weight.n; ++i) store_vector(p, m, first + 8 * i, v[i]);
 }
 
 // use(count) with a constant, from 1 to kMost.

@@ -196,7 +196,7 @@ void multiply_rows_of_bfloat16(CpuProduct const& p, int panel, int m) {
       }
     }
   }
-  for (int r = 0; r < kRows; ++r) store_panel(p, panel, m + r, total[r]);
+  for (int r = 0; r < kRows; ++r) store_group_order(p, panel, m + r, total[r]);
 }
 
 }  // namespace

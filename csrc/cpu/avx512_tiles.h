@@ -91,24 +91,37 @@ template <int kRows, int kBlocks>
 void multiply_wide(CpuProduct const& p, WideTile const& tile, TileMemory& memory, Span const& span,
                    int block, int m, int row, int above) {
   int const steps = p.run() / 4;
+  // Of the first row: others are constants away.
+  int64_t const x_stride = p.x_stride, blocks = p.blocks;
+  float* const total = memory.total[row] + 16 * block;
+  int32_t* const pending = memory.pending[row] + 16 * block;
   for (int part = 0; part < span.runs; ++part) {
     Span::Run const& run = span.run[part];
-    int64_t const at = int64_t(m) * p.blocks + run.block;
+    int64_t const at = m * blocks + run.block;
     __m512i sums[kRows][kBlocks];
+    auto const for_each_sum = [&](auto const& use) {
+      unrolled<kRows>([&](auto r) { unrolled<kBlocks>([&](auto i) { use(r, i); }); });
+    };
     // What zero points take away, once a scale block.
-    __m512i zeros[kBlocks];
-    unrolled<kBlocks>([&](auto i) {
-      zeros[i] = _mm512_sub_epi32(_mm512_set1_epi32(-above),
-                                  _mm512_loadu_si512(run.zeros + 2 * (block + i)));
-    });
-    unrolled<kRows>([&](auto r) {
-      int const x_sum = run.last ? int(p.sums[at + int64_t(r) * p.blocks]) : 0;
+    if (!run.last) {
+      for_each_sum([&](auto r, auto i) { sums[r][i] = _mm512_setzero_si512(); });
+    } else if (p.weight.zeros) {
+      int64_t const* const x_sums = p.sums + at;
+      __m512i zeros[kBlocks];
       unrolled<kBlocks>([&](auto i) {
-        sums[r][i] = p.weight.zeros ? _mm512_mullo_epi32(zeros[i], _mm512_set1_epi32(x_sum))
-                                    : _mm512_set1_epi32(-above * x_sum);
+        zeros[i] = _mm512_sub_epi32(_mm512_set1_epi32(-above),
+                                    _mm512_loadu_si512(run.zeros + 2 * (block + i)));
       });
-    });
-    int8_t const* x = p.codes + m * p.x_stride + span.begin + part * p.run();
+      for_each_sum([&](auto r, auto i) {
+        sums[r][i] = _mm512_mullo_epi32(zeros[i], _mm512_set1_epi32(int(x_sums[r * blocks])));
+      });
+    } else {
+      int64_t const* const x_sums = p.sums + at;
+      for_each_sum([&](auto r, auto i) {
+        sums[r][i] = _mm512_set1_epi32(-above * int(x_sums[r * blocks]));
+      });
+    }
+    int8_t const* x = p.codes + m * x_stride + span.begin + part * p.run();
     __m512i const* codes = tile.words[block] + part * steps;
 #pragma GCC unroll 1
     for (int step = 0; step < steps; ++step, ++codes, x += 4) {
@@ -116,42 +129,46 @@ void multiply_wide(CpuProduct const& p, WideTile const& tile, TileMemory& memory
       unrolled<kBlocks>([&](auto i) { words[i] = codes[i * WideTile::kMostWords]; });
       unrolled<kRows>([&](auto r) {
         int32_t word;
-        std::memcpy(&word, x + r * p.x_stride, sizeof word);
+        std::memcpy(&word, x + r * x_stride, sizeof word);
         __m512i const values = _mm512_set1_epi32(word);
         unrolled<kBlocks>(
             [&](auto i) { sums[r][i] = _mm512_dpbusd_epi32(sums[r][i], words[i], values); });
       });
     }
+    if (p.zeros) {
+      int32_t const* const x_zeros = p.zeros + at;
+      __m512i const* const colsums = tile.colsums[part] + block;
+      for_each_sum([&](auto r, auto i) {
+        __m512i const zero = _mm512_set1_epi32(x_zeros[r * blocks]);
+        sums[r][i] = _mm512_sub_epi32(sums[r][i], _mm512_mullo_epi32(zero, colsums[i]));
+      });
+    }
+    if (!run.whole) {
+      for_each_sum([&](auto r, auto i) {
+        sums[r][i] =
+            _mm512_add_epi32(_mm512_load_si512(pending + r * kRowsPerPanel + 16 * i), sums[r][i]);
+      });
+      if (!run.last) {
+        for_each_sum([&](auto r, auto i) {
+          _mm512_store_si512(pending + r * kRowsPerPanel + 16 * i, sums[r][i]);
+        });
+        continue;
+      }
+      for_each_sum([&](auto r, auto i) {
+        _mm512_store_si512(pending + r * kRowsPerPanel + 16 * i, _mm512_setzero_si512());
+      });
+    }
+    float const* const x_scales = p.scales + at;
     __m512 scales[kBlocks];
     unrolled<kBlocks>([&](auto i) {
       scales[i] = _mm512_loadu_ps(reinterpret_cast<float const*>(run.scales + 2 * (block + i)));
     });
-    unrolled<kRows>([&](auto r) {
-      int64_t const vectors = at + int64_t(r) * p.blocks;
-      if (p.zeros) {
-        __m512i const zero = _mm512_set1_epi32(p.zeros[vectors]);
-        unrolled<kBlocks>([&](auto i) {
-          __m512i const more = _mm512_mullo_epi32(zero, tile.colsums[part][block + i]);
-          sums[r][i] = _mm512_sub_epi32(sums[r][i], more);
-        });
-      }
-      if (!run.whole) {
-        unrolled<kBlocks>([&](auto i) {
-          int32_t* const to = memory.pending[row + r] + 16 * (block + i);
-          sums[r][i] = _mm512_add_epi32(_mm512_load_si512(to), sums[r][i]);
-          _mm512_store_si512(to, run.last ? _mm512_setzero_si512() : sums[r][i]);
-        });
-      }
-      if (!run.last) return;
-      __m512 const factor = _mm512_set1_ps(p.scales[vectors]);
-      unrolled<kBlocks>([&](auto i) {
-        float* const to = memory.total[row + r] + 16 * (block + i);
-        __m512 const value =
-            _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][i]), _mm512_mul_ps(factor, scales[i]));
-        _mm512_store_ps(to, _mm512_add_ps(_mm512_load_ps(to), value));
-      });
+    for_each_sum([&](auto r, auto i) {
+      float* const to = total + r * kRowsPerPanel + 16 * i;
+      __m512 const factor = _mm512_mul_ps(_mm512_set1_ps(x_scales[r * blocks]), scales[i]);
+      __m512 const value = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][i]), factor);
+      _mm512_store_ps(to, _mm512_add_ps(_mm512_load_ps(to), value));
     });
-    if (!run.last) continue;
     for (int i = block; i < block + kBlocks; ++i) add_offsets(p, memory, run, at, i, row, kRows);
   }
 }

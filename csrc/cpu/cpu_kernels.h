@@ -93,10 +93,6 @@ void multiply_bfloat16(CpuProduct const& product, int panel, int first, int rows
 int bfloat16_column(int place);
 #endif
 
-// Writes the sums of a panel in group_row order to a row of the result, plus the bias. Sums that
-// are not finite become NaN.
-void store_panel(CpuProduct const& product, int panel, int row, float const* total);
-
 // ---- numbers
 
 inline float as_float(uint32_t bits) {

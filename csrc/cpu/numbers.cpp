@@ -60,15 +60,4 @@ void store_float(void* data, DataType type, int64_t index, float value) {
   std::memcpy(static_cast<char*>(data) + 2 * index, &half, sizeof half);
 }
 
-void store_panel(CpuProduct const& product, int panel, int row, float const* total) {
-  int const n = product.weight.n, first = panel * kRowsPerPanel;
-  int64_t const start = int64_t(row) * n + first;
-  for (int i = 0; i < kRowsPerPanel && first + i < n; ++i) {
-    float value = total[group_row(i)];
-    if (!(value - value == 0.0f)) value = as_float(0x7fc00000);
-    if (product.bias) value += product.bias[first + i];
-    store_float(product.out, product.out_type, start + i, value);
-  }
-}
-
 }  // namespace cutlass_ops

@@ -48,6 +48,19 @@ void reduce(Sum const (&lanes)[kLanes], int run, Sum (&sums)[kMostRuns]) {
   if (run >= kLaneColumns) sums[0] += sums[1];
 }
 
+// Writes the sums of a panel in group_row order to a row of the result, plus the bias. Sums that
+// are not finite become NaN.
+void store_panel(CpuProduct const& product, int panel, int row, float const* total) {
+  int const n = product.weight.n, first = panel * kRowsPerPanel;
+  int64_t const start = int64_t(row) * n + first;
+  for (int i = 0; i < kRowsPerPanel && first + i < n; ++i) {
+    float value = total[group_row(i)];
+    if (!(value - value == 0.0f)) value = as_float(0x7fc00000);
+    if (product.bias) value += product.bias[first + i];
+    store_float(product.out, product.out_type, start + i, value);
+  }
+}
+
 // x is floats (X is float) or centred integers.
 template <class X, class Sum, class Wide>
 void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) {
