@@ -102,7 +102,7 @@ def _reason_against_int8(c: Any) -> str | None:
         return reason
     if c.is_static_input_scheme:
         return "x has one scale that the checkpoint fixes"
-    if current_platform.is_cpu():  # for 1 to 128 tokens: results/vllm-cpu.json
+    if current_platform.is_cpu():  # for 2 to 128 tokens: results/vllm-cpu.json
         return "vLLM's kernel is faster on a CPU"
     return None
 
