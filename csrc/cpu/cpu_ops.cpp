@@ -163,17 +163,13 @@ void prepare_halves(GemmProblem const& problem, CpuKernels const& kernels, CpuPr
         }
         if (!sums) continue;
         // Places so many apart are of the same group.
-        constexpr int kLanes = 16;
-        float lanes[kLanes] = {};
-        for (int place = 0; place < kLaneColumns; ++place) {
-          uint32_t const bits = uint32_t(to[start + place]) << 16;
-          float value;
-          std::memcpy(&value, &bits, sizeof value);
-          lanes[place % kLanes] += value;
-        }
-        for (int lane = 0; lane < kLanes; ++lane) {
-          int const block = (start + columns[lane]) / p.block;
-          if (block < p.blocks) of_blocks[block] += lanes[lane];
+        constexpr int kApart = 16;
+        float parts[kApart] = {};
+        for (int place = 0; place < kLaneColumns; ++place)
+          parts[place % kApart] += as_float(uint32_t(to[start + place]) << 16);
+        for (int part = 0; part < kApart; ++part) {
+          int const block = (start + columns[part]) / p.block;
+          if (block < p.blocks) of_blocks[block] += parts[part];
         }
       }
     }
