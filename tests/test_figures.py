@@ -263,8 +263,8 @@ def test_nothing_is_drawn_from_files_of_several_commits(
     for path in (ROOT / "results").glob("*.json"):
         result = json.loads(path.read_text())
         rows = result["models"] if "models" in result else result["rows"]
-        if isinstance(rows[-1], dict):
-            rows[-1]["commit"] = "fedcba9876543210"
+        of_one_row = rows[-1] if isinstance(rows[-1], dict) else result
+        of_one_row["other_commit"] = "fedcba9876543210"
         (tmp_path / path.name).write_text(json.dumps(result))
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     pictures = {

@@ -283,6 +283,45 @@ def one_row() -> str:
     return markdown(heads, lines)
 
 
+#: Weights in the files that costs are fitted to, with scales of x's type and of fp32.
+SCALE_TYPES = {
+    "int4, groups of 128": ("w4a16", "w4a16-wide"),
+    "int8, groups of 128": ("w8a16", "w8a16-wide"),
+    "int4, groups of 32": ("w4a16-g32", "w4a16-g32-wide"),
+    "int8, groups of 32": ("w8a16-g32", "w8a16-g32-wide"),
+    "NF4, groups of 64": ("nf4", "nf4-wide"),
+}
+#: The most rows of x in a column.
+SCALE_TYPE_ROWS = {"1 to 8": 8, "9 to 16": 16, "17 to 64": 64, "65 to 255": 255, "more": math.inf}
+
+
+def scale_types() -> str:
+    """The time of a 16-bit x with scales of fp32 over that with scales of its type: of the fastest
+    candidates of a product.
+    """
+    files = [read(f"h100-{kind}-costs.json") for kind in ("decode", "tile")]
+    times: dict[tuple[int, ...], dict[str, float]] = {}
+    for file in files:
+        us = file["candidate_columns"].index("us")
+        for values in file["rows"]:
+            row = dict(zip(file["columns"], values, strict=True))
+            of_product = times.setdefault((row["n"], row["k"], row["m"]), {})
+            of_product[row["format"]] = min(candidate[us] for candidate in row["candidates"])
+    lines = []
+    for name, (own, wide) in SCALE_TYPES.items():
+        ratios: dict[str, list[float]] = {column: [] for column in SCALE_TYPE_ROWS}
+        for (_, _, m), found in times.items():
+            if own in found and wide in found:
+                column = next(name for name, last in SCALE_TYPE_ROWS.items() if m <= last)
+                ratios[column].append(found[wide] / found[own])
+        cells = [f"{statistics.median(some):.2f} ({max(some):.2f})" for some in ratios.values()]
+        lines.append([name, *cells])
+    heads = ["weights, M =", *SCALE_TYPE_ROWS]
+    named = ", ".join(f"`results/h100-{kind}-costs.json`" for kind in ("decode", "tile"))
+    about_both = f"{named}: {files[0]['device']}, commit `{files[0]['commit'][:7]}`."
+    return f"{about_both} The median, and in brackets the greatest:\n\n{markdown(heads, lines)}"
+
+
 def whole_layers() -> str:
     """README's numbers of experts, convolutions and an engine."""
     layers = expert_layers()
@@ -747,6 +786,7 @@ TABLES: dict[str, Callable[[], str]] = {
         copies,
         host,
         one_row,
+        scale_types,
         whole_layers,
         generation,
         training,
