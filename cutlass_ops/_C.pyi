@@ -9,6 +9,7 @@ built_with_cuda: bool
 cuda_architectures: str
 cutlass_version: str
 max_awq_rows: int
+cpu_fused_rows: int
 cpu_panel_rows: int
 cpu_panel_rows_of_bfloat16: int
 max_m: int  # rows of x
@@ -295,7 +296,7 @@ def cpu_quantize_activations(
     threads: int,
 ) -> None: ...
 def cpu_multiplies_bfloat16() -> bool: ...
-def cpu_float_panel_rows() -> int: ...
+def cpu_fuses(m: int, exact: bool) -> bool: ...
 def cpu_uses_bfloat16(weight: PackedWeight, m: int, x_type: DataType, exact: bool) -> bool: ...
 def cpu_dequantize(
     weight: PackedWeight, out_ptr: int, type: DataType, first_row: int, rows: int, threads: int

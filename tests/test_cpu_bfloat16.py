@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from cpu_sums import check, weight
 from packed_cases import random_weight
 from torch import Tensor
 
@@ -22,39 +21,6 @@ needs_products = pytest.mark.skipif(
 
 def x_of(m: int, k: int) -> Tensor:
     return torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(BFLOAT16)
-
-
-def weight(n: int, k: int, kind: str, group_size: int, dtype: torch.dtype) -> co.QuantizedWeight:
-    if kind in ("nf4", "mxfp4"):
-        w = torch.randn(n, k, generator=torch.Generator().manual_seed(k)).to(dtype)
-        return reference.quantize_weight_book(w, 32 if kind == "mxfp4" else group_size, kind)
-    return random_weight(n, k, 4, group_size, kind, dtype)
-
-
-def check(x: Tensor, qw: co.QuantizedWeight) -> None:
-    """Every element, in every dtype of the result: fp32 sums of codes and zero points in any order,
-    no weight rounded. The values of a code book are bf16's.
-    """
-    packed = co.reorder(qw)
-    chosen = co.explain(x, packed)
-    assert chosen.exact
-    assert "another order" in chosen.why
-    if qw.book is not None:
-        qw = replace(qw, book=qw.book.to(BFLOAT16).float())
-    w = reference.dequantize_weight(qw, torch.float32).double()
-    total = x.double() @ w.T
-    largest = 16 * qw.scales.double().abs().amax(1)
-    error = 5e-7 * (x.double().abs() @ w.abs().T + x.double().abs().sum(1, keepdim=True) * largest)
-    if qw.bias is not None:
-        total = total + qw.bias.double()
-    for dtype, half in (
-        (torch.float32, 2.0**-24),
-        (BFLOAT16, 2.0**-8),
-        (torch.float16, 2.0**-11),
-    ):
-        y = co.mixed_gemm(x, packed, out_dtype=dtype)
-        assert y.dtype == dtype
-        assert bool(((y.double() - total).abs() <= error + half * total.abs() * 1.01).all())
 
 
 @needs_products
@@ -111,11 +77,11 @@ def test_rows_that_are_not_finite_are_nan() -> None:
 
 @needs_products
 def test_others_keep_the_references_bits() -> None:
-    """Other codes, other types, ``exact``, ``batch_invariant`` and other instructions."""
+    """Few rows of other codes and types, ``exact``, ``batch_invariant``, and other instructions."""
     for x, bits, options in (
-        (x_of(8, 200), 8, {}),
-        (x_of(8, 200).half(), 4, {}),
-        (x_of(8, 200).float(), 4, {}),
+        (x_of(4, 200), 8, {}),
+        (x_of(4, 200).half(), 4, {}),
+        (x_of(4, 200).float(), 4, {}),
         (x_of(8, 200), 4, {"exact": True}),
         (x_of(8, 200), 4, {"batch_invariant": True}),
     ):
@@ -123,7 +89,7 @@ def test_others_keep_the_references_bits() -> None:
         packed = co.reorder(qw)
         assert co.explain(x, packed, **options).exact
         assert torch.equal(co.mixed_gemm(x, packed, **options), reference.mixed_gemm(x, qw))
-    qw, x = random_weight(70, 200, 4, 32, "zeros"), x_of(8, 200)
+    qw, x = random_weight(70, 200, 4, 32, "zeros"), x_of(4, 200)
     packed = co.reorder(qw)
     single = {"out_dtype": torch.float32}
     assert not torch.equal(

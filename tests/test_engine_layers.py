@@ -13,10 +13,10 @@ def test_rows_have_the_same_bits_in_any_batch_where_the_engine_is_batch_invarian
     weight = co.quantize(torch.randn(96, 256, generator=generator), 4, 64)
     layer.codes = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
     keep(layer, ["codes"], weight, "none", True)
-    x = torch.randn(512, 256, generator=generator).bfloat16()
+    x = torch.randn(512, 256, generator=generator)
     alone = torch.cat([product(layer, row, None, True) for row in x.split(1)])
     assert torch.equal(product(layer, x, None, True), alone)
-    assert not torch.equal(product(layer, x, None, False), alone)  # torch multiplies many rows
+    assert not torch.equal(product(layer, x, None, False), alone)  # sums have another order
 
 
 @pytest.mark.parametrize(

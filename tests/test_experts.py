@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from expert_cases import FORMATS, both, problem, weights
+from expert_cases import FORMATS, both, check, problem, weights
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -43,21 +43,6 @@ def oracle(
             hidden = (activation(gate) * up).to(x.dtype).double()
             result[t] += float(topk_weights[t, j]) * (hidden @ second.t())
     return result
-
-
-def check(found: Tensor, expected: Tensor) -> None:
-    rms = float(expected.square().mean().sqrt())
-    # A rounding of act(gate) * up to 16 bits may fall to the other side in fp64.
-    relative, absolute = {
-        torch.float32: (0, 1e-5),
-        torch.bfloat16: (2**-8, 2e-3),
-        torch.float16: (2**-10, 6e-4),
-    }[found.dtype]
-    assert bool(
-        (
-            (found.double() - expected).abs() <= relative * expected.abs() + absolute * rms + 1e-30
-        ).all()
-    )
 
 
 # ---- routing

@@ -242,15 +242,14 @@ def test_panels_of_rows_that_are_not_finite_or_not_there() -> None:
 # What a CPU does with many rows of an x that is not quantised.
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "perm"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_many_rows_on_a_cpu_are_multiplied_by_torch(
-    bits: int, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_rows_on_a_cpu(bits: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     qw = weight(bits, "zeros" if kind == "perm" else kind, 64, n=200, perm=kind == "perm")
     packed, bias = co.reorder(qw), activations(200)
     monkeypatch.setattr(products, "_CPU_PANEL_VALUES", 70 * K)  # four panels
     relative = {torch.float32: 0, torch.float16: 2**-10, torch.bfloat16: 2**-8}
     for dtype, rows in (
         (torch.float32, 128),
+        (torch.float32, 5),
         (torch.float16, 128),
         (torch.bfloat16, 128),
         (torch.bfloat16, 32),
@@ -278,25 +277,20 @@ def test_many_rows_on_a_cpu_are_multiplied_by_torch(
         for keeps in ("exact", "batch_invariant"):
             y = co.mixed_gemm(x, packed, **{keeps: True})
             assert torch.equal(y, reference.mixed_gemm(x, qw))
-            assert torch.equal(y[:5], co.mixed_gemm(x[:5], packed))
+            assert torch.equal(y[:4], co.mixed_gemm(x[:4], packed))
 
 
-def test_many_rows_on_a_cpu_round_a_code_book_to_their_dtype_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(_C, "cpu_float_panel_rows", lambda: 128)
+def test_many_rows_on_a_cpu_round_a_code_book_to_their_dtype_first() -> None:
     qw = reference.quantize_weight_book(torch.randn(200, K), 64, "nf4")
     packed = co.reorder(qw)
     for dtype in (torch.float16, torch.bfloat16):
         x = torch.randn(128, K, generator=torch.Generator().manual_seed(1)).to(dtype)
         y = co.mixed_gemm(x, packed, out_dtype=torch.float32)
-        assert co.explain(x, packed, out_dtype=torch.float32).kernel == "torch.matmul"
         expected = reference.mixed_gemm(x, qw, out_dtype=torch.float32)
         assert (y - expected).norm() <= 1e-6 * expected.norm()
 
 
-def test_many_rows_on_a_cpu_that_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_C, "cpu_float_panel_rows", lambda: 128)
+def test_many_rows_on_a_cpu_that_are_not_finite() -> None:
     packed = co.reorder(weight(n=200))
     for dtype in (torch.bfloat16, torch.float32):
         x = activations(128, K).to(dtype)
@@ -307,43 +301,34 @@ def test_many_rows_on_a_cpu_that_are_not_finite(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_explain_says_what_a_cpu_does_with_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_C, "cpu_float_panel_rows", lambda: 128)
-    packed = sized(4096, 4096, 4)
-    in_bfloat16 = _C.cpu_multiplies_bfloat16()
-    for m, dtype, options, rounds in (
-        (128, torch.float32, {}, False),
-        (128, torch.float16, {}, False),
-        (128, torch.bfloat16, {}, in_bfloat16),
-        (128, torch.bfloat16, {"out_dtype": torch.float32}, False),
-        (128, torch.bfloat16, {"bias": torch.zeros(4096)}, False),
-        (128, torch.bfloat16, {"activation": "relu"}, False),
+    monkeypatch.setattr(_C, "cpu_multiplies_bfloat16", lambda: True)
+    packed, wide, bfloat16 = sized(4096, 4096, 4), sized(64, 128, 8), torch.bfloat16
+    for m, packed_weight, dtype, options, by_torch in (
+        (128, packed, bfloat16, {}, True),
+        (_C.cpu_panel_rows_of_bfloat16, packed, bfloat16, {}, True),
+        (_C.cpu_panel_rows, wide, bfloat16, {}, True),
+        (_C.cpu_panel_rows - 1, wide, bfloat16, {}, False),
+        (128, packed, torch.float32, {}, False),
+        (128, packed, torch.float16, {}, False),
+        (128, packed, bfloat16, {"out_dtype": torch.float32}, False),
+        (128, packed, bfloat16, {"bias": torch.zeros(4096)}, False),
+        (128, packed, bfloat16, {"activation": "relu"}, False),
+        (128, packed, bfloat16, {"exact": True}, False),
+        (128, packed, bfloat16, {"batch_invariant": True}, False),
+        (128, packed, bfloat16, {"act_quant": "block"}, False),
     ):
-        found = co.explain(m, packed, dtype=dtype, **options)
-        assert (found.device, found.kernel, found.launches, found.exact) == (
-            "cpu",
-            "torch.matmul",
-            (),
-            not rounds,
+        found = co.explain(m, packed_weight, dtype=dtype, **options)
+        assert (found.device, found.launches) == ("cpu", ())
+        assert found.kernel == ("torch.matmul" if by_torch else _C.cpu_kernel())
+        assert found.exact != by_torch
+        values = min(2**20 * torch.get_num_threads(), packed_weight.rows * packed_weight.k)
+        assert found.workspace == (2 * values if by_torch else 0)
+    for m, options in ((4, {}), (5, {"exact": True}), (5, {"batch_invariant": True})):
+        assert co.explain(m, packed, dtype=torch.float32, **options).why == (
+            "the bits are the reference's"
         )
-        assert found.workspace == (2 if rounds else 4) * 2**20 * min(torch.get_num_threads(), 16)
-    for m, dtype, options in (
-        (127, torch.float32, {}),
-        (15, torch.bfloat16, {}),
-        (128, torch.float32, {"exact": True}),
-        (128, torch.float32, {"batch_invariant": True}),
-        (128, torch.float32, {"act_quant": "block"}),
-    ):
-        assert co.explain(m, packed, dtype=dtype, **options).kernel == _C.cpu_kernel()
-    for m, wide in (
-        (_C.cpu_panel_rows, sized(64, 128, 8)),
-        (_C.cpu_panel_rows_of_bfloat16, packed),
-    ):
-        found = co.explain(m, wide, dtype=torch.bfloat16).kernel
-        assert (found == "torch.matmul") == in_bfloat16
-    monkeypatch.undo()
-    assert _C.cpu_float_panel_rows() >= 128
-    by_torch = _C.cpu_float_panel_rows() == 128
-    assert (co.explain(128, packed, dtype=torch.float32).kernel == "torch.matmul") == by_torch
+    several = co.explain(_C.cpu_fused_rows, packed, dtype=torch.float32)
+    assert ("another order" in several.why) == (_C.cpu_kernel() != "cpu_scalar")
 
 
 @pytest.mark.skipif(_C.built_with_cuda, reason="this build has CUDA kernels")

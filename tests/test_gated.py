@@ -428,9 +428,8 @@ def test_explain_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = co.reorder(pair(), gated=True)
     assert co.explain(3, packed).kernel.startswith("cpu_")
     monkeypatch.setattr(_C, "cpu_multiplies_bfloat16", lambda: True)
-    monkeypatch.setattr(_C, "cpu_float_panel_rows", lambda: 128)
     many = co.explain(200, packed, dtype=torch.bfloat16)
-    assert many.kernel == "torch.matmul"
+    assert many.kernel.startswith("cpu_")
     assert many.exact  # the factors are fp32
     assert not co.explain(200, packed.eights, dtype=torch.bfloat16).exact, "nothing is tested"
 

@@ -163,11 +163,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_instruction_sets", &cpu_instruction_sets,
         "Those that CPU kernels are chosen from here, the fastest first.");
   m.def("use_cpu_instruction_set", &use_cpu_instruction_set, py::arg("name"),
-        "Choose another, for tests; the bits are the same, unless cpu_uses_bfloat16.");
+        "Choose another, for tests; the bits are the same, unless cpu_fuses or cpu_uses_bfloat16.");
   m.def("cpu_multiplies_bfloat16", &cpu_multiplies_bfloat16,
         "Whether this machine has instructions for products of bf16.");
-  m.def("cpu_float_panel_rows", &cpu_float_panel_rows,
-        "Rows of x from which a CPU multiplies dequantised panels in fp32.");
+  m.def("cpu_fuses", &cpu_fuses, py::arg("m"), py::arg("exact"),
+        "Whether a CPU adds products of floats in one rounding each, in another order.");
+  m.attr("cpu_fused_rows") = kCpuFusedRows;
   m.attr("cpu_panel_rows") = kCpuPanelRows;
   m.attr("cpu_panel_rows_of_bfloat16") = kCpuPanelRowsOfBfloat16;
   m.def(

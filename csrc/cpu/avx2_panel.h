@@ -25,8 +25,11 @@ void multiply_few(CpuProduct const& p, int panel, int first, int rows) {
 
 void multiply_any_floats(CpuProduct const& p, int panel, int first, int rows) {
   if (has_few_rows(p)) return multiply_few(p, panel, first, rows);
-  visit(p.weight.format,
-        [&](auto format) { multiply_tiles<FloatTiles<decltype(format)>>(p, panel, first, rows); });
+  visit(p.weight.format, [&](auto format) {
+    using Format = decltype(format);
+    p.fused ? multiply_tiles<FloatTiles<Format, true>>(p, panel, first, rows)
+            : multiply_tiles<FloatTiles<Format, false>>(p, panel, first, rows);
+  });
 }
 
 // The order of integers that multiply_few() reads.

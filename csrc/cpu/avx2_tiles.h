@@ -194,43 +194,105 @@ void sum_32_columns(float const* tile, float const* x, int64_t stride, int place
   add_to<kRows>(sums, pair);
 }
 
-// Row block i of rows m .. m + kRows - 1 of x, which are `row` and so on of their chunk.
+// Sums of a run of columns in the reference's order; `part`: of a span of shorter runs.
 template <int kRows>
-void multiply_tile(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m,
-                   int row) {
+[[gnu::always_inline]] inline void sum_run(float const* tile, float const* x, int64_t stride,
+                                           int places, int run, int part, Sixteen (&sums)[kRows]) {
+  if (run == 16) return sum_16_columns<kRows>(tile, x, stride, places, part, sums);
+  sum_32_columns<kRows>(tile, x, stride, places, part, sums);
+  if (run < kLaneColumns) return;
+  Sixteen more[kRows];
+  sum_32_columns<kRows>(tile, x, stride, places, 1, more);
+  add_to<kRows>(sums, more);
+}
+
+// The same in any order, without sums of lanes: each product is added in one rounding.
+template <int kRows, int kPlaces, int... kOfRun>
+[[gnu::always_inline]] inline void sum_fused(float const* tile, float const* x, int64_t stride,
+                                             std::integer_sequence<int, kOfRun...>,
+                                             Sixteen (&out)[kRows]) {
+  Sixteen sums[kRows];
+  unrolled<kRows>([&](auto r) { sums[r] = Sixteen(0.0f); });
+#pragma GCC unroll 1
+  for (int place = 0; place < kPlaces; ++place, tile += kRowsPerBlock, x += kLanes) {
+    auto const add = [&](int lane) {
+      Sixteen const rows = Sixteen::load(tile + lane * kPlaces * kRowsPerBlock);
+      unrolled<kRows>(
+          [&](auto r) { sums[r] = Sixteen::fused(rows, Sixteen(x[r * stride + lane]), sums[r]); });
+    };
+    (add(kOfRun), ...);
+  }
+  unrolled<kRows>([&](auto r) { out[r] = sums[r]; });
+}
+
+// Row block i of rows m .. m + kRows - 1 of x, which are `row` and so on of their chunk. Calls
+// sum(tile, x, part, sums) for each run.
+template <int kRows, class Sum>
+[[gnu::always_inline]] inline void multiply_runs(CpuProduct const& p, TileMemory& memory,
+                                                 Span const& span, int i, int m, int row,
+                                                 Sum const& sum) {
   auto const* const tile = reinterpret_cast<float const*>(memory.tile);
   float const* const x = p.x + m * p.x_stride + span.begin;
-  int const places = span.columns / kLanes;
   for (int part = 0; part < span.runs; ++part) {
     Span::Run const& run = span.run[part];
-    Sixteen sums[kRows], more[kRows];
-    if (p.run() == 16) {
-      sum_16_columns<kRows>(tile, x, p.x_stride, places, part, sums);
-    } else {
-      sum_32_columns<kRows>(tile, x, p.x_stride, places, part, sums);
-    }
-    if (p.run() >= kLaneColumns) {
-      sum_32_columns<kRows>(tile, x, p.x_stride, places, 1, more);
-      add_to<kRows>(sums, more);
-    }
+    Sixteen sums[kRows];
+    sum(tile, x, part, sums);
     if (!run.whole) {
-      for (int r = 0; r < kRows; ++r) {
+      unrolled<kRows>([&](auto r) {
         float* const to = reinterpret_cast<float*>(memory.pending[row + r]) + 16 * i;
         sums[r] = Sixteen::load(to) + sums[r];
         (run.last ? Sixteen(0.0f) : sums[r]).store(to);
-      }
+      });
     }
     if (!run.last) continue;
     Sixteen const scales = Sixteen::load(reinterpret_cast<float const*>(run.scales + 2 * i));
-    for (int r = 0; r < kRows; ++r) {
+    unrolled<kRows>([&](auto r) {
       float* const to = memory.total[row + r] + 16 * i;
       (Sixteen::load(to) + sums[r] * scales).store(to);
-    }
+    });
     add_offsets(p, memory, run, int64_t(m) * p.blocks + run.block, i, row, kRows);
   }
 }
 
-template <class Format>
+template <int kRows>
+void multiply_tile(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m,
+                   int row) {
+  multiply_runs<kRows>(p, memory, span, i, m, row,
+                       [&](float const* tile, float const* x, int part, Sixteen(&sums)[kRows]) {
+                         sum_run<kRows>(tile, x, p.x_stride, span.columns / kLanes, p.run(), part,
+                                        sums);
+                       });
+}
+
+// kOfRun: the lanes of a run's columns, of the first part of a span (lane_column).
+template <int kRows, int kRun, int... kOfRun>
+void multiply_tile_fused(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m,
+                         int row) {
+  constexpr int kPlaces = (kRun < kLaneColumns ? kLaneColumns : kRun) / kLanes;
+  multiply_runs<kRows>(p, memory, span, i, m, row,
+                       [&](float const* tile, float const* x, int part, Sixteen(&sums)[kRows]) {
+                         int const lane = kRun < kLaneColumns ? part * kRun / 16 : 0;
+                         sum_fused<kRows, kPlaces>(tile + lane * kPlaces * kRowsPerBlock, x + lane,
+                                                   p.x_stride,
+                                                   std::integer_sequence<int, kOfRun...>(), sums);
+                       });
+}
+
+template <int kRows>
+auto fused_tile(int run) {
+  switch (run) {
+    case 16:
+      return multiply_tile_fused<kRows, 16, 0, 4>;
+    case 32:
+      return multiply_tile_fused<kRows, 32, 0, 1, 4, 5>;
+    case 64:
+      return multiply_tile_fused<kRows, 64, 0, 1, 2, 3, 4, 5, 6, 7>;
+    default:
+      return multiply_tile_fused<kRows, kKPerTile, 0, 1, 2, 3, 4, 5, 6, 7>;
+  }
+}
+
+template <class Format, bool kFused>
 struct FloatTiles {
   static constexpr int kBits = Format::kBits;
   Avx2Decoder<Format> decoder;
@@ -243,7 +305,8 @@ struct FloatTiles {
   template <int kRows>
   void multiply(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m,
                 int row) const {
-    multiply_tile<kRows>(p, memory, span, i, m, row);
+    auto const multiply = kFused ? fused_tile<kRows>(p.run()) : multiply_tile<kRows>;
+    multiply(p, memory, span, i, m, row);
   }
 };
 

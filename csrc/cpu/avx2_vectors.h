@@ -62,6 +62,8 @@ struct Sixteen {
   void store(float* to) const { _mm512_storeu_ps(to, v); }
   friend Sixteen operator+(Sixteen a, Sixteen b) { return _mm512_add_ps(a.v, b.v); }
   friend Sixteen operator*(Sixteen a, Sixteen b) { return _mm512_mul_ps(a.v, b.v); }
+  // a * b + c, rounded once.
+  static Sixteen fused(Sixteen a, Sixteen b, Sixteen c) { return _mm512_fmadd_ps(a.v, b.v, c.v); }
 };
 struct SixteenInts {
   __m512i v;
@@ -104,6 +106,10 @@ struct Sixteen {
   }
   friend Sixteen operator*(Sixteen a, Sixteen b) {
     return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
+  }
+  // a * b + c, rounded once.
+  static Sixteen fused(Sixteen a, Sixteen b, Sixteen c) {
+    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
   }
 };
 struct SixteenInts {

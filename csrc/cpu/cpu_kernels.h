@@ -34,6 +34,7 @@ struct CpuProduct {
   int blocks = 0;                    // scale blocks that hold real columns
   int group_blocks = 0;              // scale blocks of a group of weights
   bool has_floats = false;           // x is floats
+  bool fused = false;                // whose products may be added in one rounding, in any order
   int64_t x_stride = 0;              // elements of a row of x, codes or centred
   float const* x = nullptr;          // floats, in the order of lane_column; null for integers
   uint16_t const* halves = nullptr;  // bf16, in the order of the kernel for it, or null

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <limits>
 #include <memory>
 #include <stdexcept>
 
@@ -22,7 +21,8 @@ std::vector<CpuKernels const*> const& available() {
   static std::vector<CpuKernels const*> const kernels = [] {
     std::vector<CpuKernels const*> found;
 #if defined(CUTLASS_OPS_AVX2)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
+        __builtin_cpu_supports("fma")) {
       bool const avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
       if (avx512 && __builtin_cpu_supports("avx512vnni")) found.push_back(&kAvx512VnniKernels);
       found.push_back(&kAvx2Kernels);
@@ -296,14 +296,8 @@ bool cpu_uses_bfloat16(PackedWeight const& weight, int m, DataType x_type, bool 
          chosen().load()->multiply_bfloat16 && cpu_multiplies_bfloat16();
 }
 
-int cpu_float_panel_rows() {
-  constexpr int kRows = 128;
-#if defined(CUTLASS_OPS_AVX2)
-  // On AMD's torch multiplies fp32 as fast as AVX2 allows; Intel's were not measured.
-  if (chosen().load() == &kAvx512VnniKernels && !__builtin_cpu_is("intel"))
-    return std::numeric_limits<int>::max();
-#endif
-  return kRows;
+bool cpu_fuses(int m, bool exact) {
+  return !exact && m >= kCpuFusedRows && chosen().load() != &kScalarKernels;
 }
 
 std::string cpu_kernel() { return std::string("cpu_") + chosen().load()->name; }
@@ -374,8 +368,10 @@ struct Product {
     }
     prepare_codebook(problem.x_type, p, memory);
     if (problem.quantized.codes) return prepare_integers(problem, kernels, p, memory, threads);
-    if (cpu_uses_bfloat16(w, p.m, problem.x_type, problem.exact || problem.batch_invariant))
+    bool const exact = problem.exact || problem.batch_invariant;
+    if (cpu_uses_bfloat16(w, p.m, problem.x_type, exact))
       return prepare_halves(problem, kernels, p, memory, threads);
+    p.fused = cpu_fuses(p.m, exact);
     prepare_floats(problem, p, memory, threads);
   }
 

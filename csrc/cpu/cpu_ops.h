@@ -13,16 +13,22 @@ namespace cutlass_ops {
 // Floats to int8 codes in kernel order, with scales (and zero points). All of `out` is written.
 void cpu_quantize_activations(QuantizeProblem const& problem, int threads);
 
-// With at least this many rows of an x that is not quantised, torch may be faster with dequantised
-// panels of the weight; than the kernel for bf16, with more.
+// With at least this many rows of x in bf16, torch's product with dequantised panels of the weight
+// is faster where the instruction set has products of bf16; than the kernel for these and codes of 4
+// bits, with more.
 constexpr int kCpuPanelRows = 16, kCpuPanelRowsOfBfloat16 = 32;
+
+// Whether the products of m rows of floats are added in one rounding each, by vector kernels, unless
+// `exact`: sums have another order than the reference's.
+constexpr int kCpuFusedRows = 5;  // fewer are multiplied by other kernels
+bool cpu_fuses(int m, bool exact);
 
 // Whether m rows of floats are multiplied by the kernel for bf16 and codes of 4 bits, where the
 // instruction set has products of bf16, unless `exact`: sums have another order than the reference's.
 bool cpu_uses_bfloat16(PackedWeight const& weight, int m, DataType x_type, bool exact);
 
-// y = x @ W^T + bias, with the reference's bits unless cpu_uses_bfloat16(), quantising the
-// activations first where the problem says so. The problem has no activation, no residual, and does
+// y = x @ W^T + bias, with the reference's bits unless cpu_uses_bfloat16() or cpu_fuses(), quantising
+// the activations first where the problem says so. The problem has no activation, no residual, and does
 // not saturate; the weight is not gated.
 void cpu_mixed_gemm(GemmProblem const& problem, int threads);
 
@@ -49,9 +55,6 @@ void use_cpu_instruction_set(std::string const& name);
 // Whether this machine has instructions for products of bf16 (every CPU with AMX has
 // AVX-512's, too).
 bool cpu_multiplies_bfloat16();
-
-// Rows of x from which torch's fp32 product of dequantised panels is faster than kernels on floats.
-int cpu_float_panel_rows();
 
 // The name of the kernels that are chosen.
 std::string cpu_kernel();

@@ -36,8 +36,8 @@ class Explanation:
     Attributes:
         device: "cpu" or the GPU's architecture, "sm_90".
         kernel: the kernel's name, and in ``csrc/kernels`` its file's; on a CPU that of its
-            instruction set; "torch.matmul" for an x that is not quantised and is fp32, or on a
-            CPU has many rows.
+            instruction set; "torch.matmul" for an x that is not quantised and, on a GPU, is
+            fp32, or on a CPU has many rows of bf16.
         launches: the files in ``csrc/kernels`` of the kernels that run, in order:
             quantize_activations (unless `kernel` quantises x itself), upcast_activations or
             compensate_zeros, weight_colsum (where terms of zero points are needed and not
@@ -216,9 +216,12 @@ def explain(
             return _panels(m, weight, gpu, compute, batch_invariant)
     if gpu is None:
         nothing, why = (0, 0), "the bits are the reference's"
-        floats = not isinstance(x, QuantizedActivations)
+        floats = not isinstance(x, QuantizedActivations) and act_quant == "none"
+        order = "sums have another order than the reference's"
         if floats and products.uses_bfloat16_on_cpu(m, weight, dtype, call):
-            why = "the CPU's products of bf16, whose sums have another order than the reference's"
+            why = f"the CPU's products of bf16: {order}"
+        elif floats and _C.cpu_fuses(m, exact or batch_invariant):
+            why = f"a product and its sum are rounded once: {order}"
         return Explanation(
             "cpu", _C.cpu_kernel(), (), nothing, nothing, 1, 0, 0, 0, 1, 0, 0, True, why
         )

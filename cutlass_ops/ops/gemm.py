@@ -104,11 +104,11 @@ def mixed_gemm(
     infinities where they come out).
 
     A CPU has the reference's bits with any number of threads, but for an x that is not quantised.
-    In bf16, where it has products of that (AVX512_BF16), a kernel multiplies up to 31 rows by codes
-    of 4 bits, and scales sums in fp32. From 32 rows on (16 with 8 bits, 128 in fp32) torch
-    multiplies the weight's values, which are dequantised in panels and rounded once to x's dtype.
-    Both sum in another order. In fp32 kernels are faster, and used, on CPUs with AVX-512 that are
-    not Intel's. ``exact=True`` and ``batch_invariant=True`` keep the reference's bits.
+    Of that, kernels for AVX2 and AVX-512 multiply five rows and more in fused multiply-adds. In
+    bf16, where the CPU has products of that (AVX512_BF16), a kernel multiplies up to 31 rows by
+    codes of 4 bits, and scales sums in fp32. From 32 rows on (16 with 8 bits) torch multiplies the
+    weight's values, which are dequantised in panels and rounded once to bf16. All of these sum in
+    another order. ``exact=True`` and ``batch_invariant=True`` keep the reference's bits.
 
     On a GPU no kernel multiplies an fp32 x as it is (``act_quant="none"``): the weight is
     dequantised in panels of rows, at most 256 MB of fp32 values at a time, and multiplied by torch,

@@ -139,7 +139,7 @@ def panel_type(
     """The dtype in which :func:`panel_gemm` computes a product of m rows of floats; None where
     kernels compute it.
 
-    On a GPU no kernel multiplies fp32 as it is. A CPU multiplies many rows faster by torch: in bf16
+    On a GPU no kernel multiplies fp32 as it is. A CPU multiplies many rows of bf16 faster by torch,
     where it has instructions for that and nothing but a bias of bf16 comes after the sums, which
     oneDNN then rounds once.
     """
@@ -157,9 +157,7 @@ def panel_type(
     in_bfloat16 = (
         dtype is call.out_dtype is torch.bfloat16 and rounds_once and _C.cpu_multiplies_bfloat16()
     )
-    if in_bfloat16:
-        return torch.bfloat16
-    return torch.float32 if m >= _C.cpu_float_panel_rows() else None
+    return torch.bfloat16 if in_bfloat16 else None
 
 
 def uses_bfloat16_on_cpu(m: int, weight: PackedWeight, dtype: torch.dtype, call: Call) -> bool:
