@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-RESULT = json.loads((ROOT / "results/h100.json").read_text())
+RESULT = json.loads((ROOT / "results/h200.json").read_text())
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_the_perplexity_of_the_readme_is_that_of_the_accuracy_page() -> None:
 
 
 def test_the_pictures_are_those_of_the_results(figures: ModuleType) -> None:
-    picture = (ROOT / "results/h100.svg").read_text()
+    picture = (ROOT / "results/h200.svg").read_text()
     for row in RESULT["rows"]:
         if row["m"] in figures.plot.TICKS:
             assert f">{row['us']:.0f}<" in picture or f">{row['us']:.3g}<" in picture
@@ -101,7 +101,7 @@ def test_other_results_give_other_pages(
         row for row in other["rows"] if (row["format"], row["n"], row["m"]) == ("w8a16", 28672, 1)
     )
     row["us"] = 98.76
-    (tmp_path / "h100.json").write_text(json.dumps(other))
+    (tmp_path / "h200.json").write_text(json.dumps(other))
     rows = [{"threads": 2, "name": "int4 A8", "prompt_tokens_per_s": 384.1, "tokens_per_s": 33.87}]
     about = {
         "machine": "x86_64",
@@ -312,7 +312,7 @@ def test_the_site_draws_its_pictures(
     figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import_or_skip("matplotlib")
-    monkeypatch.delitem(figures.PICTURES, "h100.svg")  # takes seconds
+    monkeypatch.delitem(figures.PICTURES, "h200.svg")  # takes seconds
     (tmp_path / "results").mkdir()
     figures.on_post_build(config={"site_dir": str(tmp_path)})
     for name in figures.PICTURES:
@@ -335,7 +335,7 @@ def test_a_slower_cell_of_a_heat_map_is_framed_and_every_cell_has_its_number(
 
 def test_heat_maps_are_those_of_the_results() -> None:
     """Read here without the tool's help, for one cell of each."""
-    experts = json.loads((ROOT / "results/experts_h100.json").read_text())["rows"]
+    experts = json.loads((ROOT / "results/experts_h200.json").read_text())["rows"]
     cell = ("qwen3-30b", 1024, "w4a16")
     us = {
         row["peer"]: row["us"] for row in experts if (row["shape"], row["m"], row["format"]) == cell

@@ -77,6 +77,8 @@ EXPERT_MODES = {
 }
 
 
+#: The first is README's, and the heat map's.
+EXPERT_FILES = ("experts_h200.json", "experts_h100.json")
 #: README's selection.
 README_EXPERTS = ("Qwen3-30B-A3B", "Kimi K2, an eighth, groups of 32")
 README_MS = (1, 32, 4096)
@@ -170,8 +172,8 @@ def cell(row: Row) -> str:
 
 def products() -> str:
     """Every format over M, a table a shape, with torch's products at the end."""
-    parts = [about("h100.json")]
-    for (n, k), formats in plot.panels(read("h100.json")["rows"]).items():
+    parts = [about("h200.json")]
+    for (n, k), formats in plot.panels(read("h200.json")["rows"]).items():
         if (n, k) == (576, 576):
             continue
         ms = [1, 16, 64, 256, 1024, 4096]
@@ -204,7 +206,7 @@ def products() -> str:
 
 def behind() -> str:
     """Where a peer was faster."""
-    rows = [row for row in read("h100.json")["rows"] if row["m"] and row["format"] in FORMATS]
+    rows = [row for row in read("h200.json")["rows"] if row["m"] and row["format"] in FORMATS]
     with_peer = [(row, peer) for row in rows if (peer := peer_of_format(row))]
     lost = [(row, *peer) for row, peer in with_peer if peer[1] < row["us"]]
     text = (
@@ -230,7 +232,7 @@ def behind() -> str:
 def copies() -> str:
     """What only moves data, and AWQ's product, which takes tensors as AutoAWQ stores them."""
     lines = []
-    for row in read("h100.json")["rows"]:
+    for row in read("h200.json")["rows"]:
         if row["m"] == 0 or row["format"] == "awq-gemm":
             peer = peer_of_format(row)
             name = row["format"] + (f", M = {row['m']}" if row["m"] else "")
@@ -244,17 +246,18 @@ def copies() -> str:
 def host() -> str:
     """CPU time of eager calls."""
     times: dict[str, dict[int, float]] = {}
-    for row in read("h100.json")["host_rows"]:
+    for row in read("h100-host.json")["rows"]:
         times.setdefault(row["call"], {})[row["m"]] = row["host_us"]
     ms = sorted({m for by_m in times.values() for m in by_m})
-    return markdown(
+    table = markdown(
         ["call, M =", *ms], ([call, *(digits(by_m[m]) for m in ms)] for call, by_m in times.items())
     )
+    return f"{about('h100-host.json')}\n\n{table}"
 
 
 def rows_of_one() -> list[Row]:
     """The rows of README's numbers."""
-    rows = {(row["format"], row["n"], row["k"], row["m"]): row for row in read("h100.json")["rows"]}
+    rows = {(row["format"], row["n"], row["k"], row["m"]): row for row in read("h200.json")["rows"]}
     return [rows[(name, *ONE_ROW_SHAPE)] for name in ONE_ROW]
 
 
@@ -324,7 +327,7 @@ def scale_types() -> str:
 
 def whole_layers() -> str:
     """README's numbers of experts, convolutions and an engine."""
-    layers = expert_layers()
+    layers = expert_layers(EXPERT_FILES[0])
     lines = [
         [
             f"{name}, W4A16, M = {m}",
@@ -350,7 +353,7 @@ def whole_layers() -> str:
     ]
     tokens = {
         row["kernel"]: row["decode_ms"]["1"] * 1e3
-        for row in read("h100-vllm.json")["rows"]
+        for row in read("h200-vllm.json")["rows"]
         if (engine_model(row), row["checkpoint"]) == README_MODEL
     }
     lines.append(
@@ -391,13 +394,13 @@ def training() -> str:
     return f"{about('training_h100.json')}\n\n{table}"
 
 
-def expert_layers() -> dict[str, dict[int, tuple[float, float]]]:
-    """Microseconds of whole layers of experts by M: ours, and the least of the peers that multiply
-    the same format.
+def expert_layers(file: str) -> dict[str, dict[int, tuple[float, float]]]:
+    """Microseconds of a file's whole layers of experts by M: ours, and the least of the peers that
+    multiply the same format.
 
     Only for numbers of rows with which all layers were timed.
     """
-    rows = read("experts_h100.json")["rows"]
+    rows = read(file)["rows"]
     us = {(row["shape"], row["format"], row["m"], row["peer"]): row["us"] for row in rows}
     cells = [(shape, form, own) for shape in EXPERTS for form, own in EXPERT_MODES.values()]
     ms = [
@@ -419,16 +422,20 @@ def expert_layers() -> dict[str, dict[int, tuple[float, float]]]:
 
 
 def experts() -> str:
-    """Whole layers of experts."""
-    layers = expert_layers()
-    cells = [cell for by_m in layers.values() for cell in by_m.values()]
-    ahead = sum(ours < peer for ours, peer in cells)
-    lines = [
-        [name, *(f"{digits(ours)} ({digits(peer)})" for ours, peer in by_m.values())]
-        for name, by_m in layers.items()
-    ]
-    text = f"{about('experts_h100.json')} Microseconds; ahead in {ahead} of {len(cells)} cells:"
-    return f"{text}\n\n{markdown(['layer, M =', *next(iter(layers.values()))], lines)}"
+    """Whole layers of experts: a table for each card."""
+    parts = []
+    for file in EXPERT_FILES:
+        layers = expert_layers(file)
+        cells = [cell for by_m in layers.values() for cell in by_m.values()]
+        ahead = sum(ours < peer for ours, peer in cells)
+        lines = [
+            [name, *(f"{digits(ours)} ({digits(peer)})" for ours, peer in by_m.values())]
+            for name, by_m in layers.items()
+        ]
+        text = f"{about(file)} Microseconds; ahead in {ahead} of {len(cells)} cells:"
+        table = markdown(["layer, M =", *next(iter(layers.values()))], lines)
+        parts.append(f"{text}\n\n{table}")
+    return "\n\n".join(parts)
 
 
 def static_convolutions() -> str:
@@ -635,13 +642,13 @@ def cpu_layers() -> str:
             own = {name: us for name, us in row["us"].items() if not name.startswith("torch")}
             (weight,) = {name.partition(" A")[0] for name in own}
             cells = (f"{digits(us)} ({us / dense:.2f})" for us in own.values())
-            lines.append([row["layer"], weight, digits(dense), *cells])
-        heads = ["layer", "weights", "torch fp32, dense", "A16", "A8 token", "A8 block"]
+            lines.append([row["layer"], weight, row["threads"], digits(dense), *cells])
+        heads = ["layer", "weights", "threads", "torch fp32, dense", "A16", "A8 token", "A8 block"]
         parts.append(
             f"`results/{path.name}`: {result['machine']} ({result['flags']}), load "
             f"{result['load_average']}, {result['kernels']}, torch {result['torch']}, "
-            f"{commit_of(result)}. One thread, microseconds of CPU time, in parentheses over "
-            f"torch's, slower above 1:\n\n{markdown(heads, lines)}"
+            f"{commit_of(result)}. Microseconds, of CPU time with one thread, in parentheses over "
+            f"torch's, slower above 1:\n\n{markdown(heads, lines, words=2)}"
         )
     return "\n\n".join(parts)
 
@@ -848,7 +855,7 @@ def draw_products(path: Path) -> None:
     in fp16 included.
     """
     ratios: dict[tuple[str, int], list[float]] = {}
-    for (n, k), formats in plot.panels(read("h100.json")["rows"]).items():
+    for (n, k), formats in plot.panels(read("h200.json")["rows"]).items():
         if (n, k) == (576, 576):
             continue
         fp16 = {
@@ -888,7 +895,7 @@ def under_headings(rows: Iterable[tuple[str, str, list[float | None]]]) -> list[
 
 def draw_experts(path: Path) -> None:
     """Layers of experts over M."""
-    layers = expert_layers()
+    layers = expert_layers(EXPERT_FILES[0])
     rows = [
         (*name.rpartition(", ")[::2], [ours / peer for ours, peer in by_m.values()])
         for name, by_m in layers.items()
@@ -935,14 +942,14 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "heat_experts.svg": draw_experts,
     "heat_convolutions.svg": draw_convolutions,
     "heat_engines.svg": draw_engines,
-    "h100.svg": lambda path: plot.draw(read("h100.json"), path),
+    "h200.svg": lambda path: plot.draw(read("h200.json"), path),
     "one_row.svg": lambda path: plot.draw_bars(
         [
             (FORMATS[row["format"]], row["us"], peer_of_format(row) or ("", 0.0))
             for row in rows_of_one()
         ],
         "{}, {} x {}, M = {}: microseconds of one call".format(
-            read("h100.json")["device"], *ONE_ROW_SHAPE
+            read("h200.json")["device"], *ONE_ROW_SHAPE
         ),
         path,
     ),

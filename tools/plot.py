@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Draw the results of tools/bench.py.
 
-    tools/plot.py results/h100.json                   writes results/h100.svg
-    tools/plot.py results/h100.json --out picture.svg
+    tools/plot.py results/h200.json                   writes results/h200.svg
+    tools/plot.py results/h200.json --out picture.svg
 
 A picture for each shape of weight and format: over M, the time of one call in times of the floor,
 of this package and of the best peer at that M. This package's microseconds stand below M. The same
