@@ -180,8 +180,12 @@ struct Fold16Cta {
   // Behind 16 pairs of barriers, a tile of experts for each chunk that may begin one.
   int pairs = 16, tiles = grouped ? stages : 0;
   int barrier_bytes = pairs * 16 + tiles * 16;
-  // Panels of 64 columns of x: as many as shared memory and barriers allow.
-  int most_bytes = kHopperSharedBytes, panel_bytes = block_m * 128;
+  // Panels of x: as many as shared memory and barriers allow. Each has 64 columns; or the 128 of a
+  // K tile, since tiles of few rows are bound by the issue of instructions, and half as many waits
+  // are fewer.
+  int panel_steps = block_m <= 64 ? 2 : 1;
+  int most_bytes = kHopperSharedBytes, step_bytes = block_m * 128,
+      panel_bytes = step_bytes * panel_steps;
   int panels_that_fit =
       (most_bytes - barrier_bytes - store_bytes - table_bytes - stages * chunk_bytes - 1023) /
       panel_bytes;

@@ -79,6 +79,7 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   // (fits_fold16).
   static constexpr int kGroupOf16Bytes = kGroupBytes / 2;
   static constexpr int kChunks = kCta.stages, kTiles = kCta.tiles;
+  static constexpr int kPanelSteps = kCta.panel_steps, kStepBytes = kCta.step_bytes;
   static constexpr int kPanelBytes = kCta.panel_bytes, kPanels = kCta.panels,
                        kFirstChunk = kCta.first_chunk, kTable = kCta.table, kStaging = kCta.staging;
   static constexpr int kBarrierBytes = kCta.barrier_bytes, kSharedBytes = kCta.shared_bytes;
@@ -210,18 +211,24 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
   while (tiles.more()) {
     typename C::Work const work = tiles.next(p, C::kBand);
     int const end = work.end_k(p) * C::kSteps, m0 = hopper::first_x_row<C>(work, rank, p);
+    int const step_bytes = half * 128;  // that this CTA copies
     if constexpr (!C::kGrouped)
       hopper::prefetch_residual<C>(p, (work.pair * C::kCluster + rank) * C::kRows, m0);
     hopper::XRows<C::kKSlices * 16, !C::kGrouped> x_rows(p.image, m0 + rank * half,
                                                          work.first_k(p));
 #pragma unroll 1
-    for (int step = work.first_k(p) * C::kSteps; step < end; ++step, ring.advance()) {
+    for (int step = work.first_k(p) * C::kSteps; step < end;
+         step += C::kPanelSteps, ring.advance()) {
       uint64_t* full = &barriers.full_panels[ring.stage];
       ClusterBarrier::wait(&barriers.empty_panels[ring.stage], ring.phase ^ 1);
-      if (leader) TransactionBarrier::arrive_and_expect_tx(full, C::kCluster * half * 128);
-      x_rows.copy_next(leader, map, full, kEveryBlock,
-                       shared + ring.stage * C::kPanelBytes + rank * half * 128,
-                       step * C::kKSlices * 16, p.weight.k, half * 128);
+      if (leader)
+        TransactionBarrier::arrive_and_expect_tx(full, C::kCluster * C::kPanelSteps * step_bytes);
+#pragma unroll
+      for (int i = 0; i < C::kPanelSteps; ++i)
+        x_rows.copy_next(
+            leader, map, full, kEveryBlock,
+            shared + ring.stage * C::kPanelBytes + i * C::kStepBytes + rank * step_bytes,
+            (step + i) * C::kKSlices * 16, p.weight.k, step_bytes);
     }
   }
   hopper::wait_until_read(barriers.empty_panels, ring);
@@ -236,11 +243,12 @@ __device__ __forceinline__ void produce_panels_by_index(uint8_t* shared, Barrier
   hopper::ClusterTiles<C> tiles(p);
   while (tiles.more()) {
     typename C::Work const work = tiles.next(p, C::kBand);
-    hopper::RowsByIndex<C::kBlockM, 1, C::kPanelBytes, hopper::kIndexWarps> const rows(
+    hopper::RowsByIndex<C::kBlockM, C::kPanelSteps, C::kStepBytes, hopper::kIndexWarps> const rows(
         p.groups, p.rows, warp, [&](int row) { return hopper::slot_of_row(work, row); });
     int const end = work.end_k(p) * C::kSteps;
 #pragma unroll 1
-    for (int step = work.first_k(p) * C::kSteps; step < end; ++step, ring.advance()) {
+    for (int step = work.first_k(p) * C::kSteps; step < end;
+         step += C::kPanelSteps, ring.advance()) {
       ClusterBarrier::wait(&barriers.empty_panels[ring.stage], ring.phase ^ 1);
       rows.copy(p.rows, step * 128, first + ring.stage * C::kPanelBytes,
                 &barriers.full_panels[ring.stage]);
@@ -254,12 +262,12 @@ __device__ __forceinline__ void produce_panels_by_index(uint8_t* shared, Barrier
 template <class C>
 __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, typename C::Params const& p) {
   int const loaded = C::kCluster * p.half_x_rows * 128;
-  if (loaded == C::kPanelBytes) return;
+  if (loaded == C::kStepBytes) return;
   constexpr int kMultiplying = C::kThreads - 128;
-  for (int panel = 0; panel < C::kPanels; ++panel) {
-    for (int byte = loaded + (threadIdx.x - 128) * 16; byte < C::kPanelBytes;
+  for (int step = 0; step < C::kPanels * C::kPanelSteps; ++step) {
+    for (int byte = loaded + (threadIdx.x - 128) * 16; byte < C::kStepBytes;
          byte += kMultiplying * 16)
-      *reinterpret_cast<uint4*>(shared + panel * C::kPanelBytes + byte) = uint4{};
+      *reinterpret_cast<uint4*>(shared + step * C::kStepBytes + byte) = uint4{};
   }
   cutlass::arch::fence_view_async_shared();
   cutlass::arch::NamedBarrier::sync(kMultiplying, C::kWarpgroups + 1);
@@ -393,8 +401,11 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
     for (int i = 0; i < count; ++i) {
 #pragma unroll
       for (int step = 0; step < C::kSteps; ++step) {
-        uint64_t const x_rows = uniform_operand_descriptor(shared + panels.stage * C::kPanelBytes);
-        TransactionBarrier::wait(&barriers.full_panels[panels.stage], panels.phase);
+        constexpr bool kWholeTile = C::kPanelSteps == C::kSteps;  // a panel is
+        bool const begins = !kWholeTile || step == 0, ends = !kWholeTile || step + 1 == C::kSteps;
+        uint64_t const x_rows = uniform_operand_descriptor(shared + panels.stage * C::kPanelBytes) +
+                                (kWholeTile ? step * C::kStepBytes / 16 : 0);
+        if (begins) TransactionBarrier::wait(&barriers.full_panels[panels.stage], panels.phase);
         fence(a[step]);
         fence_registers(sums);
         if (C::kTakesTurns) cutlass::arch::NamedBarrier::sync(256, turn);
@@ -409,9 +420,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
         fence_registers(sums);
         cute::warpgroup_wait<1>();  // the step before is done
         fence(a[1 - step]);
-        if (i + step > 0) release(last_panel);
-        last_panel = panels.stage;
-        panels.advance();
+        if (begins && i + step > 0) release(last_panel);
+        if (ends) last_panel = panels.stage, panels.advance();
         bool const more = i + 1 < count;
         if (step == 0 || more) decode(a[1 - step]);
         if (step == 0) {
