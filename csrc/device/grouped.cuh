@@ -64,8 +64,8 @@ class FoundTiles {
 
  public:
   // `counts`: of every expert, a byte for each warp; then its first tile.
-  static constexpr int kBytes = kMostFoundExperts * kWarps;
-  static_assert(kWarps == sizeof(uint2));
+  static constexpr int kBytes = kFoundTilesBytes;
+  static_assert(kWarps == sizeof(uint2) && kBytes == kMostFoundExperts * kWarps);
 
   // By all `threads` of the CTA, before they synchronise.
   __device__ __forceinline__ static void clear(uint2* counts, int experts, int threads) {

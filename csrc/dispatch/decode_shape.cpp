@@ -100,11 +100,14 @@ struct StageSizes {
   int most_bytes;             // shared memory of a CTA, but for a code book's table
   int table_bytes;
   int least_stages;
+  int least_bytes = 0;
 };
+int tile_groups(PackedWeight const& w) {
+  return has_short_groups(w) ? kKPerTile / w.group_size : 1;
+}
 bool lay_out_stages(PackedWeight const& w, StageSizes const& sizes, int tiles,
                     WgmmaDecodeShape* shape) {
-  int const tile_groups = has_short_groups(w) ? kKPerTile / w.group_size : 1,
-            rows = tile_groups * shape->most_row_panels * kRowsPerPanel;
+  int const rows = tile_groups(w) * shape->most_row_panels * kRowsPerPanel;
   shape->scales = shape->most_row_panels * k_tile_bytes(code_bits(w));
   shape->offsets = shape->scales + rows * bytes_of(w.scale_type);
   shape->zeros = shape->offsets + (w.offsets ? rows * bytes_of(w.offset_type) : 0);
@@ -115,9 +118,9 @@ bool lay_out_stages(PackedWeight const& w, StageSizes const& sizes, int tiles,
   // A stage always belongs to the same set: a set does not see a stage's phases in between.
   if (shape->stages < tiles) shape->stages -= shape->stages % shape->sets;
   shape->weights = shape->stages * sizes.x_bytes;
-  shape->shared_bytes =
-      std::max(shape->stages * stage, shape->sets * shape->most_row_panels * kRowsPerPanel *
-                                          WgmmaDecodeShape::kBlockM * 4);
+  shape->shared_bytes = std::max({shape->stages * stage, sizes.least_bytes,
+                                  shape->sets * shape->most_row_panels * kRowsPerPanel *
+                                      WgmmaDecodeShape::kBlockM * int(sizeof(float))});
   if (shape->stages < std::min(tiles, sizes.least_stages) || shape->shared_bytes > sizes.most_bytes)
     return false;
   shape->table = shape->shared_bytes;
@@ -178,8 +181,8 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
 
 bool decodes_exactly(GroupedGemm const& p) {
   PackedWeight const& w = p.weight;
-  return kGroupedDecodeIsExact[code_bits(w)] && multiplies_exactly(w) &&
-         has_own_scales(w, p.x_type);
+  return p.x_codes != ActQuant::kNone || (kGroupedDecodeIsExact[code_bits(w)] &&
+                                          multiplies_exactly(w) && has_own_scales(w, p.x_type));
 }
 
 WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device, double row_tiles,
@@ -191,8 +194,13 @@ WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device
   PackedWeight const& w = p.weight;
   int const all_row_panels = p.groups.row_panels, all_tiles = int(padded_k(w.k) / kKPerTile);
   int const table = table_bytes(w);
-  StageSizes const sizes{WgmmaDecodeShape::kBlockM * kKPerTile * 2, 0,
-                         device.shared_memory / 2 - 2048 - table, table, table ? 2 : 3};
+  bool const int8 = p.x_codes != ActQuant::kNone;
+  StageSizes const sizes{WgmmaDecodeShape::kBlockM * kKPerTile * (int8 ? 1 : 2),
+                         int8 ? WgmmaDecodeShape::kBlockM * 4 * tile_groups(w) : 0,
+                         device.shared_memory / 2 - 2048 - table,
+                         table,
+                         table ? 2 : 3,
+                         kFoundTilesBytes};
   double least = 0;
   for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
     int const tiles = (all_tiles + c - 1) / c;

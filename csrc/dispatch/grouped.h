@@ -15,15 +15,17 @@ struct alignas(16) StoredTile {
 
 constexpr int kSlotRows = 16;  // an expert's slots begin at a multiple
 
-// Rows of x of a tile, of the kernels for more rows of an expert than wgmma_decode_fold16's 16: of
+// Rows of x of a tile, of the kernels for more rows of an expert than the decode kernels' 16: of
 // 16-bit x, and of int8. Of 32 rows there is wgmma_fold16 alone.
 constexpr int kGroupedHeights[] = {32, 64, 96, 144, 208},
               kGroupedInt8Heights[] = {64, 96, 144, 176};
 constexpr int kLeastExactHeight = 64;  // of wgmma_gemm_a16
 
-// Positions, and experts, for which wgmma_decode_fold16 finds its tiles from the ids, at most; slots
+// Positions, and experts, for which the decode kernels find their tiles from the ids, at most; slots
 // are positions then.
 constexpr int kMostFoundPositions = 256, kMostFoundExperts = 1024;
+// Shared memory for that: counts of each expert's positions, a byte for each warp of them.
+constexpr int kFoundTilesBytes = kMostFoundExperts * (kMostFoundPositions / 32);
 
 // A table of tiles on the GPU.
 struct TileTable {
@@ -110,7 +112,7 @@ inline GemmProblem rows_of_all(GroupedGemm const& gemm) {
 }
 
 // Whether wgmma_decode takes experts of few rows, whose products are exact; otherwise
-// wgmma_decode_fold16 does. With 8 bits wgmma_decode would spill registers.
+// wgmma_decode_fold16 does. With 8 bits and 16-bit x wgmma_decode would spill registers.
 constexpr ByWidth<bool> kGroupedDecodeIsExact(true, false);
 bool decodes_exactly(GroupedGemm const& problem);
 

@@ -11,6 +11,7 @@
 
 #include "cutlass_ops/layout.h"
 #include "dispatch/checks.h"
+#include "dispatch/cost.h"
 #include "dispatch/decode_shape.h"
 #include "dispatch/grouped.h"
 #include "dispatch/launch_shape.h"
@@ -40,8 +41,10 @@ QuantizedBytes quantized_bytes(int rows, int k, int group_size) {
 
 // Scales of a row of x that the product applies: for int8 codes all block scales, or one; 16-bit
 // values of codes include their block scales.
-int scale_blocks(MoeProblem const& p, MoePlan const& plan, int k) {
-  return plan.int8 && p.act_quant == ActQuant::kBlock ? int(padded_k(k) / kKPerTile) : 1;
+int scale_blocks(MoeProblem const& p, MoePlan const& plan, PackedWeight const& w) {
+  return plan.int8 && p.act_quant == ActQuant::kBlock
+             ? int(padded_k(w.k) / activation_block(w.group_size))
+             : 1;
 }
 
 int padded_slots(RouteProblem const& r, bool routes) {
@@ -101,8 +104,9 @@ MoeLayout lay_out(MoeProblem const& p, MoePlan const& plan) {
                                    p.gate_up.stack.group_size)
                        .total();
   at.hidden =
-      at.x_scales +
-      (quantizes ? align_256(size_t(x_slots) * scale_blocks(p, plan, hidden) * sizeof(float)) : 0);
+      at.x_scales + (quantizes ? align_256(size_t(x_slots) *
+                                           scale_blocks(p, plan, p.gate_up.stack) * sizeof(float))
+                               : 0);
   at.hidden_stride = ceil_div(intermediate, 8) * 8;
   size_t const hidden_bytes = align_256(size_t(slots) * at.hidden_stride * 2);
   at.hidden_gathered = at.hidden + hidden_bytes;
@@ -246,12 +250,44 @@ GroupedGemm product_of(PackedExperts const& experts, bool gated) {
   return gemm;
 }
 
-// Rows of an expert on average up to which tiles of 16 rows are faster than those of 32. The latter
-// have 512 features: where a product's features do not fill them, tiles of 16 are faster for longer.
-// Measured on an H100 (docs/tuning-notes.md).
-double most_decode_rows(MoeProblem const& p) {
+// Whether tiles of 16 rows multiply int8 codes on Hopper, in groups of 64 too; in groups of 32 where
+// a row of x has one scale: with one a block, sums of so few columns take longer than values do.
+bool decodes_codes(MoeProblem const& p) {
+  int const least = p.act_quant == ActQuant::kToken ? 32 : 64;  // columns of a group
+  auto const takes = [&](PackedWeight const& w) {
+    return has_integer_codes(w) && !w.offsets && zeros_fit_int8(w) && has_own_scales(w, p.x_type) &&
+           (w.group_size == -1 || w.group_size >= least);
+  };
+  return p.act_quant != ActQuant::kNone && p.act_symmetric && takes(p.gate_up.stack) &&
+         takes(p.down.stack);
+}
+
+// Rows of an expert on average up to which tiles of 16 rows are faster than higher ones, of a card
+// in cards.inc: 16 rows wait for memory, and decode weights again for an expert's next 16; higher
+// tiles, whose time is that of decoding, take the same on both cards (docs/tuning-notes.md).
+struct DecodeRows {
+  int exact,
+      rounded;  // 4 bits and 16-bit x: exact products, and rounded weights in groups of 64 or
+                // more
+  int blocks, tokens;  // 4 bits and int8 codes, with scales of blocks, or one a row
+};
+constexpr DecodeRows kDecodeRows[] = {{4, 2, 4, 6}, {12, 8, 12, 12}};
+static_assert(std::size(kDecodeRows) == kCardCount);
+constexpr int kOtherDecodeRows[] = {2, 3};  // of other weights, with 16-bit x and with codes
+constexpr int kMostDecodeRows = 12;         // of all: with more, many an expert has more than 16
+
+int most_decode_rows(MoeProblem const& p, Device const& device) {
   GroupedGemm gate_up = product_of(p.gate_up, true), down = product_of(p.down, false);
   gate_up.x_type = down.x_type = p.x_type;
+  DecodeRows const& most = kDecodeRows[card_of(device)];
+  auto const both = [&](auto const& are) { return are(gate_up.weight) && are(down.weight); };
+  bool const nibbles = both([](PackedWeight const& w) { return code_bits(w) == 4; });
+  if (decodes_codes(p))
+    return !nibbles                          ? kOtherDecodeRows[1]
+           : p.act_quant == ActQuant::kToken ? most.tokens
+                                             : most.blocks;
+  // Tiles of 32 rows have 512 features: where a product's features do not fill them, tiles of 16 are
+  // faster for longer.
   double wanted = 0, used = 0;
   for (GroupedGemm const* gemm : {&gate_up, &down}) {
     int const features = gemm->groups.row_panels * kRowsPerPanel,
@@ -259,33 +295,39 @@ double most_decode_rows(MoeProblem const& p) {
     double const columns = gemm->weight.k;
     wanted += columns * features, used += columns * ceil_div(features, block_n) * block_n;
   }
-  int const rows = decodes_exactly(gate_up) && decodes_exactly(down) ? 4 : 2;
-  return used > 1.15 * wanted ? 2 * rows : rows;
+  bool const exact = decodes_exactly(gate_up) && decodes_exactly(down),
+             long_groups = both(
+                 [](PackedWeight const& w) { return w.group_size == -1 || w.group_size >= 64; });
+  int const rows = exact ? most.exact : nibbles && long_groups ? most.rounded : kOtherDecodeRows[0];
+  return used > 1.15 * wanted ? std::min(2 * rows, kMostDecodeRows) : rows;
 }
 
-// Rows of an expert on average up to which int8 codes are multiplied as 16-bit floats, in tiles of
-// 32 rows: those of int8 products have 64 or more.
+// Rows of an expert on average up to which int8 codes with scales of blocks are multiplied as 16-bit
+// floats where weights have 4 bits, in tiles of 32 rows: those of int8 products have 64 or more.
 constexpr int kMostRowsOfValues = 24;
 
 // Whether tiles of more than 16 rows multiply int8 codes on Hopper.
 bool multiplies_int8_tiles(MoeProblem const& p) {
   RouteProblem const& r = p.route;
-  return multiplies_codes(p) &&
-         r.positions() > kMostRowsOfValues * std::min<int64_t>(r.experts, r.positions());
+  bool const values =
+      p.act_quant == ActQuant::kBlock &&
+      (code_bits(p.gate_up.stack) == 4 || code_bits(p.down.stack) == 4) &&
+      r.positions() <= kMostRowsOfValues * std::min<int64_t>(r.experts, r.positions());
+  return multiplies_codes(p) && !values;
 }
 
 // Whether experts have few rows, for both products: 16 a tile.
-bool decodes(MoeProblem const& p) {
+bool decodes(MoeProblem const& p, Device const& device) {
   int64_t const positions = p.route.positions(),
                 touched = std::min<int64_t>(p.route.experts, positions);
-  return double(positions) <= most_decode_rows(p) * double(touched);
+  return positions <= most_decode_rows(p, device) * touched;
 }
 
 // BLOCK_M of gate and up, and of down: smaller tiles waste fewer rows of an expert; larger ones decode
 // its weights less often, but their features may fill one product's badly. Tiles of 16 and of 32 rows
 // are both products': they are not as exact.
 std::pair<int, int> tile_heights(MoeProblem const& p, Device const& device) {
-  if (decodes(p)) return {WgmmaDecodeShape::kBlockM, WgmmaDecodeShape::kBlockM};
+  if (decodes(p, device)) return {WgmmaDecodeShape::kBlockM, WgmmaDecodeShape::kBlockM};
   bool const int8 = multiplies_int8_tiles(p);
   int const* const heights = int8 ? kGroupedInt8Heights : kGroupedHeights;
   int const count = int(int8 ? std::size(kGroupedInt8Heights) : std::size(kGroupedHeights));
@@ -337,10 +379,10 @@ int portable_height(MoeProblem const& p) {
 // rows through an index needs whole 16-byte pieces that 32 bits can number. With many features and
 // tiles of many rows the copy is a small part of the product, and clusters then share the rows by
 // TMA multicast. Times of both ways are in docs/tuning-notes.md.
-bool gathers(MoeProblem const& p, MoePlan const& plan) {
+bool gathers(MoeProblem const& p, Device const& device, MoePlan const& plan) {
   constexpr int kManyFeatures = 4096;
   if (plan.portable && multiplies_codes(p)) return true;
-  if (!plan.portable && !decodes(p) && p.gate_up.n >= kManyFeatures) return true;
+  if (!plan.portable && !decodes(p, device) && p.gate_up.n >= kManyFeatures) return true;
   bool const quantizes = p.act_quant != ActQuant::kNone;
   bool const pieces =
       quantizes || (reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.x_stride % 8 == 0);
@@ -420,15 +462,17 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
   *plan = {};
   RouteProblem const& r = problem.route;
   plan->portable = !uses_hopper(problem, device);
-  plan->gathers = gathers(problem, *plan);
+  plan->gathers = gathers(problem, device, *plan);
   auto const fill_in = [&](int gate_up_height, int down_height) {
     bool const few = !plan->portable && down_height == WgmmaDecodeShape::kBlockM;
     plan->routes = !few || r.positions() > kMostFoundPositions || r.experts > kMostFoundExperts;
     plan->slots = padded_slots(r, plan->routes);
-    plan->int8 =
-        plan->portable ? multiplies_codes(problem) : !few && multiplies_int8_tiles(problem);
+    plan->int8 = plan->portable ? multiplies_codes(problem)
+                 : few ? decodes_codes(problem)
+                       : gate_up_height >= kGroupedInt8Heights[0] && multiplies_int8_tiles(problem);
     GroupedGemm gate_up = product_of(problem.gate_up, true), down = product_of(problem.down, false);
     gate_up.x_type = down.x_type = problem.x_type;
+    if (plan->int8) gate_up.x_codes = down.x_codes = problem.act_quant;
     if (plan->portable) {
       plan_portable(gate_up, r, device, *plan, gate_up_height, &plan->gate_up);
       plan_portable(down, r, device, *plan, down_height, &plan->down);
@@ -573,7 +617,7 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
       gather.x_stride /= 2, gather.out_stride /= 2, gather.k = int(gather.x_stride);
     if (gate_up.x_scales) {
       gather.scales = gate_up.x_scales, gather.scale_stride = gate_up.x_rows;
-      gather.blocks = scale_blocks(p, plan, hidden);
+      gather.blocks = scale_blocks(p, plan, p.gate_up.stack);
       gather.out_scales = reinterpret_cast<float*>(base + at.x_scales),
       gather.out_scale_stride = slots;
     }

@@ -69,8 +69,14 @@ __device__ __forceinline__ bool ends_with_x_row_scales(Params const& p) {
   return C::kInt8 && !C::kQuantizes && p.x_row_stride == 0;
 }
 
-// A tile's products of codes and their promotion. `releases`: whether this lane arrives at the
-// barrier of stages that were read.
+// Scales of the rows of experts' x that are applied to sums, or null: those of codes with one a row,
+// and those of their values.
+__device__ __forceinline__ float const* end_scales(Params const& p) {
+  return p.x_row_stride == 0 ? p.x_row_scales : nullptr;
+}
+
+// A tile's products of codes with 16-bit x and their promotion. `releases`: whether this lane
+// arrives at the barrier of stages that were read.
 template <class C, int kRowPanels>
 __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& at, uint32_t table,
                                                Params const& p, bool releases, uint64_t* empty,
@@ -94,9 +100,7 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
   next_stored.load(at.scales);
 #pragma unroll
   for (int row_panel = 0; row_panel < kRowPanels; ++row_panel) {
-    typename C::Sum products[C::kColumns / 2];
-    float x_row_scales[C::kMBlocks][2];
-    int x_row_zeros[C::kMBlocks][2];
+    float products[C::kColumns / 2];
     decode::RowConstants zero = {};
     if (C::kZeros) {
       uint32_t two = 0;
@@ -124,19 +128,13 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
       fence_registers(products);
       cute::warpgroup_arrive();
 #pragma unroll
-      for (int j = 0; j < C::kPieces; ++j) {
-        uint64_t const at = x + step * (C::kPanelBytes / 16) + j * 2;
-        bool const add = step % C::kGroupSteps > 0 || j > 0;
-        if constexpr (C::kInt8) {
-          wgmma_int8<C::kColumns>(a[j], at, products, add);
-        } else {
-          wgmma_float<typename C::Element, C::kBlockM>(a[j], at, products, add);
-        }
-      }
+      for (int j = 0; j < C::kPieces; ++j)
+        wgmma_float<typename C::Element, C::kBlockM>(a[j], x + step * (C::kPanelBytes / 16) + j * 2,
+                                                     products, step % C::kGroupSteps > 0 || j > 0);
       cute::warpgroup_commit_batch();
       fence_registers(products);
       int const next = row_panel * C::kSteps + step + 1;
-      if (!C::kInt8 && next < kRowPanels * C::kSteps) load(next);
+      if (next < kRowPanels * C::kSteps) load(next);
       if (step % C::kGroupSteps == 0) {
         stored = next_stored;
         int const next_row_panel = step + C::kGroupSteps < C::kSteps ? row_panel : row_panel + 1;
@@ -144,62 +142,130 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
           next_stored.load(at.scales + next_row_panel * kRowsPerPanel * C::kScaleBytes +
                            (next_row_panel == row_panel ? next_group : 0));
       }
-      if (C::kInt8) {  // read again for every row panel: registers
-#pragma unroll
-        for (int tb = 0; tb < C::kMBlocks; ++tb) {
-          float (&two)[2] = x_row_scales[tb];
-          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                       : "=f"(two[0]), "=f"(two[1])
-                       : "r"(at.x_rows + tb * 32));
-          if constexpr (C::kXRowZeros) {
-            uint32_t zeros_of_two;
-            asm volatile("ld.shared.u16 %0, [%1];"
-                         : "=r"(zeros_of_two)
-                         : "r"(at.x_row_zeros + tb * 8));
-            x_row_zeros[tb][0] = int8_t(zeros_of_two),
-            x_row_zeros[tb][1] = int8_t(zeros_of_two >> 8);
-          }
-        }
-      }
       cute::warpgroup_wait<0>();
 #pragma unroll
       for (int j = 0; j < C::kPieces; ++j) fence_registers(a[j]);
       fence_registers(products);
-      // once the operands' registers are free
-      if (C::kInt8 && next < kRowPanels * C::kSteps) load(next);
       if ((step + 1) % C::kGroupSteps) continue;
       if (step + 1 == C::kSteps && row_panel + 1 == kRowPanels && releases)
         ClusterBarrier::arrive(empty);
-      float2 scale = stored.values();
-      if constexpr (C::kInt8)
-        scale.x *= 1.0f / C::Decode::kScale, scale.y *= 1.0f / C::Decode::kScale;
-      // With one scale a row of x, it is applied last. Block scales are applied in the order of
-      // wgmma_gemm_a8's large tiles: a batch-invariant product has its bits.
+      float2 const scale = stored.values();
+#pragma unroll
+      for (int e = 0; e < C::kSums; ++e)
+        sums[row_panel][e] = fmaf(products[e], e % 4 < 2 ? scale.x : scale.y, sums[row_panel][e]);
+    }
+  }
+}
+
+// A tile's products of codes with int8 x and their promotion, in kGroups groups: where there are
+// registers, a group's products are promoted while the next one's are made.
+template <class C, int kRowPanels, int kGroups>
+__device__ __forceinline__ void multiply_int8(uint64_t x, StageAddress const& at, Params const& p,
+                                              bool releases, uint64_t* empty,
+                                              float (&sums)[kRowPanels][C::kSums]) {
+  constexpr int kPieces = C::kPieces / kGroups,  // MMAs of 32 columns in a group
+      kSets = kGroups > 1 && kRowPanels < (C::kZeros ? 2 : 3) ? 2 : 1;  // of registers
+  int const rows = p.shape.most_row_panels * kRowsPerPanel;  // from a group's scales to the next's
+  uint32_t words[C::kWords], a[kSets][kPieces][4], products[kSets][C::kColumns / 2];
+  StoredScales<typename C::Scale> stored[kSets];
+  auto const load = [&](int row_panel) {
+#pragma unroll
+    for (int j = 0; j < C::kWords / 4; ++j) {
+      uint32_t v[4];
+      load_shared(at.units + row_panel * C::kChunk + j * kUnitBytes, v);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) words[4 * j + r] = v[r];
+    }
+  };
+  auto const multiply = [&](int row_panel, int group) {
+    int const set = group % kSets;
+    stored[set].load(at.scales + (row_panel * kRowsPerPanel + group * rows) * C::kScaleBytes);
+    decode::RowConstants zero = {};
+    if constexpr (C::kZeros) {
+      uint32_t two;
+      asm volatile("ld.shared.u16 %0, [%1];"
+                   : "=r"(two)
+                   : "r"(at.zeros + row_panel * kRowsPerPanel + group * rows));
+      zero = C::Decode::zero_constants(int8_t(two), int8_t(two >> 8));
+    }
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      uint32_t const* const codes = words + (group * kPieces + j) * C::Decode::kWords;
+      if constexpr (C::kZeros) {
+        C::Decode::fragment(codes, zero, a[set][j]);
+      } else {
+        C::Decode::fragment(codes, a[set][j]);
+      }
+      fence_registers(a[set][j]);
+    }
+    fence_registers(products[set]);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j)
+      wgmma_int8<C::kColumns>(a[set][j], x + (group * kPieces + j) * 2, products[set], j > 0);
+    cute::warpgroup_commit_batch();
+    fence_registers(products[set]);
+  };
+  load(0);
+#pragma unroll
+  for (int row_panel = 0; row_panel < kRowPanels; ++row_panel) {
+    if (kSets > 1) multiply(row_panel, 0);
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      bool const last = group + 1 == kGroups;
+      int const set = group % kSets;
+      if (kSets == 1) multiply(row_panel, group);
+      if (kSets > 1 && !last) multiply(row_panel, group + 1);
+      float x_row_scales[C::kMBlocks][2];  // read again for every row panel: registers
+      int x_row_zeros[C::kMBlocks][2];
+#pragma unroll
+      for (int tb = 0; tb < C::kMBlocks; ++tb) {
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(x_row_scales[tb][0]), "=f"(x_row_scales[tb][1])
+                     : "r"(at.x_rows + group * C::kBlockM * 4 + tb * 32));
+        if constexpr (C::kXRowZeros) {
+          uint32_t zeros_of_two;
+          asm volatile("ld.shared.u16 %0, [%1];"
+                       : "=r"(zeros_of_two)
+                       : "r"(at.x_row_zeros + tb * 8));
+          x_row_zeros[tb][0] = int8_t(zeros_of_two), x_row_zeros[tb][1] = int8_t(zeros_of_two >> 8);
+        }
+      }
+      if (kSets == 1 || last) {
+        cute::warpgroup_wait<0>();
+      } else {
+        cute::warpgroup_wait<1>();
+      }
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) fence_registers(a[set][j]);
+      fence_registers(products[set]);
+      // once the operands' registers are free
+      if (last && row_panel + 1 < kRowPanels) load(row_panel + 1);
+      if (last && row_panel + 1 == kRowPanels && releases) ClusterBarrier::arrive(empty);
+      float2 scale = stored[set].values();
+      scale.x *= 1.0f / C::Decode::kScale, scale.y *= 1.0f / C::Decode::kScale;
       auto const promote = [&](auto const& scaled) {
 #pragma unroll
-        for (int e = 0; e < C::kSums; ++e)
-          sums[row_panel][e] = scaled(e, e % 4 < 2 ? scale.x : scale.y, sums[row_panel][e]);
-      };
-      if constexpr (C::kInt8) {
-        auto const integer = [&](int e) {
-          int sum = int(products[e]);
+        for (int e = 0; e < C::kSums; ++e) {
+          int sum = int(products[set][e]);
           if constexpr (C::kXRowZeros)
-            sum -= x_row_zeros[e / 4][e % 2] * int(products[C::kSums + e % 4 / 2 * 2]);
-          return float(sum);
-        };
-        if (ends_with_x_row_scales<C>(p)) {
-          promote(
-              [&](int e, float row_scale, float sum) { return fmaf(integer(e), row_scale, sum); });
-        } else {
-          promote([&](int e, float row_scale, float sum) {
-            float const x_row_scale = x_row_scales[e / 4][e % 2];
-            return C::kZeros ? fmaf(integer(e), row_scale * x_row_scale, sum)
-                             : fmaf(integer(e) * row_scale, x_row_scale, sum);
-          });
+            sum -= x_row_zeros[e / 4][e % 2] * int(products[set][C::kSums + e % 4 / 2 * 2]);
+          sums[row_panel][e] =
+              scaled(float(sum), e % 4 < 2 ? scale.x : scale.y, e, sums[row_panel][e]);
         }
+      };
+      // With one scale a row of x, it is applied last. Block scales are applied in the order of
+      // wgmma_gemm_a8's large tiles: a batch-invariant product has its bits.
+      if (ends_with_x_row_scales<C>(p)) {
+        promote([&](float integer, float row_scale, int, float sum) {
+          return fmaf(integer, row_scale, sum);
+        });
       } else {
-        promote(
-            [&](int e, float row_scale, float sum) { return fmaf(products[e], row_scale, sum); });
+        promote([&](float integer, float row_scale, int e, float sum) {
+          float const x_row_scale = x_row_scales[e / 4][e % 2];
+          return C::kZeros ? fmaf(integer, row_scale * x_row_scale, sum)
+                           : fmaf(integer * row_scale, x_row_scale, sum);
+        });
       }
     }
   }
@@ -316,10 +382,10 @@ __device__ __forceinline__ void finish_piece(float (&v)[4], int n, int m_block,
                                              SlotTile const& tile, Params const& p) {
   if (tile.rows <= m_block * 8) return;
   if (p.groups.gated) {
-    finish_gated(v, p.x_row_scales, m_block * 8, n, tile, p.groups, p.epilogue);
+    finish_gated(v, end_scales(p), m_block * 8, n, tile, p.groups, p.epilogue);
   } else {
     FeaturesOfRow at(v, m_block);
-    if (p.x_row_scales && at.x_row < tile.rows)
+    if (end_scales(p) && at.x_row < tile.rows)
       at.scale(p.x_row_scales[row_of_slot(p.groups, tile.slots[at.x_row])]);
     finish_group(at.sums, at.x_row, n + at.feature, tile, p.groups, p.epilogue);
   }
@@ -337,7 +403,7 @@ __device__ __forceinline__ void store_piece(float const* v, int n, int m_block,
     int const x_row = m_block * 8 + lane % 4 * 2 + c;
     if (x_row >= tile.rows) continue;
     int const slot = tile.slots[x_row];
-    float const scale = p.x_row_scales ? p.x_row_scales[row_of_slot(p.groups, slot)] : 1.0f;
+    float const scale = end_scales(p) ? p.x_row_scales[row_of_slot(p.groups, slot)] : 1.0f;
     float* const out = static_cast<float*>(p.epilogue.out) + int64_t(slot) * p.epilogue.n + n;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
@@ -378,7 +444,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
   asm volatile("" : "+r"(x_at), "+r"(at.units), "+r"(at.scales));
   if (!C::kFolds) asm volatile("" : "+l"(full));
   if (C::kFolds && (C::kZeros || C::kOffsets)) asm volatile("" : "+r"(row));
-  if (C::kInt8) asm volatile("" : "+r"(at.x_rows));
+  if (C::kInt8 && !C::kGrouped) asm volatile("" : "+r"(at.x_rows));
   if (C::kXRowZeros) asm volatile("" : "+r"(at.x_row_zeros));
   int& stage = place.stage;
   uint32_t& phase = place.phase;
@@ -416,7 +482,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     }
     // int8: if another tile follows in that stage. (Without the branch the compiler needs more
     // registers than there are.)
-    bool const releases = C::kInt8 ? i + p.shape.stages < part.tiles : lane == 0;
+    bool const releases = C::kInt8 && !C::kGrouped ? i + p.shape.stages < part.tiles : lane == 0;
     uint64_t* const empty = full + Barriers::kStages + stage;
     uint32_t const table = x_at + p.shape.table + lane * 4;
     if constexpr (C::kFolds) {
@@ -425,8 +491,14 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
       } else {
         multiply_values<C, kRowPanels, false>(x, here, table, p, releases, empty, sums);
       }
-    } else {
+    } else if constexpr (!C::kInt8) {
       multiply_codes<C, kRowPanels>(x, here, table, p, releases, empty, sums);
+    } else if constexpr (!C::kShortGroups) {
+      multiply_int8<C, kRowPanels, 1>(x, here, p, releases, empty, sums);
+    } else if (p.weight_rows.count == 2) {
+      multiply_int8<C, kRowPanels, 2>(x, here, p, releases, empty, sums);
+    } else {
+      multiply_int8<C, kRowPanels, 4>(x, here, p, releases, empty, sums);
     }
     place.advance(p.shape);
   }
@@ -513,7 +585,6 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
       // A cluster's number of row panels does not depend on its tile.
       if (threadIdx.x == 32 * C::kWarps)
         init_barriers(p.units.count((blockIdx.x >> p.log_cluster) % p.shape.clusters));
-      static_assert(C::kXBytes + C::kChunk >= FoundTiles::kBytes);
       uint2* const counts = reinterpret_cast<uint2*>(shared);
       if (!p.groups.tiles) FoundTiles::clear(counts, p.groups.route.experts, C::kThreads);
       if (!p.groups.written) pdl_wait();
@@ -664,12 +735,11 @@ inline int offset_bytes(PackedWeight const& w) { return w.offsets ? bytes_of(w.o
 // What a launch reads of a kernel's Config: the code that fills in its parameters is compiled once.
 struct DecodeLaunch {
   int chunk;  // bytes of the codes of a panel's tile of K
-  bool folds, codebook, int8_x, one_cta;
+  bool int8_x, one_cta;
 
   template <class C>
   static constexpr DecodeLaunch of() {
-    return {C::kChunk, C::kFolds, C::kCodebook, std::is_same_v<typename C::Element, int8_t>,
-            C::kOneCta};
+    return {C::kChunk, std::is_same_v<typename C::Element, int8_t>, C::kOneCta};
   }
 };
 
@@ -682,7 +752,7 @@ inline Status encode_weights(DecodeLaunch const& c, PackedWeight const& w,
                    runs = k_pad / kKPerTile * (c.chunk / kCodeRun),
                    groups = w.group_size == -1 ? 1 : (k_pad + w.group_size - 1) / w.group_size;
   cuuint32_t const row_panel_box = shape.most_row_panels, chunk_runs = c.chunk / kCodeRun,
-                   group_box = c.folds || c.codebook ? VectorRows(w.group_size).count : 1;
+                   group_box = VectorRows(w.group_size).count;
   Status status = hopper::encode<3>(
       CU_TENSOR_MAP_DATA_TYPE_UINT64, w.codes, {kCodeRun / 8, runs, row_panels},
       {kCodeRun, runs * kCodeRun}, {kCodeRun / 8, chunk_runs, row_panel_box},
@@ -755,7 +825,7 @@ inline Status launch_groups_of_rows(DecodeLaunch const& c, void (*kernel)(Maps, 
   Params const p{w,
                  problem.x_scales,
                  nullptr,
-                 0,
+                 problem.x_codes == ActQuant::kBlock ? problem.x_rows : 0,
                  true,
                  0,
                  bytes_of(w.scale_type),

@@ -56,7 +56,7 @@ struct StageConfig {
   static constexpr int kPieces = 4, kSteps = kInt8 ? 1 : 2;
   // Lanes of a warpgroup that arrive when they have read a stage: all of them where racecheck does
   // not understand that one lane arrives for its warp.
-  static constexpr int kReaders = kInt8 ? 128 : 4;
+  static constexpr int kReaders = kInt8 && !kGrouped ? 128 : 4;
   // of a row block
   static constexpr int kChunk = k_tile_bytes(kBits), kStepBytes = kChunk / 4 / kSteps;
   // of a row panel's sums: 16 features x 8 rows of x
@@ -80,25 +80,23 @@ struct DecoderOf<Format, Element, true, kZeros> {
 };
 
 // Configuration of wgmma_decode. Element: the type of x in memory, fp16, bf16, or int8 with
-// separate scales. Scale: the type of weight scales.
+// separate scales. Scale: the type of weight scales. kShortGroups: these are of groups of 32 or 64.
 template <class Element_, class Format, bool kZeros_, class Scale_ = Element_,
           bool kQuantizes_ = false, bool kXRowZeros_ = false, bool kOneCta_ = false,
-          bool kGrouped_ = false>
+          bool kGrouped_ = false, bool kShortGroups_ = false>
 struct Config
     : StageConfig<Element_, Format::kBits, kQuantizes_ || std::is_same_v<Element_, int8_t>,
                   kQuantizes_, kXRowZeros_, kOneCta_, kGrouped_> {
   using Scale = Scale_;
   static constexpr bool kFolds = false, kCodebook = Format::kTableBytes > 0, kZeros = kZeros_,
-                        kOffsets = false, kDeals = kGrouped_;
+                        kOffsets = false, kDeals = kGrouped_, kShortGroups = kShortGroups_;
   static constexpr int kScaleBytes = sizeof(Scale);
   static constexpr bool kIntegers = kQuantizes_ || std::is_same_v<Element_, int8_t>;
   using Decode = typename DecoderOf<Format, Element_, kIntegers, kZeros_>::Type;
   using Table = typename Format::template Unscaled<Element_>;
-  static constexpr int kGroupSteps =
-      kCodebook || kIntegers ? 1 : 2;  // promoted together: a code book's groups may
-                                       // be of 64 columns
-  using Sum = std::conditional_t<kIntegers, uint32_t, float>;  // of a tile's products
-  static constexpr int kWords = 4 * Decode::kWords;            // of the four k-slices of a step
+  static constexpr int kGroupSteps = kCodebook ? 1 : 2;  // promoted together: a code book's groups
+                                                         // may be of 64 columns
+  static constexpr int kWords = 4 * Decode::kWords;      // of the four k-slices of a step
 };
 
 // Configuration of wgmma_decode_fold16: x has 16 bits.

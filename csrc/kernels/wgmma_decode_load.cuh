@@ -129,8 +129,15 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barrie
     weights(step, filled++);
   pdl_wait();
   Step step(p, dealt, tiles);
+  // Where int8 x has scales of blocks: the row of x of this lane's row of the tile, or -1.
+  bool const scales = C::kInt8 && p.x_row_stride > 0;
+  int x_row = -1;
   auto const rows_of = [&] {
     SlotTile const& tile = tiles[step.part.tile];
+    if (scales)
+      x_row = threadIdx.x % 32 < tile.rows
+                  ? row_of_slot(p.groups, tile.slots[threadIdx.x % 32 % kSlotRows])
+                  : -1;
     return hopper::RowsByIndex<C::kBlockM, C::kXBytes / C::kPanelBytes, C::kPanelBytes, 1>(
         p.groups, p.rows, 0, [&](int row) { return row < tile.rows ? tile.slots[row] : -1; });
   };
@@ -139,9 +146,20 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barrie
   auto const x_rows = [&](int stage) {
     if (step.part.tile != tile) rows = rows_of(), tile = step.part.tile;
     // Other rows of the stage keep what they have: their sums are not stored.
-    rows.copy(p.rows, (step.part.first_tile + step.i) * kKPerTile * 2,
-              cute::cast_smem_ptr_to_uint(shared) + stage * C::kXStride, &barriers.full[stage],
-              tiles[tile].rows);
+    int const k_tile = step.part.first_tile + step.i;
+    uint32_t const to = cute::cast_smem_ptr_to_uint(shared);
+    if (x_row >= 0) {
+      uint32_t to_scale = to + p.shape.weights + stage * p.shape.weight_bytes +
+                          p.shape.x_row_scales + threadIdx.x % 32 * 4;
+      int const blocks = p.weight_rows.count;
+      float const* scale = p.x_row_scales + int64_t(k_tile) * blocks * p.x_row_stride + x_row;
+#pragma unroll 1
+      for (int i = 0; i < blocks; ++i, to_scale += C::kBlockM * 4, scale += p.x_row_stride)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to_scale), "l"(scale)
+                     : "memory");
+    }
+    rows.copy(p.rows, k_tile * kKPerTile * int(sizeof(typename C::Element)),
+              to + stage * C::kXStride, &barriers.full[stage], tiles[tile].rows);
   };
   for (int i = 0; i < filled; ++i, step.advance(p, dealt, tiles)) x_rows(i);
   // With row panels in even shares the next launch's CTAs find room only as these end, and then

@@ -25,6 +25,7 @@ inline void look_up(PackedWeight& w) { w.format = Format::kCodebook, w.codebook 
 inline Device const kDevices[] = {{80, 108, 166912},       {86, 82, 101376},   {89, 128, 101376},
                                   {90, 132, 232448, 4916}, {100, 148, 232448}, {120, 170, 101376}};
 inline Device const kHopper = kDevices[3];
+inline Device const kH100 = {90, 132, 232448, 3352};
 
 inline Format integers(int bits) { return bits == 4 ? Format::kInt4 : Format::kInt8; }
 

@@ -41,7 +41,7 @@ int most_tiles(MoeProblem const& p, int height) {
 TEST(Experts, UseHigherTilesForMoreRows) {
   for (auto [tokens, group_size, height, kernel] : {std::tuple(1, 128, 16, "wgmma_decode_fold16"),
                                                     {32, 128, 16, "wgmma_decode_fold16"},  // 2
-                                                    {64, 128, 32, "wgmma_fold16"},         // 4
+                                                    {256, 128, 32, "wgmma_fold16"},        // 16
                                                     // 32 rows of an expert
                                                     {512, 128, 64, "wgmma_gemm_a16"},
                                                     // 64 of most, and not of all
@@ -277,23 +277,38 @@ TEST(Experts, UseTilesOfAnotherHeightForEachProduct) {
   EXPECT_EQ(chosen.down.block_m, 16);
 }
 
-TEST(Experts, UseTilesOf32RowsBetweenThoseOf16And64) {
-  auto const height = [](int tokens, ActQuant act_quant) {
-    MoeProblem p = experts(tokens, 256, 8, 7168, 256);
+// By the rows of an expert on average: tiles of 16 rows up to some, which are more where memory is
+// faster; then of 32 where weights are rounded, and at last of 64.
+TEST(Experts, HaveTilesOf16RowsForLongerWhereMemoryIsFaster) {
+  using Choice = std::pair<int, std::string>;
+  auto const choice = [](Device const& device, int rows, ActQuant act_quant, int group_size = 128) {
+    MoeProblem p = experts(32 * rows, 256, 8, 7168, 256, group_size);
     p.act_quant = act_quant;
     p.x_type = DataType::kFloat16;  // the scales', so that few rows are decoded exactly
     MoePlan chosen;
-    EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
-    return std::pair(chosen.gate_up.block_m, std::string(chosen.gate_up.kernel));
+    EXPECT_TRUE(plan_moe(p, device, &chosen).ok());
+    return Choice(chosen.gate_up.block_m, chosen.gate_up.kernel);
   };
-  using Choice = std::pair<int, std::string>;
-  EXPECT_EQ(height(128, ActQuant::kNone), Choice(16, "wgmma_decode"));  // 4 rows an expert
-  EXPECT_EQ(height(160, ActQuant::kNone), Choice(32, "wgmma_fold16"));
-  EXPECT_EQ(height(1536, ActQuant::kNone), Choice(64, "wgmma_gemm_a16"));
-  for (ActQuant act_quant : {ActQuant::kToken, ActQuant::kBlock}) {
-    EXPECT_EQ(height(128, act_quant).first, 16);
-    EXPECT_EQ(height(768, act_quant), Choice(32, "wgmma_fold16"));  // 24 rows an expert
-    EXPECT_EQ(height(800, act_quant), Choice(64, "wgmma_gemm_a8"));
+  Choice const exact(16, "wgmma_decode"), rounded(16, "wgmma_decode_fold16");
+  Choice const values(32, "wgmma_fold16"), codes(64, "wgmma_gemm_a8");
+  for (auto const& [device, exact_rows, rounded_rows, block_rows, token_rows] :
+       {std::tuple(kH100, 4, 2, 4, 6), {kHopper, 12, 8, 12, 12}}) {
+    EXPECT_EQ(choice(device, exact_rows, ActQuant::kNone), exact);
+    EXPECT_EQ(choice(device, exact_rows + 1, ActQuant::kNone), values);
+    EXPECT_EQ(choice(device, 48, ActQuant::kNone), Choice(64, "wgmma_gemm_a16"));
+    EXPECT_EQ(choice(device, rounded_rows, ActQuant::kNone, 64), rounded);
+    EXPECT_EQ(choice(device, rounded_rows + 1, ActQuant::kNone, 64), values);
+    EXPECT_EQ(choice(device, block_rows, ActQuant::kBlock), exact);
+    EXPECT_EQ(choice(device, block_rows + 1, ActQuant::kBlock), values);
+    EXPECT_EQ(choice(device, 24, ActQuant::kBlock), values);
+    EXPECT_EQ(choice(device, 25, ActQuant::kBlock), codes);
+    EXPECT_EQ(choice(device, token_rows, ActQuant::kToken), exact);
+    EXPECT_EQ(choice(device, token_rows + 1, ActQuant::kToken), codes);
+    // codes in short groups: 16 rows, and more are values
+    EXPECT_EQ(choice(device, 4, ActQuant::kBlock, 64), exact);
+    EXPECT_EQ(choice(device, 4, ActQuant::kToken, 32), exact);
+    EXPECT_EQ(choice(device, 2, ActQuant::kBlock, 32), rounded);
+    EXPECT_EQ(choice(device, 16, ActQuant::kToken, 32), values);
   }
 }
 
@@ -301,7 +316,7 @@ TEST(Experts, UseTilesOf16RowsForLongerWhereLargerOnesWasteFeatures) {
   MoePlan chosen;
   for (auto [tokens, intermediate, height] :
        {std::tuple(64, 384, 16), {128, 384, 32}, {64, 256, 32}, {32, 256, 16}}) {
-    ASSERT_TRUE(plan_moe(experts(tokens, 128, 8, 4096, intermediate), kHopper, &chosen).ok());
+    ASSERT_TRUE(plan_moe(experts(tokens, 128, 8, 4096, intermediate), kH100, &chosen).ok());
     EXPECT_EQ(chosen.gate_up.block_m, height) << tokens << ", " << intermediate;
   }
 }
