@@ -1,7 +1,7 @@
 """Time convolutions on a GPU beside torch's in fp16: static int8 ones and products by every plan,
 mixed ones in every mode.
 
-    tools/bench_conv.py --out results/convolutions_h100.json
+    tools/bench_conv.py --out results/convolutions_h200.json
                         [--peers peers.json] [--kind mixed] [--layers linear]
 
 Layers are those of ResNet-50, Stable Diffusion 1.5 and XL with their decoder, YOLO, Whisper,

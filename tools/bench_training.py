@@ -2,7 +2,7 @@
 """Time one QLoRA step of a Llama-shaped model on packed weights and on bitsandbytes'
 NF4, in one process.
 
-    tools/bench_training.py --out results/training_h100.json
+    tools/bench_training.py --out results/training_h200.json
     tools/bench_training.py --small --device cpu           a smoke test without a GPU
 
 A step is forward, backward and AdamW on adapters (PEFT's LoRA, rank 16, on all linear layers but

@@ -77,8 +77,6 @@ EXPERT_MODES = {
 }
 
 
-#: The first is README's, and the heat map's.
-EXPERT_FILES = ("experts_h200.json", "experts_h100.json")
 #: README's selection.
 README_EXPERTS = ("Qwen3-30B-A3B", "Kimi K2, an eighth, groups of 32")
 README_MS = (1, 32, 4096)
@@ -246,13 +244,13 @@ def copies() -> str:
 def host() -> str:
     """CPU time of eager calls."""
     times: dict[str, dict[int, float]] = {}
-    for row in read("h100-host.json")["rows"]:
+    for row in read("h200-host.json")["rows"]:
         times.setdefault(row["call"], {})[row["m"]] = row["host_us"]
     ms = sorted({m for by_m in times.values() for m in by_m})
     table = markdown(
         ["call, M =", *ms], ([call, *(digits(by_m[m]) for m in ms)] for call, by_m in times.items())
     )
-    return f"{about('h100-host.json')}\n\n{table}"
+    return f"{about('h200-host.json')}\n\n{table}"
 
 
 def rows_of_one() -> list[Row]:
@@ -327,7 +325,7 @@ def scale_types() -> str:
 
 def whole_layers() -> str:
     """README's numbers of experts, convolutions and an engine."""
-    layers = expert_layers(EXPERT_FILES[0])
+    layers = expert_layers()
     lines = [
         [
             f"{name}, W4A16, M = {m}",
@@ -339,7 +337,7 @@ def whole_layers() -> str:
         for by_m in [layers[f"{name}, W4A16"]]
         for m in README_MS
     ]
-    rows = {row["layer"]: row for row in read("convolutions_h100.json")["mixed"]}
+    rows = {row["layer"]: row for row in read("convolutions_h200.json")["mixed"]}
     lines += [
         [
             f"{layer}, {mode}",
@@ -372,7 +370,7 @@ def whole_layers() -> str:
 
 def generation() -> str:
     """Tokens a second."""
-    result = read("h100-generate.json")
+    result = read("h200-generate.json")
     speeds: dict[tuple[str, str, str], dict[int, float]] = {}
     for row in result["rows"]:
         place = (row["model"], row["format"], "yes" if row["compiled"] else "no")
@@ -383,24 +381,24 @@ def generation() -> str:
         for place, by_batch in speeds.items()
     )
     table = markdown(["model", "format", "compiled, texts =", *batches], lines, words=3)
-    return f"{about('h100-generate.json')} Tokens a second:\n\n{table}"
+    return f"{about('h200-generate.json')} Tokens a second:\n\n{table}"
 
 
 def training() -> str:
     """A step of QLoRA."""
-    rows = read("training_h100.json")["rows"]
+    rows = read("training_h200.json")["rows"]
     lines = ([row["name"], f"{row['ms']:.1f}", f"{row['peak_mb']:.0f}"] for row in rows)
     table = markdown(["weights", "ms a step", "peak memory, MB"], lines)
-    return f"{about('training_h100.json')}\n\n{table}"
+    return f"{about('training_h200.json')}\n\n{table}"
 
 
-def expert_layers(file: str) -> dict[str, dict[int, tuple[float, float]]]:
-    """Microseconds of a file's whole layers of experts by M: ours, and the least of the peers that
+def expert_layers() -> dict[str, dict[int, tuple[float, float]]]:
+    """Microseconds of whole layers of experts by M: ours, and the least of the peers that
     multiply the same format.
 
     Only for numbers of rows with which all layers were timed.
     """
-    rows = read(file)["rows"]
+    rows = read("experts_h200.json")["rows"]
     us = {(row["shape"], row["format"], row["m"], row["peer"]): row["us"] for row in rows}
     cells = [(shape, form, own) for shape in EXPERTS for form, own in EXPERT_MODES.values()]
     ms = [
@@ -422,25 +420,27 @@ def expert_layers(file: str) -> dict[str, dict[int, tuple[float, float]]]:
 
 
 def experts() -> str:
-    """Whole layers of experts: a table for each card."""
-    parts = []
-    for file in EXPERT_FILES:
-        layers = expert_layers(file)
-        cells = [cell for by_m in layers.values() for cell in by_m.values()]
-        ahead = sum(ours < peer for ours, peer in cells)
-        lines = [
+    """Whole layers of experts, and the best peer of each."""
+    layers = expert_layers()
+    cells = [cell for by_m in layers.values() for cell in by_m.values()]
+    ahead = sum(ours < peer for ours, peer in cells)
+    text = (
+        f"{about('experts_h200.json')} Microseconds; ahead in {ahead} of {len(cells)} cells, in "
+        "brackets the best peer:"
+    )
+    table = markdown(
+        ["layer, M =", *next(iter(layers.values()))],
+        (
             [name, *(f"{digits(ours)} ({digits(peer)})" for ours, peer in by_m.values())]
             for name, by_m in layers.items()
-        ]
-        text = f"{about(file)} Microseconds; ahead in {ahead} of {len(cells)} cells:"
-        table = markdown(["layer, M =", *next(iter(layers.values()))], lines)
-        parts.append(f"{text}\n\n{table}")
-    return "\n\n".join(parts)
+        ),
+    )
+    return f"{text}\n\n{table}"
 
 
 def static_convolutions() -> str:
     """Static int8 layers by the chosen plan and by the best, beside torch's fp16 and int8 peers."""
-    rows = read("convolutions_h100.json")["rows"]
+    rows = read("convolutions_h200.json")["rows"]
     compared = [row for row in rows if row["peers_us"] and not row["zero_point"]]
     ratios = [row["us"] / min(row["peers_us"].values()) for row in compared]
     mean = math.exp(statistics.fmean(map(math.log, ratios)))
@@ -459,7 +459,7 @@ def static_convolutions() -> str:
             ]
         )
     text = (
-        f"{about('convolutions_h100.json')} Microseconds, int8 to int8 with bias and relu; ahead "
+        f"{about('convolutions_h200.json')} Microseconds, int8 to int8 with bias and relu; ahead "
         f"of the best int8 peer in {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} layers, "
         f"{mean:.2f} of its time in the geometric mean."
     )
@@ -469,7 +469,7 @@ def static_convolutions() -> str:
 
 def mixed_convolutions() -> str:
     """Mixed convolutions in every mode, beside torch's in fp16."""
-    rows = read("convolutions_h100.json")["mixed"]
+    rows = read("convolutions_h200.json")["mixed"]
     modes = list(rows[0]["us"])
     lines = [
         [
@@ -483,7 +483,7 @@ def mixed_convolutions() -> str:
         for row in rows
     ]
     table = markdown(["layer", "torch fp16, us", *modes], lines)
-    return f"{about('convolutions_h100.json')}\n\n{table}"
+    return f"{about('convolutions_h200.json')}\n\n{table}"
 
 
 def engine_files() -> dict[str, dict[str, Any]]:
@@ -895,7 +895,7 @@ def under_headings(rows: Iterable[tuple[str, str, list[float | None]]]) -> list[
 
 def draw_experts(path: Path) -> None:
     """Layers of experts over M."""
-    layers = expert_layers(EXPERT_FILES[0])
+    layers = expert_layers()
     rows = [
         (*name.rpartition(", ")[::2], [ours / peer for ours, peer in by_m.values()])
         for name, by_m in layers.items()
@@ -905,7 +905,7 @@ def draw_experts(path: Path) -> None:
 
 def draw_convolutions(path: Path) -> None:
     """Layers over modes; the last mode is static int8."""
-    result = read("convolutions_h100.json")
+    result = read("convolutions_h200.json")
     static = {
         row["layer"]: row["us"] / row["torch_fp16_us"]
         for row in result["rows"]
