@@ -22,10 +22,10 @@
 //
 // Two kernels differ in what they multiply:
 //
-//   wgmma_decode         codes minus zero points, exactly; after a tile, sum = fma(the tile's sum,
-//                        weight scale, sum), as in wgmma_gemm_a16.cu. Zero points of int8 x take
-//                        away so many sums of the tile's weights, which eight columns of ones with
-//                        x's make on the way
+//   wgmma_decode         codes minus zero points, exactly; after a tile, or with int8 x a group of
+//                        32 or 64 columns, sum = fma(its sum, weight scale, sum), as in
+//                        wgmma_gemm_a16.cu. Zero points of int8 x take away so many sums of the
+//                        tile's weights, which eight columns of ones with x's make on the way
 //   wgmma_decode_fold16  the weights' values, rounded to the 16 bits of x (device/fold.cuh): one
 //                        set of sums over all of K
 #pragma once

@@ -55,7 +55,8 @@ struct StageConfig {
   // K-slices of 16 columns, 32 with int8, that are multiplied together in a step; steps of a tile.
   static constexpr int kPieces = 4, kSteps = kInt8 ? 1 : 2;
   // Lanes of a warpgroup that arrive when they have read a stage: all of them where racecheck does
-  // not understand that one lane arrives for its warp.
+  // not understand that one lane arrives for its warp, but for experts', whose stages go on from
+  // one tile to the next.
   static constexpr int kReaders = kInt8 && !kGrouped ? 128 : 4;
   // of a row block
   static constexpr int kChunk = k_tile_bytes(kBits), kStepBytes = kChunk / 4 / kSteps;
