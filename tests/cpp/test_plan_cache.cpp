@@ -75,7 +75,7 @@ std::vector<Change> changes() {
   using D = Device&;
   GemmProblem const floats = problem(64, 4096, 4096), few = problem(3, 4096, 4096);
   GemmProblem const short_groups = problem(64, 4096, 4096, 4, 64);
-  GemmProblem offsets = short_groups, no_offsets = floats;
+  GemmProblem offsets = problem(16, 4096, 4096, 4, 64), no_offsets = floats;
   offsets.weight.offsets = &some_byte;
   offsets.weight.offset_type = no_offsets.weight.offset_type = DataType::kFloat16;
   GemmProblem const block = quantized_on_the_way(problem(300, 4096, 4096), ActQuant::kBlock, false);
