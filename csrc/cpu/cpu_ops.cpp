@@ -114,17 +114,24 @@ void for_rows(int m, int k_pad, int threads, Work const& work) {
   });
 }
 
+// Elements from a row of x to the next where a row has `elements`: rows whose distance is a power of
+// two would share a few sets of the caches.
+int64_t spread_stride(int64_t elements, size_t size) {
+  constexpr int kLineBytes = 64;
+  return elements + kLineBytes / int(size);
+}
+
 void prepare_floats(GemmProblem const& problem, CpuProduct& p, Prepared& memory, int threads) {
   int const k = problem.weight.k, k_pad = p.tiles * kKPerTile;
-  p.x_stride = k_pad;
-  memory.x.reset(new float[size_t(p.m) * k_pad]);
+  p.x_stride = spread_stride(k_pad, sizeof(float));
+  memory.x.reset(new float[size_t(p.m) * size_t(p.x_stride)]);
   if (problem.weight.offsets) memory.offset_x.assign(size_t(p.m) * p.blocks, 0.0f);
   for_rows(p.m, k_pad, threads, [&](int first, int last) {
     std::vector<float> natural(size_t(k_pad), 0.0f);
     for (int row = first; row < last; ++row) {
       gather_row(problem.x, problem.x_type, row * problem.x_stride, k, problem.weight.perm,
                  natural.data());
-      float* const x = memory.x.get() + size_t(row) * k_pad;
+      float* const x = memory.x.get() + row * p.x_stride;
       for (int start = 0; start < k_pad; start += kLaneColumns) {
         for (int place = 0; place < kLaneColumns; ++place)
           x[start + place] = natural[size_t(start + kLaneOrder[size_t(place)])];
@@ -147,14 +154,14 @@ void prepare_halves(GemmProblem const& problem, CpuKernels const& kernels, CpuPr
   int columns[kLaneColumns];
   for (int place = 0; place < kLaneColumns; ++place)
     columns[place] = kernels.bfloat16_column(place);
-  p.x_stride = k_pad;
-  memory.halves.reset(new uint16_t[size_t(p.m) * k_pad]);
+  p.x_stride = spread_stride(k_pad, sizeof(uint16_t));
+  memory.halves.reset(new uint16_t[size_t(p.m) * size_t(p.x_stride)]);
   bool const sums = problem.weight.zeros || problem.weight.offsets;
   if (sums) memory.offset_x.assign(size_t(p.m) * p.blocks, 0.0f);
   for_rows(p.m, k_pad, threads, [&](int first, int last) {
     for (int row = first; row < last; ++row) {
       auto const* const x = static_cast<uint16_t const*>(problem.x) + row * problem.x_stride;
-      uint16_t* const to = memory.halves.get() + size_t(row) * k_pad;
+      uint16_t* const to = memory.halves.get() + row * p.x_stride;
       float* const of_blocks = memory.offset_x.data() + size_t(row) * p.blocks;
       for (int start = 0; start < k_pad; start += kLaneColumns) {
         for (int place = 0; place < kLaneColumns; ++place) {
@@ -197,7 +204,8 @@ void prepare_integers(GemmProblem const& problem, CpuKernels const& kernels, Cpu
     int const column = order.column(place);
     positions[place] = uint8_t(column / 16 * 16 + activation_position(column));
   }
-  int64_t const stride = p.x_stride = int64_t(k_pad) / columns * places;
+  int64_t const stride = p.x_stride =
+      spread_stride(int64_t(k_pad) / columns * places, order.centred ? sizeof(int16_t) : 1);
   size_t const vectors = size_t(p.m) * p.blocks, integers = size_t(p.m) * size_t(p.x_stride);
   (order.centred ? memory.centred.reset(new int16_t[integers])
                  : memory.codes.reset(new int8_t[integers]));
