@@ -194,13 +194,16 @@ Status check_moe(MoeProblem const& p, Device const& device) {
 // products are exact too; or wgmma_fold16, which takes all formats and, alone, tiles of 32 rows.
 enum class Loop { kInt8, kExact, kRounded };
 
-// Whether both products multiply int8 codes. (A single one would have other tile heights.)
-bool multiplies_codes(MoeProblem const& p) {
-  auto const takes = [](PackedWeight const& w) {
-    return has_int8_products(w) && has_integer_codes(w);
-  };
+// Whether x has int8 codes without zero points, and kernels that take `takes` of a weight multiply
+// them in both products. (A single one would have other tile heights.)
+template <class Takes>
+bool multiplies_codes(MoeProblem const& p, Takes const& takes) {
   return p.act_quant != ActQuant::kNone && p.act_symmetric && takes(p.gate_up.stack) &&
          takes(p.down.stack);
+}
+bool multiplies_codes(MoeProblem const& p) {
+  return multiplies_codes(
+      p, [](PackedWeight const& w) { return has_int8_products(w) && has_integer_codes(w); });
 }
 Loop loop_of(PackedWeight const& w, bool int8, int height) {
   if (int8) return Loop::kInt8;
@@ -250,31 +253,30 @@ GroupedGemm product_of(PackedExperts const& experts, bool gated) {
   return gemm;
 }
 
-// Whether tiles of 16 rows multiply int8 codes on Hopper, in groups of 64 too; in groups of 32 where
-// a row of x has one scale: with one a block, sums of so few columns take longer than values do.
+// Whether tiles of 16 rows multiply int8 codes on Hopper: with 4 bits in groups of 64 too, and of 32
+// where a row of x has one scale: with one a block, sums of so few columns take longer than values do.
 bool decodes_codes(MoeProblem const& p) {
-  int const least = p.act_quant == ActQuant::kToken ? 32 : 64;  // columns of a group
-  auto const takes = [&](PackedWeight const& w) {
+  return multiplies_codes(p, [&](PackedWeight const& w) {
+    int const least = code_bits(w) == 8 ? kKPerTile : p.act_quant == ActQuant::kToken ? 32 : 64;
     return has_integer_codes(w) && !w.offsets && zeros_fit_int8(w) && has_own_scales(w, p.x_type) &&
            (w.group_size == -1 || w.group_size >= least);
-  };
-  return p.act_quant != ActQuant::kNone && p.act_symmetric && takes(p.gate_up.stack) &&
-         takes(p.down.stack);
+  });
 }
 
 // Rows of an expert on average up to which tiles of 16 rows are faster than higher ones, of a card
 // in cards.inc: 16 rows wait for memory, and decode weights again for an expert's next 16; higher
 // tiles, whose time is that of decoding, take the same on both cards (docs/tuning-notes.md).
-struct DecodeRows {
-  int exact,
-      rounded;  // 4 bits and 16-bit x: exact products, and rounded weights in groups of 64 or
-                // more
-  int blocks, tokens;  // 4 bits and int8 codes, with scales of blocks, or one a row
+struct DecodeRows {  // all of 4 bits
+  int exact;         // products of 16-bit x
+  int rounded;       // weights, in groups of 64 or more
+  int blocks;        // with scales for blocks of codes of x
+  int tokens;        // with one for each row
 };
 constexpr DecodeRows kDecodeRows[] = {{4, 2, 4, 6}, {12, 8, 12, 12}};
 static_assert(std::size(kDecodeRows) == kCardCount);
-constexpr int kOtherDecodeRows[] = {2, 3};  // of other weights, with 16-bit x and with codes
-constexpr int kMostDecodeRows = 12;         // of all: with more, many an expert has more than 16
+constexpr int kOtherRoundedRows = 2;  // other rounded weights
+constexpr int kCodesOf8BitsRows = 3;  // codes of x times weights of 8 bits
+constexpr int kMostDecodeRows = 12;   // of all: with more, many an expert has more than 16
 
 int most_decode_rows(MoeProblem const& p, Device const& device) {
   GroupedGemm gate_up = product_of(p.gate_up, true), down = product_of(p.down, false);
@@ -283,7 +285,7 @@ int most_decode_rows(MoeProblem const& p, Device const& device) {
   auto const both = [&](auto const& are) { return are(gate_up.weight) && are(down.weight); };
   bool const nibbles = both([](PackedWeight const& w) { return code_bits(w) == 4; });
   if (decodes_codes(p))
-    return !nibbles                          ? kOtherDecodeRows[1]
+    return !nibbles                          ? kCodesOf8BitsRows
            : p.act_quant == ActQuant::kToken ? most.tokens
                                              : most.blocks;
   // Tiles of 32 rows have 512 features: where a product's features do not fill them, tiles of 16 are
@@ -298,7 +300,7 @@ int most_decode_rows(MoeProblem const& p, Device const& device) {
   bool const exact = decodes_exactly(gate_up) && decodes_exactly(down),
              long_groups = both(
                  [](PackedWeight const& w) { return w.group_size == -1 || w.group_size >= 64; });
-  int const rows = exact ? most.exact : nibbles && long_groups ? most.rounded : kOtherDecodeRows[0];
+  int const rows = exact ? most.exact : nibbles && long_groups ? most.rounded : kOtherRoundedRows;
   return used > 1.15 * wanted ? std::min(2 * rows, kMostDecodeRows) : rows;
 }
 

@@ -1,5 +1,5 @@
 // wgmma_decode's instances for experts of few rows: int4 in groups of 128 or more; where x is int8,
-// int8 and groups of 32 and 64 too. Scales of x's type.
+// int8 weights too, and int4 in groups of 32 and 64. Scales of x's type.
 #include "dispatch/problem.h"
 #include "kernels/wgmma_decode.cuh"
 
@@ -24,10 +24,10 @@ template <class Scale>
 Status launch_scales(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   if (problem.x_codes == ActQuant::kNone)
     return launch_zeros<Scale, Scale, formats::Int4, false>(problem, plan, stream);
+  if (has_short_groups(problem.weight))
+    return launch_zeros<int8_t, Scale, formats::Int4, true>(problem, plan, stream);
   return visit_integers(problem.weight.format, [&](auto format) {
-    return has_short_groups(problem.weight)
-               ? launch_zeros<int8_t, Scale, decltype(format), true>(problem, plan, stream)
-               : launch_zeros<int8_t, Scale, decltype(format), false>(problem, plan, stream);
+    return launch_zeros<int8_t, Scale, decltype(format), false>(problem, plan, stream);
   });
 }
 

@@ -281,8 +281,10 @@ TEST(Experts, UseTilesOfAnotherHeightForEachProduct) {
 // faster; then of 32 where weights are rounded, and at last of 64.
 TEST(Experts, HaveTilesOf16RowsForLongerWhereMemoryIsFaster) {
   using Choice = std::pair<int, std::string>;
-  auto const choice = [](Device const& device, int rows, ActQuant act_quant, int group_size = 128) {
+  auto const choice = [](Device const& device, int rows, ActQuant act_quant, int group_size = 128,
+                         Format format = Format::kInt4) {
     MoeProblem p = experts(32 * rows, 256, 8, 7168, 256, group_size);
+    p.gate_up.stack.format = p.down.stack.format = format;
     p.act_quant = act_quant;
     p.x_type = DataType::kFloat16;  // the scales', so that few rows are decoded exactly
     MoePlan chosen;
@@ -309,6 +311,10 @@ TEST(Experts, HaveTilesOf16RowsForLongerWhereMemoryIsFaster) {
     EXPECT_EQ(choice(device, 4, ActQuant::kToken, 32), exact);
     EXPECT_EQ(choice(device, 2, ActQuant::kBlock, 32), rounded);
     EXPECT_EQ(choice(device, 16, ActQuant::kToken, 32), values);
+    // of 8 bits in groups of 128 or more alone
+    EXPECT_EQ(choice(device, 3, ActQuant::kBlock, 128, Format::kInt8), exact);
+    EXPECT_EQ(choice(device, 4, ActQuant::kBlock, 128, Format::kInt8), codes);
+    EXPECT_EQ(choice(device, 2, ActQuant::kToken, 64, Format::kInt8), rounded);
   }
 }
 
