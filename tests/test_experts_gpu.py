@@ -424,10 +424,11 @@ def test_row_panels_that_are_dealt_to_all_ctas(kind: str, act_quant: str) -> Non
             [co.quantize(weight, **FORMATS[kind]) for weight in weights] * 24, gated
         )
 
-    gate_up, down = packed(512, 512, True), packed(512, 256, False)  # 96 experts
+    # 96 experts. The 22 row panels of down are dealt in threes, the 8 of gate and up one by one.
+    gate_up, down = packed(512, 1408, True), packed(1408, 256, False)
     weights = gate_up.to("cuda"), down.to("cuda")
     for m in (32, 100):  # 256 positions, whose rows CTAs find, and more
-        x, w = torch.randn(m, 512, generator=random).half(), torch.rand(m, 8, generator=random)
+        x, w = torch.randn(m, 1408, generator=random).half(), torch.rand(m, 8, generator=random)
         ids = torch.zeros(m, 8, dtype=torch.int64, device="cuda")
         on_gpu = x.cuda(), *weights, ids, w.cuda()
         product = partial(co.mixed_moe, act_quant=act_quant)

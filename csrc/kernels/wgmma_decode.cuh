@@ -75,6 +75,15 @@ __device__ __forceinline__ float const* end_scales(Params const& p) {
   return p.x_row_stride == 0 ? p.x_row_scales : nullptr;
 }
 
+// The descriptor of x from the columns on that are `by` * 16 bytes further in shared memory. For
+// experts without the carry to its upper half, which takes one of four instructions of an MMA.
+// (Matrices were not timed.)
+template <class C>
+__device__ __forceinline__ uint64_t columns_from(uint64_t x, uint32_t by) {
+  if constexpr (C::kGrouped) return (x >> 32) << 32 | uint32_t(uint32_t(x) + by);
+  return x + by;
+}
+
 // A tile's products of codes with 16-bit x and their promotion. `releases`: whether this lane
 // arrives at the barrier of stages that were read.
 template <class C, int kRowPanels>
@@ -129,8 +138,9 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
       cute::warpgroup_arrive();
 #pragma unroll
       for (int j = 0; j < C::kPieces; ++j)
-        wgmma_float<typename C::Element, C::kBlockM>(a[j], x + step * (C::kPanelBytes / 16) + j * 2,
-                                                     products, step % C::kGroupSteps > 0 || j > 0);
+        wgmma_float<typename C::Element, C::kBlockM>(
+            a[j], columns_from<C>(x, step * (C::kPanelBytes / 16) + j * 2), products,
+            step % C::kGroupSteps > 0 || j > 0);
       cute::warpgroup_commit_batch();
       fence_registers(products);
       int const next = row_panel * C::kSteps + step + 1;
@@ -202,7 +212,8 @@ __device__ __forceinline__ void multiply_int8(uint64_t x, StageAddress const& at
     cute::warpgroup_arrive();
 #pragma unroll
     for (int j = 0; j < kPieces; ++j)
-      wgmma_int8<C::kColumns>(a[set][j], x + (group * kPieces + j) * 2, products[set], j > 0);
+      wgmma_int8<C::kColumns>(a[set][j], columns_from<C>(x, (group * kPieces + j) * 2),
+                              products[set], j > 0);
     cute::warpgroup_commit_batch();
     fence_registers(products[set]);
   };
@@ -589,7 +600,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
       if (!p.groups.tiles) FoundTiles::clear(counts, p.groups.route.experts, C::kThreads);
       if (!p.groups.written) pdl_wait();
       auto const share_of = [&](int count) {
-        Dealt const mine(p, count);
+        Dealt const mine(p, count, C::kDealtTogether);
         if (threadIdx.x == 0) dealt = mine;
         return make_int2(mine.first_tile, mine.tiles(p.groups.row_panels));
       };
@@ -611,7 +622,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   if constexpr (C::kGrouped) {
     next = dealt.begin;
     // the grid covers the largest possible number of tiles
-    if (!part.take(p, next, dealt, tiles)) return pdl_wait();
+    if (!part.template take<C::kDealtTogether>(p, next, dealt, tiles)) return pdl_wait();
   } else if (threadIdx.x == 32 * C::kWarps) {
     init_barriers(part.row_panels);
   }
@@ -673,7 +684,8 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
           consume<C, 3>(shared, barriers, p, part, warp, first, place, tile);
         break;
     }
-    if constexpr (C::kDeals) more = p.shape.dealt && part.take(p, next, dealt, tiles);
+    if constexpr (C::kDeals)
+      more = p.shape.dealt && part.template take<C::kDealtTogether>(p, next, dealt, tiles);
   } while (more);
   if (C::kDeals && p.shape.dealt) {
     cute::cluster_arrive_relaxed();

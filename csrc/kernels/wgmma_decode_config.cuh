@@ -91,6 +91,9 @@ struct Config
   using Scale = Scale_;
   static constexpr bool kFolds = false, kCodebook = Format::kTableBytes > 0, kZeros = kZeros_,
                         kOffsets = false, kDeals = kGrouped_, kShortGroups = kShortGroups_;
+  // Row panels that are dealt together. A part of a tile takes as long as the warpgroup with most of
+  // its row panels: where shares began anywhere, others would wait for that one.
+  static constexpr int kDealtTogether = WgmmaDecodeShape::warpgroups(kOneCta_);
   static constexpr int kScaleBytes = sizeof(Scale);
   static constexpr bool kIntegers = kQuantizes_ || std::is_same_v<Element_, int8_t>;
   using Decode = typename DecoderOf<Format, Element_, kIntegers, kZeros_>::Type;
@@ -111,6 +114,8 @@ struct FoldConfig
   static constexpr bool kZeros = Fold::kZeros, kOffsets = Fold::kOffsets;
   // the others need the registers
   static constexpr bool kDeals = kGrouped_ && Fold::kNarrow && !kOffsets;
+  // Decoding takes most of the time, whichever warpgroup does it.
+  static constexpr int kDealtTogether = 1;
 };
 
 struct Maps {
@@ -151,13 +156,21 @@ struct Barriers {
 struct Dealt {
   int begin, end, first_tile;
 
-  // The row panels of a cluster in one tile, or an equal share of the panels of all `tiles`.
-  __device__ __forceinline__ Dealt(Params const& p, int tiles) {
+  // The row panels of a cluster in one tile, or an equal share of the panels of all `tiles`. Shares
+  // are of runs of `length` row panels of a tile, unless a CTA would have more row panels for that.
+  __device__ __forceinline__ Dealt(Params const& p, int tiles, int length) {
     int const index = blockIdx.x >> p.log_cluster, row_panels = p.groups.row_panels;
     if (p.shape.dealt) {
-      int const all = tiles * row_panels, base = all / p.shape.clusters,
-                rest = all - base * p.shape.clusters;
-      begin = base * index + min(index, rest), end = begin + base + (index < rest);
+      int runs = (row_panels - 1) / length + 1;  // of a tile
+      auto const most = [&](int items) { return (items - 1) / p.shape.clusters + 1; };
+      if (most(tiles * runs) * length >= most(tiles * row_panels) + length)
+        runs = row_panels, length = 1;
+      EvenPartition const shares(tiles * runs, p.shape.clusters);
+      auto const row_panel = [&](int run) {
+        int const tile = run / runs;
+        return tile * row_panels + min((run - tile * runs) * length, row_panels);
+      };
+      begin = row_panel(shares.first(index)), end = row_panel(shares.first(index + 1));
       first_tile = begin / row_panels;
     } else {
       first_tile = index / p.shape.clusters;
@@ -202,14 +215,19 @@ struct Part {
 
   // Takes the row panels of `dealt` from `next` on that are in one tile, at most as many as a stage
   // holds; false: there are none.
+  template <int kTogether>
   __device__ __forceinline__ bool take(Params const& p, int& next, Dealt const& dealt,
                                        SlotTile const* slot_tiles) {
     if (next >= dealt.end) return false;
     int const index = next / p.groups.row_panels;
     first_row_panel = next - index * p.groups.row_panels;
-    int const left = min(dealt.end - next, p.groups.row_panels - first_row_panel),
-              turns = (left + p.shape.most_row_panels - 1) / p.shape.most_row_panels;
-    row_panels = (left + turns - 1) / turns;
+    int const left = min(dealt.end - next, p.groups.row_panels - first_row_panel);
+    if constexpr (kTogether > 1) {
+      row_panels = min(left, p.shape.most_row_panels);
+    } else {
+      int const turns = (left + p.shape.most_row_panels - 1) / p.shape.most_row_panels;
+      row_panels = (left + turns - 1) / turns;
+    }
     next += row_panels;
     tile = index - dealt.first_tile, expert = slot_tiles[tile].expert;
     return true;

@@ -96,6 +96,7 @@ __device__ __forceinline__ void copy_x_rows(uint8_t* to, uint8_t* to_scales, uin
 }
 
 // A block's tiles of K, those of its row panels of one tile of rows after another.
+template <class C>
 struct Step {
   Part part;
   int next;   // row panels behind it
@@ -104,11 +105,12 @@ struct Step {
 
   __device__ __forceinline__ Step(Params const& p, Dealt const& dealt, SlotTile const* tiles)
       : part(p), next(dealt.begin) {
-    exists = part.take(p, next, dealt, tiles);
+    exists = part.template take<C::kDealtTogether>(p, next, dealt, tiles);
   }
   __device__ __forceinline__ void advance(Params const& p, Dealt const& dealt,
                                           SlotTile const* tiles) {
-    if (++i == part.tiles) i = 0, exists = part.take(p, next, dealt, tiles);
+    if (++i == part.tiles)
+      i = 0, exists = part.template take<C::kDealtTogether>(p, next, dealt, tiles);
   }
 };
 
@@ -118,17 +120,17 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barrie
                                                Maps const& maps, Params const& p,
                                                Dealt const& dealt, SlotTile const* tiles) {
   bool const leader = cute::elect_one_sync();
-  auto const weights = [&](Step const& step, int stage) {
+  auto const weights = [&](Step<C> const& step, int stage) {
     if (leader)
       copy_weights<C>(shared + p.shape.weights + stage * p.shape.weight_bytes,
                       &barriers.full[stage], maps, p, step.part, step.part.first_tile + step.i);
   };
   int filled = 0;
-  for (Step step(p, dealt, tiles); step.exists && filled < p.shape.stages;
+  for (Step<C> step(p, dealt, tiles); step.exists && filled < p.shape.stages;
        step.advance(p, dealt, tiles))
     weights(step, filled++);
   pdl_wait();
-  Step step(p, dealt, tiles);
+  Step<C> step(p, dealt, tiles);
   // Where int8 x has scales of blocks: the row of x of this lane's row of the tile, or -1.
   bool const scales = C::kInt8 && p.x_row_stride > 0;
   int x_row = -1;
