@@ -600,7 +600,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
       if (!p.groups.tiles) FoundTiles::clear(counts, p.groups.route.experts, C::kThreads);
       if (!p.groups.written) pdl_wait();
       auto const share_of = [&](int count) {
-        Dealt const mine(p, count, C::kDealtTogether);
+        Dealt const mine(p, count, C::kPanelsPerRun);
         if (threadIdx.x == 0) dealt = mine;
         return make_int2(mine.first_tile, mine.tiles(p.groups.row_panels));
       };
@@ -622,7 +622,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   if constexpr (C::kGrouped) {
     next = dealt.begin;
     // the grid covers the largest possible number of tiles
-    if (!part.template take<C::kDealtTogether>(p, next, dealt, tiles)) return pdl_wait();
+    if (!part.template take<C::kPanelsPerRun>(p, next, dealt, tiles)) return pdl_wait();
   } else if (threadIdx.x == 32 * C::kWarps) {
     init_barriers(part.row_panels);
   }
@@ -685,7 +685,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
         break;
     }
     if constexpr (C::kDeals)
-      more = p.shape.dealt && part.template take<C::kDealtTogether>(p, next, dealt, tiles);
+      more = p.shape.dealt && part.template take<C::kPanelsPerRun>(p, next, dealt, tiles);
   } while (more);
   if (C::kDeals && p.shape.dealt) {
     cute::cluster_arrive_relaxed();

@@ -91,9 +91,9 @@ struct Config
   using Scale = Scale_;
   static constexpr bool kFolds = false, kCodebook = Format::kTableBytes > 0, kZeros = kZeros_,
                         kOffsets = false, kDeals = kGrouped_, kShortGroups = kShortGroups_;
-  // Row panels that are dealt together. A part of a tile takes as long as the warpgroup with most of
-  // its row panels: where shares began anywhere, others would wait for that one.
-  static constexpr int kDealtTogether = WgmmaDecodeShape::warpgroups(kOneCta_);
+  // Row panels that are assigned together. A part of a tile takes as long as the warpgroup with most
+  // row panels, so shares that began anywhere would make the other warpgroups wait.
+  static constexpr int kPanelsPerRun = WgmmaDecodeShape::warpgroups(kOneCta_);
   static constexpr int kScaleBytes = sizeof(Scale);
   static constexpr bool kIntegers = kQuantizes_ || std::is_same_v<Element_, int8_t>;
   using Decode = typename DecoderOf<Format, Element_, kIntegers, kZeros_>::Type;
@@ -115,7 +115,7 @@ struct FoldConfig
   // the others need the registers
   static constexpr bool kDeals = kGrouped_ && Fold::kNarrow && !kOffsets;
   // Decoding takes most of the time, whichever warpgroup does it.
-  static constexpr int kDealtTogether = 1;
+  static constexpr int kPanelsPerRun = 1;
 };
 
 struct Maps {
@@ -156,8 +156,8 @@ struct Barriers {
 struct Dealt {
   int begin, end, first_tile;
 
-  // The row panels of a cluster in one tile, or an equal share of the panels of all `tiles`. Shares
-  // are of runs of `length` row panels of a tile, unless a CTA would have more row panels for that.
+  // The row panels of a cluster in one tile, or an equal share of the panels of all `tiles`. A share
+  // is whole runs of `length` row panels of a tile, unless a CTA would have more row panels for that.
   __device__ __forceinline__ Dealt(Params const& p, int tiles, int length) {
     int const index = blockIdx.x >> p.log_cluster, row_panels = p.groups.row_panels;
     if (p.shape.dealt) {
@@ -215,14 +215,14 @@ struct Part {
 
   // Takes the row panels of `dealt` from `next` on that are in one tile, at most as many as a stage
   // holds; false: there are none.
-  template <int kTogether>
+  template <int kPanelsPerRun>
   __device__ __forceinline__ bool take(Params const& p, int& next, Dealt const& dealt,
                                        SlotTile const* slot_tiles) {
     if (next >= dealt.end) return false;
     int const index = next / p.groups.row_panels;
     first_row_panel = next - index * p.groups.row_panels;
     int const left = min(dealt.end - next, p.groups.row_panels - first_row_panel);
-    if constexpr (kTogether > 1) {
+    if constexpr (kPanelsPerRun > 1) {
       row_panels = min(left, p.shape.most_row_panels);
     } else {
       int const turns = (left + p.shape.most_row_panels - 1) / p.shape.most_row_panels;

@@ -105,12 +105,12 @@ struct Step {
 
   __device__ __forceinline__ Step(Params const& p, Dealt const& dealt, SlotTile const* tiles)
       : part(p), next(dealt.begin) {
-    exists = part.template take<C::kDealtTogether>(p, next, dealt, tiles);
+    exists = part.template take<C::kPanelsPerRun>(p, next, dealt, tiles);
   }
   __device__ __forceinline__ void advance(Params const& p, Dealt const& dealt,
                                           SlotTile const* tiles) {
     if (++i == part.tiles)
-      i = 0, exists = part.template take<C::kDealtTogether>(p, next, dealt, tiles);
+      i = 0, exists = part.template take<C::kPanelsPerRun>(p, next, dealt, tiles);
   }
 };
 
