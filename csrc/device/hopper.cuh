@@ -54,8 +54,8 @@ __device__ __forceinline__ void bulk_copy_multicast(void const* from, uint64_t* 
 }
 
 // `bytes`, a multiple of 16, to this CTA. `once`: no other CTA reads them, so L2 evicts them before
-// other lines. Other copies have no hint: with one for normal eviction, products of int8 with tiles
-// of 256 rows ran 6 to 11 % slower.
+// other lines. Other copies have no hint: one for normal eviction makes products slower
+// (docs/tuning-notes.md).
 __device__ __forceinline__ void bulk_copy(void const* from, uint64_t* barrier, void* to, int bytes,
                                           bool once) {
   if (!once) return cute::SM90_BULK_COPY_G2S::copy(from, barrier, to, bytes);

@@ -80,8 +80,8 @@ Status launch_conv_int8_wgmma(ConvParams const& params, ConvPlan const& plan, St
 struct GemmCollectiveTile {
   int block_m, block_n, block_k, cluster_size;  // a cluster has tiles of neighbouring rows
   bool cooperative;  // two warpgroups multiply a tile; or each one in turn
-  // Clocks of a launch, of a tile of K, and of the begin and end of a tile, fitted to the products
-  // of results/convolutions_h100.json.
+  // Clocks of a launch, of a K tile, and of the begin and end of a tile, fitted on an H100
+  // (docs/tuning-notes.md).
   int launch, k_tile, tile;
 };
 constexpr GemmCollectiveTile kGemmCollectiveTiles[] = {{128, 256, 128, 2, true, 2600, 950, 8800},

@@ -207,7 +207,7 @@ struct Eight {
   __device__ __forceinline__ void load(T const* from) {
 #pragma unroll
     for (int i = 0; i < kWords / 4; ++i) {
-      // evict-first loads (__ldcs) take 5 % longer
+      // Not __ldcs(): evict-first loads are slower (docs/tuning-notes.md).
       uint4 v = reinterpret_cast<uint4 const*>(from)[i];
       words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
     }

@@ -57,9 +57,8 @@ constexpr int kBlockRows = 2;                     // rows of a thread of quantiz
 constexpr int kMaxGridY = 65535;
 constexpr int kAnyThreads = 256;  // of quantize_any_rows
 constexpr int kDecodeBlockM = 16;
-// A larger x is evicted from the cache first, so that the codes stay there until they are
-// multiplied: 1 % of a product of M = 4096, 4096 x 4096. A smaller x may still be in the cache from
-// the kernel that made it: 1 to 2 % with up to 1024 rows of x.
+// A larger x is evicted from L2 first, so that the codes stay there until they are multiplied. A
+// smaller x may still be in L2 from the kernel that made it (docs/tuning-notes.md).
 constexpr int64_t kStreamedBytes = 12 << 20;
 
 enum class Function { kNone, kRmsNorm, kSiluMul };
