@@ -143,6 +143,39 @@ def test_exceptions_are_used() -> None:
         )
 
 
+# Folders whose code has lines of at most 100 characters (ReflowComments is off, so clang-format
+# does not see its comments), and the files that may have longer ones.
+SHORT_LINES = ("csrc", "cutlass_ops", "tests")
+LONG_LINES = {
+    "csrc/device/even_partition.cuh",
+    "csrc/dispatch/grouped.h",
+    "csrc/host/experts.cpp",
+    "csrc/kernels/wgmma_decode.cuh",
+    "csrc/kernels/wgmma_decode_config.cuh",
+}
+
+
+def long_lines(name: str, text: str) -> list[str]:
+    """``file:line: characters`` for each line of more than 100 characters."""
+    lines = enumerate(text.split("\n"), 1)
+    return [f"{name}:{number}: {len(line)}" for number, line in lines if len(line) > 100]
+
+
+def test_lines_have_at_most_100_characters() -> None:
+    suffixes = {".py", ".h", ".cuh", ".cu", ".cpp", ".txt", ".inc"}
+    found = []
+    for folder in SHORT_LINES:
+        for path in sorted((ROOT / folder).rglob("*")):
+            name = path.relative_to(ROOT).as_posix()
+            if path.is_file() and path.suffix in suffixes and name not in LONG_LINES:
+                found += long_lines(name, path.read_text())
+    assert not found, "\n".join(found)
+
+
+def test_long_lines() -> None:
+    assert long_lines("a.py", "x" * 100 + "\n" + "é" * 101) == ["a.py:2: 101"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "found"),
     [

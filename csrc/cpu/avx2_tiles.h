@@ -96,8 +96,8 @@ struct TileMemory {
   }
 };
 
-// The offsets' part of a scale block: of `rows` rows of x, whose first is `row` of its chunk and has
-// the block's vectors at `at`, and of row block i.
+// Adds the terms of the offsets for one scale block and row block i. `rows` rows of x, of which the
+// first is `row` of its chunk, have the block's vectors at `at`.
 void add_offsets(CpuProduct const& p, TileMemory& memory, Span::Run const& run, int64_t at, int i,
                  int row, int rows) {
   if (!p.weight.offsets) return;

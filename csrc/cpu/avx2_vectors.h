@@ -1,5 +1,5 @@
-// Loads, stores and transpositions for the AVX2 kernels. Each source file that includes this has its
-// own copy, compiled for its instruction set.
+// Loads, stores and transpositions for the AVX2 kernels. Each source file that includes this has a
+// separate copy, compiled for its instruction set.
 #pragma once
 
 #include <immintrin.h>

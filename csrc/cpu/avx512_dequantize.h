@@ -1,5 +1,6 @@
-// The values of a panel's rows with codes of 4 bits, with AVX-512: a row's 16 values in a scale block
-// are computed once, and its codes look them up. Other codes are dequantised as with AVX2.
+// The values of a panel's rows with codes of 4 bits, with AVX-512: the 16 values of a row in a
+// scale block are computed once, and its codes look them up. Other codes are dequantised as with
+// AVX2.
 #pragma once
 
 #include "cpu/avx2_dequantize.h"

@@ -1,6 +1,6 @@
-// Products of many rows of int8 x, with AVX-512 VNNI. As in avx2_tiles.h codes are decoded into a
-// buffer first, here those of a whole panel, and a value of x is broadcast. A vector has the bytes of
-// four columns of the 16 rows of a row block.
+// Products of many rows of int8 x, with AVX-512 VNNI. As in avx2_tiles.h, codes are first decoded
+// into a buffer, here the codes of a whole panel, and values of x are broadcast. A vector has the
+// bytes of four columns of the 16 rows of a row block.
 #pragma once
 
 #include "cpu/avx2_tiles.h"
@@ -85,8 +85,8 @@ struct WideTile {
   }
 };
 
-// Rows m .. m + kRows - 1 of x, which are `row` and so on of their chunk, times row blocks `block` and
-// the kBlocks - 1 behind it. Codes are `above` what they are in the weight.
+// Rows m .. m + kRows - 1 of x (`row` .. of their chunk) times row blocks `block` .. block +
+// kBlocks - 1. The decoded codes are `above` more than the weight's.
 template <int kRows, int kBlocks>
 void multiply_wide(CpuProduct const& p, WideTile const& tile, TileMemory& memory, Span const& span,
                    int block, int m, int row, int above) {

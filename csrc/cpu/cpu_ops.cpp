@@ -114,8 +114,8 @@ void for_rows(int m, int k_pad, int threads, Work const& work) {
   });
 }
 
-// Elements from a row of x to the next where a row has `elements`: rows whose distance is a power of
-// two would share a few sets of the caches.
+// Elements from a row of x to the next where a row has `elements`: rows whose distance is a power
+// of two would share a few sets of the caches.
 int64_t spread_stride(int64_t elements, size_t size) {
   constexpr int kLineBytes = 64;
   return elements + kLineBytes / int(size);

@@ -125,9 +125,9 @@ struct LaunchConfig {
             C::kSharedBytes, C::kBits,    C::kShortTiles, C::kSplitsRows, C::kWindowTiles > 0};
   }
 
-  // Rows of x of a tile that a block loads for its cluster: half of the tile's or, where it is short,
-  // of all rows of x, in eights, if there are fewer. (TMA fills rows beyond the last with zeros at
-  // only 8 bytes a clock, which made 40 rows slower than 64.)
+  // Rows of x of a tile that a CTA loads for its cluster: half of the tile or, where x has fewer
+  // rows than the tile, half of these rounded up to eights: TMA fills rows beyond the last with
+  // zeros at only 8 bytes a clock.
   int half_x_rows(int m) const {
     constexpr int kAtom = 8;  // rows that the swizzle repeats after
     int const half = block_m / cluster;

@@ -419,7 +419,8 @@ template <class C, class T>
 __device__ __forceinline__ void quantize_four_rows(uint8_t* stage, int row, bool is_given,
                                                    Range<true> const& given) {
   int const sixteen = threadIdx.x % 8, panel = sixteen / 4;
-  // Lanes of the second panel load their halves in the other order: both panels have the same banks.
+  // Lanes of the second panel load their halves in the other order, since both panels have the same
+  // banks.
   int const half = sixteen % 4 * 2 + panel;
   uint8_t* const codes = stage + C::kActivations + row * C::kSwizzleBytes;
   Columns<T> columns;

@@ -61,9 +61,9 @@ void fill_in(GemmProblem const& problem, KernelSpec const& spec, Candidate const
                 !problem.residual;
 }
 
-// The first kernel that has a candidate; of those with costs the one of least time, where several
-// may be the fastest: for few rows, and for a 16-bit image, whose output channels may fill the tiles
-// of one alone.
+// The first kernel that has a candidate; of kernels with costs the one of least time. Several
+// kernels have costs for few rows, and for a 16-bit image, whose output channels may fill the tiles
+// of only one of them.
 KernelSpec const* best_kernel(GemmProblem const& problem, Device const& device,
                               Candidate const** best) {
   KernelSpec const* chosen = nullptr;

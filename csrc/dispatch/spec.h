@@ -149,8 +149,8 @@ struct KernelSpec {
   // kNone, or what forbids it; `device` has the architecture whose kernels are requested.
   Field (*can_implement)(GemmProblem const& problem, Device const& device);
   Candidates (*candidates)(GemmProblem const& problem);
-  // The time of a candidate, in eighths of a nanosecond; negative if it does not fit. Null where the
-  // first candidate that applies is the choice.
+  // The time of a candidate, in eighths of a nanosecond; negative if it does not fit. Null where
+  // the first candidate that can implement the problem is chosen.
   int64_t (*cost)(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                   Candidate const& candidate);
   // Fill in the launch of a candidate, whose slices of K the plan has: in a batch-invariant product

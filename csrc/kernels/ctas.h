@@ -163,9 +163,9 @@ struct Fold16Cta {
   int warpgroups = wgmma_fold16_tile(block_m, bits).block_n / (2 * kRowsPerPanel);
   int rows = kRowsPerPanel * warpgroups;
 
-  // Results leave through shared memory, line_rows rows of x at a time, each of which waits until the
-  // ones before have left; fp32 ones store_rows at a time. Tiles of experts leave at once: their sums
-  // are often short.
+  // Outputs are stored through shared memory, line_rows rows of x at a time, each part after the
+  // previous one has been stored; fp32 outputs store_rows at a time. Tiles of experts are stored in
+  // one part: their main loops are often short.
   int store_rows = 16, store_stride = kRowsPerPanel + 4;
   int line_rows = grouped ? block_m : table_bytes || block_m < 64 ? 32 : 64;
   int line_bytes = kRowsPerPanel * 2;

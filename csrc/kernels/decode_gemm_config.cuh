@@ -46,10 +46,11 @@ constexpr bool bias_fits(bool int8) {
   return false;
 }
 
-// kBlockM: 8, or 4 of a code book. kShortGroup: 16, 32 or 64 columns, where the weight has such groups,
-// which are the steps then; or 0: a step is a piece. kInt8: activations are integers with scales.
-// kWeights: the test for zero points and offsets at every step takes a sixth of its time
-// (instructions under a predicate that is false are issued, too).
+// kBlockM: 8, or 4 with a code book. kShortGroup: 16, 32 or 64 columns where the weight has such
+// groups, each of which is a scale block; or 0: a scale block is a piece. kInt8: activations are
+// integers with scales. kWeights: a kernel for each kind of weight, since the test for zero points
+// and offsets in every scale block takes a sixth of its time (instructions under a false predicate
+// are issued, too).
 template <class Element_, class Format, int kBlockM_, int kShortGroup_, bool kInt8_, int kWarps_,
           Weights kWeights>
 struct Config {

@@ -1,10 +1,11 @@
 // Packed codes -> floats [N][K], for inspection, and for operators that need the matrix itself.
 //
 // A warp takes 16 rows x 256 columns (128 at 8 bits), and issues the loads of all their codes at
-// once; of a weight that would leave SMs without warps, a quarter of those columns. A lane's record holds pairs of columns of two rows; the four lanes of those rows exchange
-// words, so that each has eight neighbours of a row for a 16-byte store, and together whole lines.
-// The arithmetic is the reference's: (q - z) * s, c * s + o or value(q) * s, each operation rounded
-// to fp32 by itself, then one rounding to the output's type.
+// once; where that would leave SMs without warps, it takes a quarter of those columns. A lane's
+// record holds pairs of columns of two rows; the four lanes of those rows exchange words, so that
+// each has eight neighbours of a row for a 16-byte store, and together whole lines. The arithmetic
+// is the reference's: (q - z) * s, c * s + o or value(q) * s, each operation rounded to fp32 by
+// itself, then one rounding to the output's type.
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"

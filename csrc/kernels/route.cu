@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(1024) route(__grid_constant__ RouteParams cons
   for (int e = threadIdx.x; e < mine; e += threads) first += counts[e];
   first = sum_of_threads(first, scratch);
   if (threadIdx.x == 0) p.routing.offsets[mine] = first;
-  // A thread has positions that follow each other, which rank behind those of the threads before it.
+  // A thread has consecutive positions, which rank behind the positions of the threads before it.
   int before = 0;
   for (int round = 0; counts[mine] > 0 && round < positions; round += threads * kEach) {
     int const start = round + threadIdx.x * kEach, lane = threadIdx.x % 32;
