@@ -74,8 +74,8 @@ DecodeShape decode_shape(GemmProblem const& p, Device const& device) {
       continue;
     double weights = double(shape.row_panels) * shape.slice * k_tile_bytes(bits),
            x = double(p.m) * shape.slice * kKPerTile * 2;
-    bool beside = fits(shape.warps, half);
-    if (int8 && !beside && shape.slice >= kLongSlice) {
+    bool two_per_sm = fits(shape.warps, half);
+    if (int8 && !two_per_sm && shape.slice >= kLongSlice) {
       shape.stages += decode_more_stages(bits);
       if (!fits(shape.warps, all)) shape.stages = decode_stages(table);
     }
@@ -85,7 +85,7 @@ DecodeShape decode_shape(GemmProblem const& p, Device const& device) {
     } else if (!table) {
       time += 60.0 * shape.slice;
     }
-    if (!beside) time += 3000;
+    if (!two_per_sm) time += 3000;
     if (best.cluster && time >= least) continue;
     best = shape, least = time;
   }

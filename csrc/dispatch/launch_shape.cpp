@@ -79,7 +79,7 @@ bool shape_mma_gemm_a8(GemmProblem const& problem, Device const& device, Candida
 bool shape_book_gemm_a16(GemmProblem const& problem, Device const&, Candidate const& candidate,
                          Plan* plan) {
   plan->stages = candidate.tile.stages;
-  BookA16Cta const cta{table_bytes(problem.weight)};
+  CodebookA16Cta const cta{table_bytes(problem.weight)};
   plan->shared_bytes = cta.shared_bytes;
   plan->threads = cta.threads;
   portable_grid(problem, candidate.tile, plan);

@@ -40,10 +40,10 @@ struct Config {
   using Element = Element_;
   static constexpr Operand kOperand =
       std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
-  static constexpr int kBlockM = BookA16Cta::kBlockM;
+  static constexpr int kBlockM = CodebookA16Cta::kBlockM;
   // From the table on, x.
   static constexpr int kX = decode::Int4Codebook::kTableBytes;
-  static constexpr BookA16Cta kCta{kX};
+  static constexpr CodebookA16Cta kCta{kX};
   static constexpr int kSteps = kSteps_;
   static constexpr int kWarps = kCta.warps, kThreads = kCta.threads;
   static constexpr int kRows = kRowsPerPanel * kWarps;

@@ -67,7 +67,7 @@ struct MmaA8Cta {
 
 // ---- book_gemm_a16
 
-struct BookA16Cta {
+struct CodebookA16Cta {
   static constexpr int kBlockM = 4;  // rows of x, which take two columns of operand B each
   int table_bytes;
 
@@ -77,7 +77,7 @@ struct BookA16Cta {
   // The table starts on a multiple of its size, which dynamic shared memory does not; x follows it.
   int shared_bytes = table_bytes - 1024 + table_bytes + tiles_at_once * kKPerTile / 32 * x_bytes;
 
-  constexpr explicit BookA16Cta(int table_bytes_) : table_bytes(table_bytes_) {}
+  constexpr explicit CodebookA16Cta(int table_bytes_) : table_bytes(table_bytes_) {}
 };
 
 // ---- wgmma_gemm_a8, wgmma_gemm_a16: hopper::TileConfig

@@ -92,17 +92,17 @@ struct Copies {
   VectorCopy vectors[kVectors];
   int m0;
 
-  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, BlockPlace const& place,
+  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, TileOrigin const& origin,
                                     int k_tile)
       : p(p_),
         shared(shared_),
-        weights(shared_address(shared) + C::kWeights, p.weight.codes, place.n0, p.n_pad, p.k_tiles,
+        weights(shared_address(shared) + C::kWeights, p.weight.codes, origin.n0, p.n_pad, p.k_tiles,
                 k_tile),
-        activations(shared_address(shared) + C::kActivations, p.x, p.x_stride * 2, place, p.groups,
+        activations(shared_address(shared) + C::kActivations, p.x, p.x_stride * 2, origin, p.groups,
                     k_tile),
-        m0(place.m0) {
+        m0(origin.m0) {
     PackedWeight const& w = p.weight;
-    int i = threadIdx.x, n0 = place.n0;
+    int i = threadIdx.x, n0 = origin.n0;
     uint32_t at = shared_address(shared);
     vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad,
                             at + C::kScales);
@@ -215,11 +215,11 @@ __device__ __forceinline__ void promote(ThreadCoord<C> const& at, int pair, Step
 }
 
 // One step: its kPieces k-slices (16 columns) begin with the tile's k-slice `first`.
-template <class C, bool kOffsets, int kPieces, class Beside>
+template <class C, bool kOffsets, int kPieces, class IssueCopies>
 __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* table,
                                          Params const& p, ThreadCoord<C> const& at,
                                          StepRows<C> const& rows, int first, typename C::Sums& sums,
-                                         Beside beside) {
+                                         IssueCopies issue_copies) {
   using Decode = typename C::Decode;
   constexpr int kPairs = C::kMBlocks / 2;
   // Long steps multiply all rows of x by one k-slice after another. In short ones promotion weighs
@@ -277,7 +277,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
           multiply_add<C::kOperand>(d.x_rows, both, kOnes, kOnes, i == 0, 0.0f);
         }
       }
-      if (begin == 0) beside(first + i);
+      if (begin == 0) issue_copies(first + i);
     }
     if (begin > 0) promote_batch(begin - kBatch);
   }
@@ -285,14 +285,14 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
 }
 
 // One tile of K out of shared memory.
-template <class C, class Beside>
+template <class C, class IssueCopies>
 __device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* table, Params const& p,
                                         ThreadCoord<C> const& at, int k_tile,
-                                        typename C::Sums& sums, Beside beside) {
+                                        typename C::Sums& sums, IssueCopies issue_copies) {
   bool const offsets = C::kGeneral && !C::kHasCodebook && p.weight.offsets;
   if (C::kGroupsOf16 && p.weight_rows.count > kStagedGroups) {
     GlobalTile const tile(k_tile);
-    issue_all<C>(beside);
+    issue_all<C>(issue_copies);
 #pragma unroll 1
     for (int piece = 0; piece < C::kPieces; ++piece) {
       StepRows<C> const rows(p, global_rows(tile, p, piece, at.group_index));
@@ -309,9 +309,10 @@ __device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* tab
     int const group = C::kGeneral ? first * p.weight_rows.count / C::kPieces : 0;
     StepRows<C> const rows(p, staged_rows<C>(stage, group, at.group_index));
     if (offsets) {
-      add_step<C, C::kGeneral, C::kStepPieces>(stage, table, p, at, rows, first, sums, beside);
+      add_step<C, C::kGeneral, C::kStepPieces>(stage, table, p, at, rows, first, sums,
+                                               issue_copies);
     } else {
-      add_step<C, false, C::kStepPieces>(stage, table, p, at, rows, first, sums, beside);
+      add_step<C, false, C::kStepPieces>(stage, table, p, at, rows, first, sums, issue_copies);
     }
   }
 }
@@ -348,11 +349,11 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
   static_assert((kAll - 1) / C::kCopiesAtOnce + 1 < kLast,
                 "all copies of a stage are issued before they are committed");
   if (has_no_tile(p)) return;
-  BlockPlace const place(C(), p);
-  if (threadIdx.x == 0) stored_place() = place;
+  TileOrigin const origin(C(), p);
+  if (threadIdx.x == 0) stored_origin() = origin;
   KRange range(p.k_tiles, blockIdx.y, p.splits);
   ThreadCoord<C> at(threadIdx.x);
-  Copies<C> copies(p, shared, place, range.first);
+  Copies<C> copies(p, shared, origin, range.first);
   fill_first_stages<C>(copies, range, [] {});
 
   typename C::Sums sums = {};
@@ -467,11 +468,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                                                         threadIdx.x, C::kThreads);
     };
     int k_tile = KRange(p.k_tiles, blockIdx.y, p.splits).first;
-    multiply_tile<C, Copies<C>>(
-        p, shared, prepare,
-        [&](uint8_t const* stage, ThreadCoord<C> const& at, typename C::Sums& sums, auto beside) {
-          compute<C>(stage, shared + C::kTable, p, at, k_tile++, sums, beside);
-        });
+    multiply_tile<C, Copies<C>>(p, shared, prepare,
+                                [&](uint8_t const* stage, ThreadCoord<C> const& at,
+                                    typename C::Sums& sums, auto issue_copies) {
+                                  compute<C>(stage, shared + C::kTable, p, at, k_tile++, sums,
+                                             issue_copies);
+                                });
   }
 }
 

@@ -106,18 +106,18 @@ struct Copies {
   VectorCopy vectors[kVectors];
   int m0;
 
-  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, BlockPlace const& place,
+  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, TileOrigin const& origin,
                                     int k_tile)
       : p(p_),
         shared(shared_),
-        weights(shared_address(shared) + C::kWeights, p.weight.codes, place.n0, p.n_pad, p.k_tiles,
+        weights(shared_address(shared) + C::kWeights, p.weight.codes, origin.n0, p.n_pad, p.k_tiles,
                 k_tile),
         activations(shared_address(shared) + C::kActivations, p.x.codes,
-                    int64_t(p.k_tiles) * kKPerTile, place, p.groups, k_tile),
-        m0(place.m0) {
+                    int64_t(p.k_tiles) * kKPerTile, origin, p.groups, k_tile),
+        m0(origin.m0) {
     PackedWeight const& w = p.weight;
     // Threads from the first on copy vectors of weights, from the last on those of rows of x.
-    int i = threadIdx.x, last = C::kThreads - 1 - i, n0 = place.n0;
+    int i = threadIdx.x, last = C::kThreads - 1 - i, n0 = origin.n0;
     uint32_t at = shared_address(shared);
     vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad,
                             at + C::kScales);
@@ -262,11 +262,11 @@ __device__ __forceinline__ void clear_other_half(uint32_t (&a)[4]) {
 
 // One step: its k-slices (32 columns) begin with the tile's k-slice `first`. kHalf: the 16 columns
 // of a single k-slice that are used; -1: all.
-template <class C, bool kXRowSums, int kHalf, class Beside>
+template <class C, bool kXRowSums, int kHalf, class IssueCopies>
 __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
                                          ThreadCoord<C> const& at, XVectors<C> const& x,
                                          StepRows<C> rows, int first, typename C::Sums& sums,
-                                         Beside beside) {
+                                         IssueCopies issue_copies) {
   constexpr int kPieces = C::kStepPieces, kPairs = C::kMBlocks / 2;
   // Long steps multiply all rows of x by one k-slice after another. In short ones promotion weighs
   // more: 16 rows of x are multiplied by all k-slices while the 16 before are promoted.
@@ -328,7 +328,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
           multiply_add<Operand::kInt8>(d.x_rows, both, kOnes, kOnes, i == 0, 0u);
         }
       }
-      if (begin == 0) beside(first + i);
+      if (begin == 0) issue_copies(first + i);
     }
     if (begin > 0) promote_batch(begin - kBatch);
   }
@@ -336,10 +336,10 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
 }
 
 // One tile of K out of shared memory.
-template <class C, class Beside>
+template <class C, class IssueCopies>
 __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p,
                                         ThreadCoord<C> const& at, int k_tile,
-                                        typename C::Sums& sums, Beside beside) {
+                                        typename C::Sums& sums, IssueCopies issue_copies) {
   bool x_sums = C::kGeneral && (p.weight.offsets || (!C::kZerosFitInt8 && p.weight.zeros));
   if constexpr (C::kGroupsOf16) {
     if (p.weight_rows.count > kStagedGroups) {
@@ -355,7 +355,7 @@ __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p,
           add_step<C, false, half>(stage, p, at, x, rows, piece, sums, [](int) {});
         }
       };
-      issue_all<C>(beside);
+      issue_all<C>(issue_copies);
       constexpr int kRecordPieces = 8 / C::kBits;
 #pragma unroll 1
       for (int record = 0; record < C::kPieces; record += kRecordPieces) {
@@ -374,9 +374,9 @@ __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p,
     XVectors<C> const x(stage, C::kGeneral && p.activation_rows.count > 1 ? group : 0);
     StepRows<C> const rows(p, staged_rows<C>(stage, group, at.group_index));
     if (x_sums) {
-      add_step<C, C::kGeneral, -1>(stage, p, at, x, rows, first, sums, beside);
+      add_step<C, C::kGeneral, -1>(stage, p, at, x, rows, first, sums, issue_copies);
     } else {
-      add_step<C, false, -1>(stage, p, at, x, rows, first, sums, beside);
+      add_step<C, false, -1>(stage, p, at, x, rows, first, sums, issue_copies);
     }
   }
 }
@@ -388,9 +388,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   int k_tile = KRange(p.k_tiles, blockIdx.y, p.splits).first;
   multiply_tile<C, Copies<C>>(
       p, shared, [] {},
-      [&](uint8_t const* stage, ThreadCoord<C> const& at, typename C::Sums& sums, auto beside) {
-        compute<C>(stage, p, at, k_tile++, sums, beside);
-      });
+      [&](uint8_t const* stage, ThreadCoord<C> const& at, typename C::Sums& sums,
+          auto issue_copies) { compute<C>(stage, p, at, k_tile++, sums, issue_copies); });
 }
 
 // Rows of x of experts are symmetric, in slots.
