@@ -194,7 +194,7 @@ def write_engines(folder: Path, *rows: Row, card: str = "H200") -> None:
 def test_tables_of_engines_leave_out_what_did_not_run(
     figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the fastest of vLLM's kernels for the same model and checkpoint, in a file a card."""
+    """The peer is the fastest of vLLM's kernels for a model and checkpoint, in a file a card."""
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     experts = {"model": "Qwen3-30B-A3B", "experts_kernel": "MARLIN"}
     write_engines(

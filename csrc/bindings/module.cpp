@@ -84,9 +84,10 @@ PYBIND11_MODULE(_C, m) {
   py::enum_<Activation> activations(m, "Activation");
   for (ActivationInfo const& info : kActivations) activations.value(info.name, info.activation);
 
-  py::class_<Weight>(m, "PackedWeight",
-                     "Pointers and sizes of a packed weight. Of the tensors that are not among its "
-                     "parts, which it keeps, the caller keeps those that are pointed to.")
+  py::class_<Weight>(
+      m, "PackedWeight",
+      "Pointers and sizes of a packed weight. It keeps the tensors among its parts; the "
+      "caller keeps the other tensors that are pointed to.")
       .def(py::init(&make_weight), py::arg("codes_ptr"), py::arg("scales_ptr"),
            py::arg("zeros_ptr"), py::arg("offsets_ptr"), py::arg("perm_ptr"),
            py::arg("codebook_ptr"), py::arg("n"), py::arg("k"), py::arg("format"),

@@ -51,7 +51,7 @@ struct Sixteen {
   Sixteen(__m512 all) : v(all) {}
   explicit Sixteen(float all) : v(_mm512_set1_ps(all)) {}
   static Sixteen load(float const* from) { return _mm512_loadu_ps(from); }
-  // Of data of a float type.
+  // Sixteen values of a float type, as fp32.
   static Sixteen load(void const* data, DataType type, int64_t index) {
     if (type == DataType::kFloat32) return load(static_cast<float const*>(data) + index);
     __m256i const halves = _mm256_loadu_si256(

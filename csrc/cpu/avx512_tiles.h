@@ -91,7 +91,7 @@ template <int kRows, int kBlocks>
 void multiply_wide(CpuProduct const& p, WideTile const& tile, TileMemory& memory, Span const& span,
                    int block, int m, int row, int above) {
   int const steps = p.run() / 4;
-  // Of the first row: others are constants away.
+  // Addresses of the first row: the other rows are at constant distances.
   int64_t const x_stride = p.x_stride, blocks = p.blocks;
   float* const total = memory.total[row] + 16 * block;
   int32_t* const pending = memory.pending[row] + 16 * block;

@@ -340,7 +340,7 @@ class ExpertRowScales {
   }
 };
 
-// Of a tile of experts, where it begins; of another nothing.
+// ExpertRowScales for a tile of experts, to be made before its main loop; nothing for other tiles.
 template <class C>
 __device__ __forceinline__ auto row_scales_of(typename C::Params const& p,
                                               ThreadCoord<C> const& coord,

@@ -222,7 +222,7 @@ inline Status launch_persistent(LaunchConfig const& c,
   return launch_plan(kernel, plan, c.threads, c.shared_bytes, stream, map, out_map, p);
 }
 
-// Of a kernel that compensates zero points by windows of K.
+// For kernels that compensate zero points by windows of K.
 inline Status launch_persistent(LaunchConfig const& c,
                                 void (*kernel)(CUtensorMap, CUtensorMap, CompensatedParams),
                                 GemmProblem const& problem, Plan const& plan,

@@ -19,7 +19,7 @@ inline Status cuda_error(char const* call, cudaError_t error) {
                              cudaGetErrorString(error) + ")"};
 }
 
-// Of a power of two.
+// The binary logarithm of a power of two.
 inline int log2_of(int value) {
   int log = 0;
   while (1 << log < value) ++log;

@@ -29,7 +29,7 @@ struct ConvWindow {
       : width(kPatch + (p.weight.width - 1) * p.dilation[1]),
         height(kPatch + (p.weight.height - 1) * p.dilation[0]) {}
   constexpr int pixels() const { return width * height; }
-  // Of one, in whole atoms of the swizzle.
+  // Bytes of a window, rounded up to whole atoms of the swizzle.
   constexpr int bytes() const { return (pixels() * 128 + 1023) / 1024 * 1024; }
 };
 

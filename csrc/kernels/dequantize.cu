@@ -28,7 +28,8 @@ struct Params {
   int units;           // of a warp
   int columns;         // warps side by side
   bool vector_stores;  // rows of the output start on 16 bytes, and columns keep their order
-  int tap_columns, out_columns;  // of a tap, in the weight; 0: none are left out. Of the output
+  int tap_columns;     // of a tap in the weight; 0: the output has all columns
+  int out_columns;     // of a tap in the output
 };
 
 // The 16-byte record of a lane, in words that each hold pairs of two times eight neighbouring

@@ -13,8 +13,8 @@
 // in [32768, 65536), where the unit in the last place is 2^-8, so its bits from 8 on hold
 // floor(32 * v + 32), and stand where the address of a 256-byte row (32 lanes x 8 bytes) wants
 // them. Near a range's ends the rounding of that sum (at most 2^-14 of v) may choose the neighbour,
-// so the cuts that count as inside are those within a little more than the range. Books with two
-// cuts in a range are searched cut by cut.
+// so a cut counts as inside if it is within a little more than the range. Code books with two cuts
+// in a range are searched cut by cut.
 #include <cute/arch/util.hpp>
 
 #include "device/decode.cuh"
@@ -217,8 +217,8 @@ struct Eight {
     return sizeof(T) == 4 ? number<T>(words[i], 0) : number<T>(words[i / 2], i % 2);
   }
 
-  // The bits of the largest magnitudes, compared as integers: NaN is larger than all. Of 16-bit
-  // types two, of each half of the words.
+  // The bits of the largest magnitude, compared as integers: NaN is larger than all. For 16-bit
+  // types two magnitudes, one of each half of the words.
   __device__ __forceinline__ uint32_t largest() const {
     uint32_t most = 0;
 #pragma unroll

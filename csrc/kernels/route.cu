@@ -141,8 +141,8 @@ struct SlotCounts {
   }
 };
 
-// Of an expert, in shared memory: its first slot and tiles, its first slot of the chunk, and how
-// many positions it has.
+// The slots of an expert, in shared memory: its first slot and tiles, its first slot in the CTA's
+// chunk, and its number of positions.
 struct ExpertSlots {
   SlotCounts first;
   int of_chunk, count;

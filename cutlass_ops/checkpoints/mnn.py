@@ -240,7 +240,7 @@ class _Linear:
 
     @property
     def bits(self) -> int:
-        """Of the codes that the values make: 4 where they fit."""
+        """Bits of the codes that the values make: 4 where they fit."""
         return 4 if self.values[0] >= -8 and self.values[-1] <= 7 else 8
 
     @property

@@ -49,7 +49,7 @@ class PackedConfig:
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Of x."""
+        """The dtypes of x."""
         return [torch.float16, torch.bfloat16]
 
     @classmethod

@@ -524,7 +524,7 @@ class PackedWeight:
         """Rows ``start`` to ``stop`` as a weight; ``start`` is a multiple of 64, ``stop`` one or N.
 
         Row panels of 64 are the outermost order of the codes, which are shared; group
-        vectors are copied. Of a gated weight: ``eights.row_panels``.
+        vectors are copied. For a gated weight see ``eights.row_panels``.
         """
         self.check_plain("row_panels")
         panel_bytes = self.codes.numel() // formats.padded_rows(self.n)

@@ -1,9 +1,9 @@
 // The problems of the operators as plain data: pointers, sizes and types, all owned by the caller.
 //
 // The product is y[M, N] = act(x[M, K] @ W[N, K]^T + bias[N]) + residual[M, N]. N, K and the
-// weight's format belong to the weight; M to the activations. Of a gated weight, whose rows are
-// those of two weights gate and up, it is
-// y[M, N / 2] = act(x @ gate^T + bias of gate) * (x @ up^T + bias of up) + residual[M, N / 2].
+// weight's format belong to the weight; M to the activations. A gated weight has the rows of two
+// weights, gate and up, and its product is
+//   y[M, N / 2] = act(x @ gate^T + bias of gate) * (x @ up^T + bias of up) + residual[M, N / 2].
 #pragma once
 
 #include <cstddef>
