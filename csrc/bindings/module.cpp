@@ -325,6 +325,10 @@ PYBIND11_MODULE(_C, m) {
   register_experts(m);
   register_conv(m);
 
+  m.attr("layout_name") = kLayoutName;
+  m.attr("layout_version") = kLayoutVersion;
+  m.attr("gated_experts_layout_version") = kGatedExpertsLayoutVersion;
+  m.attr("gated_layout_version") = kGatedLayoutVersion;
   m.attr("max_m") = kMaxM;
   m.attr("max_norm_k") = kMaxNormK;
   m.attr("padded_rows") = kPaddedRows;
