@@ -175,22 +175,22 @@ def products() -> str:
         if (n, k) == (576, 576):
             continue
         ms = [1, 16, 64, 256, 1024, 4096]
-        at = {
+        times = {
             name: {row["m"]: row for row in rows}
             for name, rows in formats.items()
             if name in FORMATS
         }
         lines = [
-            [FORMATS[name], *(cell(at[name][m]) if m in at[name] else "" for m in ms)]
+            [FORMATS[name], *(cell(times[name][m]) if m in times[name] else "" for m in ms)]
             for name in FORMATS
-            if at.get(name, {}).keys() & set(ms)
+            if times.get(name, {}).keys() & set(ms)
         ]
         for name in ("torch fp16", "torch int8"):
             # Every row of this M has torch's time; the first one is taken.
             found = [
                 [
                     rows[m]["peers_us"][name]
-                    for rows in at.values()
+                    for rows in times.values()
                     if m in rows and name in rows[m]["peers_us"]
                 ]
                 for m in ms

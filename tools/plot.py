@@ -106,10 +106,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 markersize=3,
             )
         axis.set_xscale("log", base=2)
-        at = {row["m"]: row["us"] for row in rows if row["m"] in TICKS}
+        times = {row["m"]: row["us"] for row in rows if row["m"] in TICKS}
         axis.set_xticks(
-            list(at),
-            [f"{m}\n{us:.0f}" if us >= 100 else f"{m}\n{us:.3g}" for m, us in at.items()],
+            list(times),
+            [f"{m}\n{us:.0f}" if us >= 100 else f"{m}\n{us:.3g}" for m, us in times.items()],
         )
         axis.minorticks_off()
         axis.set_ylim(bottom=0)

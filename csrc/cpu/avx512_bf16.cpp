@@ -93,7 +93,7 @@ class ChunkGroups {
     for (int i = 0; i < count_; ++i) {
       int64_t const vector = vector_ + i * p.vector_stride;
       vectors_[i] = BlockVectors(w, vector);
-      // Those of the next chunk, or of the next panel.
+      // The scales of the next chunk of columns, or of the next panel's first chunk.
       int const next = first_ + i + count_;
       prefetch_vectors(w, next < p.blocks ? vector + count_ * p.vector_stride
                                           : i * p.vector_stride + (panel + 1) * kRowsPerPanel);

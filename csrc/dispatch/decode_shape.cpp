@@ -9,26 +9,27 @@
 namespace cutlass_ops {
 
 DecodeMemory decode_memory(GemmProblem const& p, DecodeShape const& shape) {
-  DecodeMemory at;
+  DecodeMemory memory;
   PackedWeight const& w = p.weight;
   bool int8 = multiplies_int8(p);
   int columns = 512 / code_bits(w),
       rows = w.group_size > 0 && w.group_size < columns ? columns / w.group_size : 1;
-  at.zeros = 4096 + rows * kRowsPerPanel * bytes_of(w.scale_type);
-  at.offsets = at.zeros + (w.zeros ? rows * kRowsPerPanel : 0);
-  at.stage = at.offsets + (w.offsets ? rows * kRowsPerPanel * bytes_of(w.offset_type) : 0);
+  memory.zeros = 4096 + rows * kRowsPerPanel * bytes_of(w.scale_type);
+  memory.offsets = memory.zeros + (w.zeros ? rows * kRowsPerPanel : 0);
+  memory.stage = memory.offsets + (w.offsets ? rows * kRowsPerPanel * bytes_of(w.offset_type) : 0);
   int step = w.group_size > 0 && w.group_size <= 64 ? w.group_size : columns,
       steps = shape.slice * kKPerTile / step;
-  at.x_row = shape.slice * kKPerTile * 2 + 16;
-  at.x = shape.warps * shape.stages * at.stage;
-  at.sums =
-      at.x + p.m * std::max(at.x_row, shape.cluster > 1 ? shape.row_panels * kRowsPerPanel * 4 : 0);
-  at.scales = at.sums + (table_bytes(w) ? 0 : steps * 8 * 4);
-  at.parts = at.scales + (int8 ? steps * 8 * 4 : 0);
-  at.slots = at.parts + (shape.row_panels * 4 + 15) / 16 * 16;
-  at.table = at.slots + (shape.row_panels - 1) * p.m * kSlotFloats * 4;
-  at.total = at.table + table_bytes(w);
-  return at;
+  memory.x_row = shape.slice * kKPerTile * 2 + 16;
+  memory.x = shape.warps * shape.stages * memory.stage;
+  memory.sums =
+      memory.x +
+      p.m * std::max(memory.x_row, shape.cluster > 1 ? shape.row_panels * kRowsPerPanel * 4 : 0);
+  memory.scales = memory.sums + (table_bytes(w) ? 0 : steps * 8 * 4);
+  memory.parts = memory.scales + (int8 ? steps * 8 * 4 : 0);
+  memory.slots = memory.parts + (shape.row_panels * 4 + 15) / 16 * 16;
+  memory.table = memory.slots + (shape.row_panels - 1) * p.m * kSlotFloats * 4;
+  memory.total = memory.table + table_bytes(w);
+  return memory;
 }
 
 namespace {
