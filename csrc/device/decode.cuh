@@ -444,7 +444,7 @@ struct Int4Codebook {
     for (int i = 0; i < 4; ++i) pairs[i] = *reinterpret_cast<uint32_t const*>(table + at[i]);
   }
 #ifdef __CUDACC__
-  // The same from shared memory, by the lane's address there.
+  // look_up() in a table in shared memory; `lane_address`: the lane's first entry.
   template <int kConstants = 4>
   __device__ static void look_up(uint32_t word, uint32_t lane_address, uint32_t (&pairs)[4]) {
     uint32_t at[4];

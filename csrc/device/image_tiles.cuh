@@ -49,7 +49,7 @@ struct TapColumns {
     }
   }
 
-  // By columns that divide kKPerTile.
+  // Advances by a number of columns that divides kKPerTile.
   __device__ __forceinline__ void advance(ImageTiles const& image, int columns) {
     channel += columns;
     if (channel < image.columns) return;

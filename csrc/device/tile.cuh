@@ -253,8 +253,8 @@ __device__ __forceinline__ void issue_all(IssueCopies const& issue_copies) {
   for (int piece = 0; piece < C::kPieces; ++piece) issue_copies(piece);
 }
 
-// One 16-byte vector of a group vector's rows, of the [row][width] that a stage holds; it is this
-// thread's to copy for every tile.
+// The copy of one 16-byte vector of scales, zero points or offsets, which a stage holds as
+// [row][width]. A thread copies the same vector of every tile.
 struct VectorCopy {
   uint8_t const* source = nullptr;  // in the vector's first row
   uint32_t row_bytes = 0;
@@ -448,7 +448,7 @@ struct TileParams {
   VectorRows weight_rows;
   int row_tiles, m_tiles, k_tiles, n_pad, splits;
   int log_scale_bytes, log_offset_bytes;
-  bool plain;  // as store_sums has it
+  bool plain;  // outputs are the rounded sums, stored by vectors of 16 bytes
   ImageTiles image;
   // The experts' tiles; `groups.tiles` is null for other products.
   Groups groups;

@@ -55,7 +55,7 @@ Field needs_ampere(GemmProblem const& problem, Device const& device) {
 Field needs_few_rows(GemmProblem const& problem, int most) {
   if (is_image(problem)) return Field::kImage;
   if (problem.m > most) return Field::kRows;
-  // Their order of sums depends on M.
+  // The order of sums of decode kernels depends on M.
   return problem.batch_invariant ? Field::kBatchInvariant : Field::kNone;
 }
 Field needs_16_bit_x(GemmProblem const& problem) {
@@ -296,9 +296,9 @@ constexpr Candidate kDecodeGemm[] = {
 bool fills_large_tiles(GemmProblem const& problem) {
   return sums_whole_rows(problem) && (problem.m % 256 == 0 || problem.m % 256 >= 64);
 }
-// Whether int8 x int4 tiles of fewer than 128 rows give a row the same bits, or may give it other
-// bits. Larger tiles multiply the integers by the scales in another order, where neither side has
-// zero points and x has a scale a block.
+// Whether wgmma_gemm_a8's tiles of fewer than 128 rows may be chosen. With int4 weights, no zero
+// points and one scale of x a block, they multiply the integers by the scales in another order than
+// larger tiles, so the bits of a row would depend on M.
 bool small_tiles_have_the_bits(GemmProblem const& problem) {
   return !has_nibbles(problem) || !problem.batch_invariant || problem.weight.zeros ||
          activations_have_zeros(problem) || !activations_have_blocks(problem);

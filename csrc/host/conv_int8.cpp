@@ -134,8 +134,8 @@ Status check_conv(ConvProblem const& p) {
     return unsupported("a row of the weight has more than 2^31 bytes");
   if (int64_t(p.out_height()) * p.out_width() > kMostConvPixels / p.batch)
     return unsupported("the result has more than " + std::to_string(kMostConvPixels) + " pixels");
-  // Pieces of x that are copied, and tiles, or CTAs of threads, of the smallest size: no kernel has
-  // more.
+  // The largest numbers that any kernel counts: 16-byte vectors of x that are copied, CTAs of
+  // conv_int8_depthwise, and tiles of the smallest size.
   int64_t const pixels = int64_t(p.height) * p.width,
                 pieces = stored_channels(p.channels) / kConvVector;
   int64_t const tiles = ceil_div(p.pixels(), kDepthwisePixels) * ceil_div(w.n, kDepthwiseChannels) /
@@ -143,7 +143,7 @@ Status check_conv(ConvProblem const& p) {
   if (pixels > most / p.batch / pieces || tiles > most ||
       (p.pixels() / kLeastConvTile + 1) * (w.n + p.groups) > most)
     return unsupported("the convolution has more than 2^31 tiles, or x more than 2^35 bytes");
-  // Depthwise threads, and vectors of gathered taps.
+  // Threads of conv_int8_depthwise, and 16-byte vectors of gathered taps.
   int64_t const flat_vectors =
       stored_channels(int(std::min(taps * w.channels, int64_t(1) << 20))) / kConvVector;
   int64_t const segments =
@@ -265,7 +265,8 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
   plan.grid = int(at_once) * cluster_size;
   plan.copied_channels = copied_channels(p, kConvVector);
 
-  // As SMs become free, one of several CTAs may get two that have more tiles than others.
+  // As SMs become free one by one, both CTAs of an SM may be CTAs with more tiles than others. Such
+  // launches must not overlap (docs/tuning-notes.md).
   int64_t const of_cta = ceil_div(clusters, at_once);
   plan.overlaps = plan.ctas_per_sm * of_cta <= of_sm;
 

@@ -171,8 +171,8 @@ struct Pieces {
   __device__ __forceinline__ int begin(int warp) const {
     return int(uint32_t(count) * uint32_t(warp) / C::kWarps);
   }
-  // Not of an empty block, of which there are some where the row panels are fewer
-  // than the clusters.
+  // The warp that has a piece. The CTA must have pieces: where there are fewer row panels than
+  // clusters, some CTAs have none.
   __device__ __forceinline__ int warp_of(int piece) const {
     return Quotient((piece + 1) * C::kWarps - 1, count).quotient;
   }

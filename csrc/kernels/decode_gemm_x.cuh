@@ -53,7 +53,7 @@ struct RowCopies {
   }
 };
 
-// The same by threads, of any x. Columns beyond K are zeros.
+// Copies x by threads, for any x. Columns beyond K are zeros.
 template <class C>
 __device__ __forceinline__ void stage_floats(uint8_t* shared, Params const& p, int first,
                                              int columns) {
@@ -217,8 +217,8 @@ __device__ __forceinline__ void stage_integers(uint8_t* shared, Params const& p,
   }
 }
 
-// The same of symmetric blocks by fewer instructions, where there are many: eight lanes to a tile,
-// and two tiles at a time.
+// stage_integers() for at least kManyTiles tiles of symmetric blocks, by fewer instructions: eight
+// lanes take a tile, two tiles at a time.
 constexpr int kManyTiles = 64;
 template <class C>
 __device__ __forceinline__ void stage_many(uint8_t* shared, Params const& p, int tiles, int count) {
@@ -285,7 +285,7 @@ __device__ __forceinline__ void stage_floats_as_integers(uint8_t* shared, Params
   }
 }
 
-// The same for codes that are quantised already.
+// stage_integers() for an x that is quantised already.
 template <class C>
 __device__ __forceinline__ void stage_codes(uint8_t* shared, Params const& p, int first,
                                             TileWalk at) {

@@ -1,21 +1,22 @@
 // fp16 or bf16 activations x int4 or int8 weights on mma.sync m16n8k16: the portable kernel for
 // W4A16 and W8A16, sm_80 and later.
 //
-// A block computes 128 output features x kBlockM. Weights, activations, scales and zero points of
-// 128 columns of K go through a ring of stages in shared memory (cp.async). Per step of 128
-// columns, or 32 where groups are shorter (16, where they are of 16: their scales, zero points and
-// offsets come from global memory, since a stage has no room for them):
+// A CTA computes 128 output features x kBlockM. Weights, activations, scales and zero points of a K
+// tile of 128 columns go through a ring of stages in shared memory (cp.async). A scale block is 128
+// columns, or 32 where groups are shorter. Groups of 16 have scale blocks of 16, whose scales, zero
+// points and offsets come from global memory, since a stage has no room for them. Per scale block:
 //
 //   load     weights: one 16-byte load a lane and unit (layout.h); activations: ldmatrix from rows
-// swizzled by x_row % 8
+//            swizzled by x_row % 8
 //   decode   int4 or int8 -> code minus zero point, an integer that fp16 and bf16 hold exactly; or
 //            a code book's value, looked up
 //   multiply fp32 sums of exact products
-//   promote  sum = fma(step's sum, weight scale, sum): the scale never rounds a weight, and costs
-//            one FFMA an output and step
+//   promote  sum = fma(block's sum, weight scale, sum): the scale never rounds a weight, and costs
+//            one FFMA an output and scale block
 //
-// A real offset o adds o * sum x, which comes from the tensor cores too, by an operand B of ones to
-// the rows of x as operand A: the registers of two operands B, in another order, are one.
+// A real offset o adds o * sum x. The tensor cores compute sum x, too, by an mma whose operand A is
+// x and whose operand B is all ones. (The registers of two B fragments of x, in another order, are
+// one A fragment.)
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"

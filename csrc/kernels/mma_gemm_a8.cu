@@ -1,34 +1,34 @@
 // int8 activations x int4 or int8 weights on mma.sync m16n8k32: the portable kernel for W8A8 and
 // W4A8, sm_80 and later.
 //
-// A block computes 128 output features x kBlockM. Weights, activations, scales and zero points of
-// 128 columns of K go through a ring of stages in shared memory (cp.async). Per step of 128
-// columns, or 64 or 32 where groups are that short (half a step of 32 where they are of 16, the
-// other half zeros; what belongs to groups comes from global memory then, since a stage has no room
-// for it):
+// A CTA computes 128 output features x kBlockM. Weights, activations, scales and zero points of a K
+// tile of 128 columns go through a ring of stages in shared memory (cp.async). A scale block is 128
+// columns, or 64 or 32 where groups are that short. A group of 16 is a scale block of 32 columns of
+// which half are zeros; its scale, zero point and offset come from global memory, since a stage has
+// no room for them. Per scale block:
 //
 //   load     weights: one 16-byte load a lane and unit (layout.h); activations: ldmatrix from rows
-// swizzled by x_row % 8
+//            swizzled by x_row % 8
 //   decode   int4 -> int8 in registers, minus the zero point
 //   multiply exact int32 sums, which never leave registers
 //   promote  sum = fma(float(I), activation scale * weight scale, sum)
 //
-// Integers become floats by a magic number: the sums of a step start at the bits of 1.5 * 2^23,
-// whose unit in the last place is 1, so that for |I| < 2^22 the sum's bits are those of the float
-// 1.5 * 2^23 + I, and one exact subtraction leaves I. It costs nothing, as the first instruction of
-// a step adds those constant registers instead of zeros. |I| is at most 255 * 128 * 128, but for
-// 8-bit zero points.
+// Integers become floats by a magic number: the sums of a scale block start at the bits of 1.5 *
+// 2^23, whose unit in the last place is 1, so that for |I| < 2^22 the sum's bits are those of the
+// float 1.5 * 2^23 + I, and one exact subtraction leaves I. It costs nothing, as the first
+// instruction of a scale block adds those constant registers instead of zeros. |I| is at most 255 *
+// 128 * 128, except with zero points of 8 bits, where kMagic is false.
 //
 // Asymmetric terms. With centred codes c, their zero point zc, activation codes q and their zero
-// point za, the sum over a step is
+// point za, the sum over a scale block is
 //   I = sum (q - za)(c - zc)
 //     = sum q (c - zc) - za * sum (c - zc)     4 bit: the decoder makes c - zc
 //     = sum q c - za * sum c - zc * Q          8 bit: c - zc would not fit; Q = sum q - width * za
-// and a real offset o adds o * scale_a * Q. sum c comes from the tensor cores too, by an operand
-// B of ones, in the registers that hold the outputs of those rows; sum q by an operand B of ones
-// to the rows of x as operand A: the registers of two operands B, in another order, are one.
-// Columns beyond K hold activations equal to za, so they add (za - za)(c - zc) = 0, whatever the
-// weights' padding is.
+// and a real offset o adds o * scale_a * Q. The tensor cores compute both sums by an mma whose
+// operand B is all ones. For sum c operand A is the weight, so that a thread gets the sums of the
+// rows whose outputs it holds. For sum q operand A is x: the registers of two B fragments of x, in
+// another order, are one A fragment. Columns beyond K hold activations equal to za, so they add (za
+// - za)(c - zc) = 0, whatever the weights' padding is.
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"

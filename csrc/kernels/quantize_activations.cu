@@ -600,7 +600,7 @@ Status launch_rows(Params const& p, Stream stream) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   int const threads = ((p.pieces + kPieces - 1) / kPieces + 31) / 32 * 32;
-  // As many blocks as fit at a time; each continues with further rows.
+  // As many CTAs as run at a time; each quantises further rows in turn.
   int const blocks = std::min(p.problem.m, device.multiprocessors * std::max(1, 1024 / threads));
   return launch_spread(quantize_rows<T, kSymmetric, kFunction, kPieces>, dim3(blocks),
                        dim3(threads), stream, p);

@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(1024) route(__grid_constant__ RouteParams cons
   }
 }
 
-// ---- assign_slots: the same for a layer, where the order of an expert's positions is free. A CTA
-// has a chunk of them; where there are several, count_positions comes first
+// ---- assign_slots: sorts positions by expert for a layer, in any order within an expert. A CTA
+// has a chunk of the positions; with several CTAs, count_positions runs first
 
 struct SlotParams {
   RouteProblem problem;
@@ -82,8 +82,8 @@ struct SlotParams {
   int chunk;  // positions of a CTA
 };
 
-// Adds a chunk's positions to `counts` by expert, the last of them those of no expert. A position's
-// number among its expert's goes where its slot will be.
+// Counts a chunk's positions by expert; the last of `counts` is for positions of no expert. A
+// position's number among its expert's positions is stored where its slot will be.
 __device__ __forceinline__ void count_chunk(SlotParams const& p, int* counts) {
   int const first = blockIdx.x * p.chunk, end = min(first + p.chunk, p.problem.positions());
   for (int i = first + threadIdx.x; i < end; i += blockDim.x)
@@ -202,7 +202,8 @@ __global__ void __launch_bounds__(1024) assign_slots(__grid_constant__ SlotParam
     p.slots.of_position[i] = expert ? slot : -1;
     if (expert) p.slots.position[slot] = i;
   }
-  // The tables of experts, which are CTAs' in turn, and within a CTA those of kSlotRows lanes.
+  // The tile tables. CTAs take experts in turn, and kSlotRows threads of a CTA write the tables of
+  // one expert.
   int const part = threadIdx.x % kSlotRows, parts = threads / kSlotRows;
   for (int e = threadIdx.x / kSlotRows * chunks + mine; e < experts; e += parts * chunks) {
     ExpertSlots const of = routed[e];
@@ -317,7 +318,7 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_experts(__grid_constant__ 
 #pragma unroll
       for (int& slot : slots) slot = slot < p.route.experts ? slot : -1;
     }
-    // One branch by their type, before all of them.
+    // One branch on the weights' type, before all loads.
     auto const load_weights = [&](DataType type) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) weights[j] = load_float(p.weights, type, position + j);

@@ -44,7 +44,7 @@ class PackedConfig:
 
     @classmethod
     def get_name(cls) -> str:
-        """As ``quant_method`` has it."""
+        """The name that ``quant_method`` gives."""
         return QUANT_METHOD
 
     @classmethod
