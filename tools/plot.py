@@ -147,8 +147,8 @@ def draw_bars(bars: list[tuple[str, float, tuple[str, float]]], title: str, path
         axis.bar_label(drawn, texts, padding=3, fontsize=8)
     axis.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axis.invert_yaxis()
-    axis.margins(x=0.2)
-    axis.set_title(title, fontsize=9)
+    axis.margins(x=0.5)  # for the label of the longest bar
+    figure.suptitle(title, fontsize=9)
     save(figure, path)
 
 
