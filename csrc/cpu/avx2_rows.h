@@ -215,7 +215,7 @@ void multiply_floats(CpuProduct const& p, int panel, int m) {
 
 // Products of a span's columns for rows g and g + 8 of a row block: lanes of kRows rows of x, and
 // behind them, where x has zero points, of the codes. `bytes`: the codes from the span's
-// first unit on; `at`: of x. kCentred: x is integers minus their zero points; kAbove: the
+// first unit on; `offset`: of x. kCentred: x is integers minus their zero points; kAbove: the
 // difference between stored and centred codes. Lanes are added, and then extended to 32 bits.
 template <class Width>
 struct RowProducts;

@@ -109,9 +109,10 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
         load_residual<C>(lines, e, coord, m0 + first, n);
         cutlass::arch::NamedBarrier::sync(128, barrier);
         if (e.residual_type == DataType::kFloat16) {
-          each_matrix(first, [](float* v, uint8_t* at) { add_residual<__half>(v, at); });
+          each_matrix(first, [](float* v, uint8_t* address) { add_residual<__half>(v, address); });
         } else {
-          each_matrix(first, [](float* v, uint8_t* at) { add_residual<__nv_bfloat16>(v, at); });
+          each_matrix(first,
+                      [](float* v, uint8_t* address) { add_residual<__nv_bfloat16>(v, address); });
         }
       }
     }
@@ -123,13 +124,13 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
     }
     store_lines<C, C::kLineRows>(
         lines, C::kLineBytes, map, e, barrier, copies, first, n, m0, end, [&](auto type) {
-          each_matrix(first, [&](float const* v, uint8_t* at) {
+          each_matrix(first, [&](float const* v, uint8_t* address) {
             uint32_t pairs[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
               pairs[i] = pack_pair<decltype(type)>(v[2 * i], v[2 * i + 1]);
             cute::SM90_U16x8_STSM_T::copy(pairs[0], pairs[1], pairs[2], pairs[3],
-                                          *reinterpret_cast<cute::uint128_t*>(at));
+                                          *reinterpret_cast<cute::uint128_t*>(address));
           });
         });
   }

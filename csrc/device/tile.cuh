@@ -69,7 +69,8 @@ struct TileIndex {
 // Sums of all warps to shared memory, [x_row][row].
 template <class Tile>
 __device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums,
-                                            ThreadCoord<Tile> const& at, float* tiles_per_cluster) {
+                                            ThreadCoord<Tile> const& coord,
+                                            float* tiles_per_cluster) {
   __syncthreads();
 #pragma unroll
   for (int rb = 0; rb < Tile::kRowBlocks; ++rb)
@@ -77,8 +78,8 @@ __device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums,
     for (int tb = 0; tb < Tile::kMBlocks; ++tb)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        int row = (at.warp * Tile::kRowBlocks + rb) * 16 + at.g + 8 * (e / 2),
-            x_row = tb * 8 + 2 * at.t + e % 2;
+        int row = (coord.warp * Tile::kRowBlocks + rb) * 16 + coord.g + 8 * (e / 2),
+            x_row = tb * 8 + 2 * coord.t + e % 2;
         tiles_per_cluster[x_row * Tile::kSumStride + row] = sums[rb][tb][e];
       }
   __syncthreads();
@@ -414,11 +415,12 @@ struct XRowCopy {
 // Operand B of two neighbouring blocks of 8 rows of x, 32 bytes of columns: k-slice `piece` of the
 // warp's columns of a row. Rows are swizzled (XRowCopy).
 template <class Tile>
-__device__ __forceinline__ void load_x_rows(uint8_t const* activations, ThreadCoord<Tile> const& at,
-                                            int pair, int piece, uint32_t (&b)[4]) {
-  load_tiles(
-      activations + (at.x_rows ^ (piece % 4 << 5)) + piece / 4 * 128 + pair * 16 * Tile::kRowBytes,
-      b);
+__device__ __forceinline__ void load_x_rows(uint8_t const* activations,
+                                            ThreadCoord<Tile> const& coord, int pair, int piece,
+                                            uint32_t (&b)[4]) {
+  load_tiles(activations + (coord.x_rows ^ (piece % 4 << 5)) + piece / 4 * 128 +
+                 pair * 16 * Tile::kRowBytes,
+             b);
 }
 
 // The zero points of a warp's rows in a group vector, or zeros.
@@ -497,11 +499,13 @@ template <class C, class Params>
 __device__ __forceinline__ bool add_slices(float* sums, Params const& p) {
   if (C::kBlockM > kMmaRowsOfSlices || p.splits == 1) return true;
   constexpr int kRowPieces = C::kRows / 4, kPieces = C::kBlockM * kRowPieces;
-  auto const at = [&](int i) { return sums + i / kRowPieces * C::kSumStride + i % kRowPieces * 4; };
+  auto const address = [&](int i) {
+    return sums + i / kRowPieces * C::kSumStride + i % kRowPieces * 4;
+  };
   auto* const slices =
       reinterpret_cast<float4*>(p.splitk_workspace) + int64_t(blockIdx.x) * p.splits * kPieces;
   for (int i = thread_again(); i < kPieces; i += C::kThreads)
-    __stcg(slices + blockIdx.y * kPieces + i, *reinterpret_cast<float4 const*>(at(i)));
+    __stcg(slices + blockIdx.y * kPieces + i, *reinterpret_cast<float4 const*>(address(i)));
   __threadfence();
   __syncthreads();
   __shared__ int arrived;
@@ -516,7 +520,7 @@ __device__ __forceinline__ bool add_slices(float* sums, Params const& p) {
       float4 const more = __ldcg(slices + slice * kPieces + i);
       sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
     }
-    *reinterpret_cast<float4*>(at(i)) = sum;
+    *reinterpret_cast<float4*>(address(i)) = sum;
   }
   __syncthreads();
   return true;
@@ -620,7 +624,7 @@ __device__ __forceinline__ void fill_first_stages(Copies& copies, KRange const& 
 //              wanted, x_rows_wanted) for i below kAll, the weights' first; copies.special(stage,
 //              k_tile): handles the tile's rows of x if they cannot be copied that way, and says so
 //   prepare()  what else must be in shared memory, independent of the kernels before
-//   compute(stage, at, sums, issue_copies): adds a tile's product, and calls issue_copies(i) for
+//   compute(stage, coord, sums, issue_copies): adds a tile's product, and calls issue_copies(i) for
 //              i from 0 to C::kPieces - 1
 template <class C, class Copies, class Params, class Prepare, class Compute>
 __device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, Prepare prepare,
@@ -629,7 +633,7 @@ __device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, 
   TileOrigin const origin(C(), p);
   if (threadIdx.x == 0) stored_origin() = origin;
   KRange range(p.k_tiles, blockIdx.y, p.splits);
-  ThreadCoord<C> at(threadIdx.x);
+  ThreadCoord<C> coord(threadIdx.x);
   Copies copies(p, shared, origin, range.first);
   fill_first_stages<C>(copies, range, prepare);
 
@@ -652,9 +656,9 @@ __device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, 
     if constexpr (C::kCopiesFirst) {
       if (wanted) copy(0);  // the branch keeps the compiler from moving them into the
                             // multiplication
-      compute(shared + now, at, sums, [](int) {});
+      compute(shared + now, coord, sums, [](int) {});
     } else {
-      compute(shared + now, at, sums, copy);
+      compute(shared + now, coord, sums, copy);
     }
     commit_copies();
     copies.weights.next(), copies.activations.next();

@@ -189,7 +189,7 @@ template <class C>
 struct WeightLoader {
   uint8_t const* codes;
   uint8_t* ring;
-  TileIterator at;
+  TileIterator next;
   int left, row_panel_pieces, first_tile, first_row_panel;
   int stage = 0;  // to fill next, and the oldest that is full
 
@@ -202,17 +202,17 @@ struct WeightLoader {
         first_tile(part.first_tile),
         first_row_panel(part.first_row_panel) {
     Quotient position(begin, row_panel_pieces);
-    at = {position.quotient, position.remainder};
+    next = {position.quotient, position.remainder};
     find(p);
   }
 
-  // The codes of the piece at `at`.
+  // The codes of the piece at `next`.
   __device__ __forceinline__ void find(Params const& p) {
     codes = p.weight.codes +
-            (int64_t(first_row_panel + at.row_panel) * p.k_tiles + first_tile +
-             at.piece / C::kTilePieces) *
+            (int64_t(first_row_panel + next.row_panel) * p.k_tiles + first_tile +
+             next.piece / C::kTilePieces) *
                 k_tile_bytes(C::kBits) +
-            at.piece % C::kTilePieces * (2 * kUnitBytes) + threadIdx.x % 32 * kLaneBytes;
+            next.piece % C::kTilePieces * (2 * kUnitBytes) + threadIdx.x % 32 * kLaneBytes;
   }
 
   // The rows of a group vector that belong to a piece, by 16 bytes a lane. A vector has less than
@@ -220,7 +220,7 @@ struct WeightLoader {
   __device__ __forceinline__ void vector(Params const& p, uint8_t* to, void const* from, int row,
                                          int rows, int log_bytes) const {
     int log_pieces = 2 + log_bytes,
-        row_panel_begin = (first_row_panel + at.row_panel) * kRowsPerPanel;
+        row_panel_begin = (first_row_panel + next.row_panel) * kRowsPerPanel;
     auto copy = [&](int i) {
       uint32_t index = uint32_t((row + (i >> log_pieces)) * p.n_pad + row_panel_begin);
       copy_async_16(to + i * 16,
@@ -255,10 +255,10 @@ struct WeightLoader {
       --left;
       uint8_t* to = ring + stage * p.memory.stage;
       PackedWeight const& w = p.weight;
-      int row = p.weight_rows.first(first_tile + at.piece / C::kTilePieces), rows = 1;
+      int row = p.weight_rows.first(first_tile + next.piece / C::kTilePieces), rows = 1;
       if constexpr (C::kShortGroups) {
         rows = p.weight_rows.count / C::kTilePieces;
-        row += at.piece % C::kTilePieces * rows;
+        row += next.piece % C::kTilePieces * rows;
       }
       vector(p, to + C::kScales, w.scales, row, rows, C::kPlain ? 1 : p.log_scale_bytes);
       if (C::kCompensates && w.zeros) vector(p, to + p.memory.zeros, w.zeros, row, rows, 0);
@@ -267,10 +267,10 @@ struct WeightLoader {
       if (C::kTilePieces == 1) {
         codes += k_tile_bytes(C::kBits);
       } else {
-        codes += at.piece % 2 == 0 ? 2 * kUnitBytes : k_tile_bytes(C::kBits) - 2 * kUnitBytes;
+        codes += next.piece % 2 == 0 ? 2 * kUnitBytes : k_tile_bytes(C::kBits) - 2 * kUnitBytes;
       }
-      if (++at.piece == row_panel_pieces) {
-        at.piece = 0, ++at.row_panel;
+      if (++next.piece == row_panel_pieces) {
+        next.piece = 0, ++next.row_panel;
         find(p);
       }
     }

@@ -78,11 +78,11 @@ struct Factors {
   __device__ __forceinline__ Factors(Params const& p, int n, int k) {
     PackedWeight const& w = p.problem.weight;
     int group = p.rows.first(k / kKPerTile) + (k % kKPerTile >> p.log_group);
-    int64_t at =
+    int64_t index =
         int64_t(group) * p.n_pad + n / kRowsPerPanel * kRowsPerPanel + group_row(n % kRowsPerPanel);
-    scale = load_float(w.scales, w.scale_type, at);
-    offset = w.offsets ? load_float(w.offsets, w.offset_type, at) : 0.0f;
-    zero = w.zeros ? w.zeros[at] : 0;
+    scale = load_float(w.scales, w.scale_type, index);
+    offset = w.offsets ? load_float(w.offsets, w.offset_type, index) : 0.0f;
+    zero = w.zeros ? w.zeros[index] : 0;
   }
 };
 

@@ -350,10 +350,12 @@ struct Turn {
     for (int i = 0; i < 8; ++i) {
       float scaled = __fmul_rn(eight.value(i), reciprocal),
             key = kMagnitudes ? fabsf(scaled) : scaled;
-      uint32_t at =
+      uint32_t address =
           decode::and_or(__float_as_uint(fmaf(key, 32.0f, row_bias)), 0x7f00u, lane_bytes);
       uint2 range;
-      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(range.x), "=r"(range.y) : "r"(at));
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(range.x), "=r"(range.y)
+                   : "r"(address));
       // The byte of range.y that becomes byte i / 2: 0 or 1, and 2 or 3 for negative numbers.
       uint32_t const step = 1u << i / 2 * 4, keep = 0x3210u - step * uint32_t(i / 2) + step * 4;
       uint32_t selector = key > __uint_as_float(range.x) ? keep + step : keep;

@@ -187,11 +187,11 @@ __global__ void __launch_bounds__(1024) assign_slots(__grid_constant__ SlotParam
     __syncthreads();
     SlotCounts before_warp = lane < threads / 32 ? of_warps[lane] : SlotCounts();
     before_warp.sum_lanes();
-    SlotCounts at = before_all;
-    if (warp > 0) at.add(before_warp.of_lane(warp - 1));
+    SlotCounts first = before_all;
+    if (warp > 0) first.add(before_warp.of_lane(warp - 1));
     before_all.add(before_warp.of_lane(31));
-    at.add(upto), at.subtract(own);
-    if (e < experts) routed[e] = {at, at.slots + before, all};
+    first.add(upto), first.subtract(own);
+    if (e < experts) routed[e] = {first, first.slots + before, all};
     __syncthreads();
   }
 
