@@ -12,6 +12,10 @@ max_awq_rows: int
 cpu_fused_rows: int
 cpu_panel_rows: int
 cpu_panel_rows_of_bfloat16: int
+layout_name: str  # of the packed order, in files
+layout_version: int  # of files without gated weights
+gated_experts_layout_version: int
+gated_layout_version: int
 max_m: int  # rows of x
 max_norm_k: int  # columns of a norm
 padded_rows: int  # quantised rows up to which they have memory for whole tiles

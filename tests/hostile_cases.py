@@ -117,10 +117,10 @@ def mutations(whole: bytes, header: int) -> st.SearchStrategy[bytes]:
 
     def apply(edits: list[tuple[int, bytes, int]]) -> bytes:
         content = whole
-        for at, new, removed in edits:
+        for offset, new, removed in edits:
             # Mostly in place, so that what follows stays where it is.
             cut = len(new) if removed > 3 else removed
-            content = content[:at] + new + content[at + cut :]
+            content = content[:offset] + new + content[offset + cut :]
         return content
 
     return st.lists(edit, min_size=1, max_size=3).map(apply)

@@ -31,10 +31,12 @@ def words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Ten
     rows, columns = codes.shape
     count = -(-columns * bits // 32)
     places = (
-        range(columns) if order is None else [at // 8 * 8 + order[at % 8] for at in range(columns)]
+        range(columns)
+        if order is None
+        else [column // 8 * 8 + order[column % 8] for column in range(columns)]
     )
     runs = [
-        sum(row[place] << (bits * at) for at, place in enumerate(places)) for row in codes.tolist()
+        sum(row[place] << (bits * i) for i, place in enumerate(places)) for row in codes.tolist()
     ]
     out = [[run >> (32 * word) & 0xFFFFFFFF for word in range(count)] for run in runs]
     return torch.tensor(out, dtype=torch.int64).view(rows, count).to(torch.int32)
@@ -111,7 +113,7 @@ def gptq_zeros(zeros: Tensor, bits: int, version: int) -> Tensor:
     if bits == 3:
         return words((zeros.t() - (2 - version)) % 8, 3)
     packed = words(zeros.t(), bits).long()
-    ones = sum(1 << at for at in range(0, 32, bits))
+    ones = sum(1 << bit for bit in range(0, 32, bits))
     return (packed - ones if version == 1 else packed).to(torch.int32)
 
 

@@ -55,14 +55,14 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     assert verify_packed(path).problems == []
     assert verify_packed(path).notes == []
     begin = 8 + header_length(whole)
-    places = [(at, at * 5 % 8) for at in range(0, begin, 2)] + [
-        (at, bit) for bit in range(8) for at in range(begin, len(whole), 331)
+    places = [(byte, byte * 5 % 8) for byte in range(0, begin, 2)] + [
+        (byte, bit) for bit in range(8) for byte in range(begin, len(whole), 331)
     ]
-    for at, bit in places:
+    for byte, bit in places:
         damaged = bytearray(whole)
-        damaged[at] ^= 1 << bit
+        damaged[byte] ^= 1 << bit
         path.write_bytes(damaged)
-        assert not is_sound(path), (at, bit)
+        assert not is_sound(path), (byte, bit)
 
 
 def test_verifys_message_for_a_flipped_bit(tmp_path: Path) -> None:

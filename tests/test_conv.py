@@ -268,7 +268,7 @@ def test_pixels_that_see_a_value_that_is_not_finite_are_nan(bad: float, act_quan
 # ---- refusals
 
 
-def test_what_does_not_fit_is_refused_with_its_value() -> None:
+def test_invalid_arguments_are_refused_with_their_values() -> None:
     packed = co.reorder(weight(6, 32, (3, 3)))
     x = image(1, 32, 8, 8)
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -51,8 +51,8 @@ def rows_of_pixels(values: Tensor, kernel: tuple[int, ...], geometry: Geometry) 
         part = padded
         for i, extent in enumerate(geometry.out(space, kernel)):
             first = tap[i] * geometry.dilation[i]
-            at = torch.arange(extent) * geometry.stride[i] + first
-            part = part.index_select(1 + i, at)
+            positions = torch.arange(extent) * geometry.stride[i] + first
+            part = part.index_select(1 + i, positions)
         taps.append(part.flatten(0, -2))
     return torch.stack(taps, 1)
 

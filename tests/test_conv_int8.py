@@ -237,7 +237,7 @@ def test_a_product_of_any_shape() -> None:
     assert co.linear_int8(x[:0], packed(w, scales), x_scale=1.0, y_scale=1.0).shape == (0, 3, 33)
 
 
-def test_what_does_not_fit_is_refused_with_its_value() -> None:
+def test_invalid_arguments_are_refused_with_their_values() -> None:
     w = codes(torch.int8, 6, 4, 3, 3)
     x, weight = codes(torch.int8, 1, 4, 8, 8), packed(w, torch.ones(6))
     floats = torch.randn(6, 4, 3, 3)

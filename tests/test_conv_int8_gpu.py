@@ -247,8 +247,8 @@ def test_bits_are_the_references(kind: str, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", INT8)
 def test_products(device: str, dtype: torch.dtype) -> None:
-    """Of x at any address, with and without a zero point, a bias of each kind, each activation and
-    type of the result.
+    """Products of x at any address, with and without a zero point, a bias of each kind, each
+    activation and type of the result.
     """
     for case, (m, k, n) in enumerate(PRODUCTS):
         weight = packed(codes(torch.int8, n, k), torch.rand(n, device="cuda") * 0.01 + 1e-3)

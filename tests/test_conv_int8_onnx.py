@@ -265,7 +265,7 @@ def plans(
     y: int = 4096,
     cut_sums: int = 0,
 ) -> list[_C.ConvPlan]:
-    """Of a convolution of two images of ``size`` x ``size`` pixels, to the address ``y``;
+    """The plans of a convolution of two images of ``size`` x ``size`` pixels, to the address ``y``;
     nothing is read.
     """
     order = _C.conv_order(n, channels, kernel**2, groups)

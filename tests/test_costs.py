@@ -43,7 +43,7 @@ def test_times_of_another_card_are_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 def planned(row: dict[str, Any], quantized_before: bool, device: _C.Device) -> _C.Plan:
-    """Of a product as tools/time_tiles.cpp has it."""
+    """The plan of a product as tools/time_tiles.cpp has it."""
     name = row["format"]
     book = SOME if name.startswith("nf4") else 0
     group_size = 64 if book else 128

@@ -94,7 +94,7 @@ def test_loaded_model_is_the_dequantised_one(tiny: SimpleNamespace) -> None:
     )
 
 
-def test_dtype_is_that_of_x_and_not_of_what_is_stored_or_computed_once(
+def test_dtype_applies_to_parameters_but_not_to_scales_and_rotary_buffers(
     tiny: SimpleNamespace,
 ) -> None:
     model = co.load_model(tiny.path, config=tiny.config, dtype=torch.float16, fuse=False)

@@ -87,13 +87,13 @@ def test_models_seen_are_those_of_the_tests() -> None:
     import_or_skip("transformers")
     import expert_models
     import hf_models
-    import test_quantize_hf_model as quantized
+    import quantized_models
 
     page = (ROOT / "docs" / "checkpoints.md").read_text()
     seen = set(
         re.findall(r"\w+", page[page.index("## Models seen") : page.index("## Experts")].lower())
     )
-    for families in (expert_models.FAMILIES, hf_models.FAMILIES, quantized.FAMILIES):
+    for families in (expert_models.FAMILIES, hf_models.FAMILIES, quantized_models.FAMILIES):
         assert {family.lower() for family in families} <= seen
 
 

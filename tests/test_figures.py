@@ -45,13 +45,14 @@ def test_the_numbers_of_the_readme_are_the_files() -> None:
     lines = [
         line.strip("| ").split(" | ")
         for line in README.splitlines()
-        if re.match(r"\| W\dA[^|]* \| [\d.]+ \|", line)
+        if re.match(r"\| (W\dA|NF4)[^|]* \| [\d.]+ \| [^|]+ \(\w+\) \|", line)
     ]
     assert [line[0] for line in lines] == [
         "W4A16",
         "W8A16",
         "W4A8, scales for blocks",
         "W8A8, scales for blocks",
+        "NF4, groups of 64",
     ]
     assert "28672 x 4096, M = 1" in README
     picture = (ROOT / "results/one_row.svg").read_text()
@@ -60,11 +61,14 @@ def test_the_numbers_of_the_readme_are_the_files() -> None:
         for row in RESULT["rows"]
         if (row["n"], row["k"], row["m"]) == (28672, 4096, 1)
     }
-    for line, name in zip(lines, ("w4a16", "w8a16", "w4a8-block", "w8a8-block"), strict=True):
-        us, theirs = rows[name]["us"], rows[name]["peers_us"]["humming"]
-        assert line[1:4] == [f"{us:.1f}", f"{theirs:.1f} (humming)", f"{theirs / us:.2f}"]
+    for line, name in zip(
+        lines, ("w4a16", "w8a16", "w4a8-block", "w8a8-block", "nf4"), strict=True
+    ):
+        peer = "bitsandbytes" if name == "nf4" else "humming"
+        us, theirs = rows[name]["us"], rows[name]["peers_us"][peer]
+        assert line[1:4] == [f"{us:.1f}", f"{theirs:.1f} ({peer})", f"{theirs / us:.2f}"]
         assert f">cutlass_ops {us:.1f}<" in picture
-        assert f">humming {theirs:.1f}<" in picture
+        assert f">{peer} {theirs:.1f}<" in picture
 
 
 def test_the_perplexity_of_the_readme_is_that_of_the_accuracy_page() -> None:
@@ -194,7 +198,7 @@ def write_engines(folder: Path, *rows: Row, card: str = "H200") -> None:
 def test_tables_of_engines_leave_out_what_did_not_run(
     figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the fastest of vLLM's kernels for the same model and checkpoint, in a file a card."""
+    """The peer is the fastest of vLLM's kernels for a model and checkpoint, in a file a card."""
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     experts = {"model": "Qwen3-30B-A3B", "experts_kernel": "MARLIN"}
     write_engines(

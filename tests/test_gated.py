@@ -262,7 +262,7 @@ def test_overflow_and_what_is_not_finite() -> None:
     assert bool(limited[1:].isnan().all())
 
 
-def test_values_are_those_of_both() -> None:
+def test_dequantized_rows_are_gate_and_then_up() -> None:
     both = pair(kind="zeros", perm=True)
     packed = co.reorder(both, gated=True)
     expected = torch.cat([co.dequantize(w) for w in both])

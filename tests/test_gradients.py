@@ -215,9 +215,9 @@ def test_shapes_of_x(shape: tuple[int, ...], device: str) -> None:
     ids=str,
 )
 def test_at_a_bound_the_gradient_is_that_of_torch(activation: Any, bounds: list[float]) -> None:
-    at = torch.tensor(bounds)
-    near = [at.nextafter(torch.tensor(side)) for side in (-math.inf, math.inf)]
-    z = torch.cat([at, *near, torch.tensor([-100.0, 100.0])]).requires_grad_()
+    edges = torch.tensor(bounds)
+    near = [edges.nextafter(torch.tensor(side)) for side in (-math.inf, math.inf)]
+    z = torch.cat([edges, *near, torch.tensor([-100.0, 100.0])]).requires_grad_()
     name, *limits = activation if isinstance(activation, tuple) else (activation, 0.0, 0.0)
     function = (lambda v: v.clamp(*limits)) if name == "clamp" else ACTIVATIONS[name][1]
     grad = values(len(z))

@@ -106,7 +106,7 @@ def test_an_index_without_metadata_is_refused(
         co.load_model(tmp_path / "packed")
 
 
-def test_dtype_is_that_of_x_and_not_of_what_is_stored(family: tuple[Any, Path, Path]) -> None:
+def test_dtype_applies_to_parameters_but_not_to_scales(family: tuple[Any, Path, Path]) -> None:
     expected, _, packed = family
     model = transformers.AutoModelForCausalLM.from_pretrained(packed, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -279,7 +279,7 @@ def sealed(header: dict[str, Any], data: bytes) -> bytes:
             fits = (
                 isinstance(where, list)
                 and len(where) == 2
-                and all(type(at) is int and at >= 0 for at in where)
+                and all(type(offset) is int and offset >= 0 for offset in where)
             )
             sums[name] = hashlib.sha256(data[slice(*where)] if fits else b"").hexdigest()
     if not isinstance(facts, dict):

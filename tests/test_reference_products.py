@@ -440,8 +440,8 @@ def test_squares_are_summed_in_the_order_that_is_specified() -> None:
     runs[0, 0] = 4096.0
     runs[0, 512 * 32] = runs[0, 512 * 64] = 1.0
     assert _sum_of_squares(runs).item() == 2**24
-    # Which runs share a lane: those 32 apart and no others. Beside 2^24 in lane 0 two ones of
-    # another lane are a 2.
+    # Which runs share a lane: those 32 apart and no others. Two ones of another lane are
+    # added to a 2, which 2^24 of lane 0 does not lose.
     for first, second, total in (
         (16, 48, 2**24 + 2),
         (32, 96, 2**24),

@@ -91,7 +91,7 @@ L2_BYTES = 192 * 2**20  # of inputs, more than L2 holds
 
 
 def microseconds(call: Callable[[int], Any], inputs: int) -> float:
-    """Of one call, which is given the number of its input."""
+    """The time of one call, which is given the number of its input."""
     stream = torch.cuda.Stream()
     keep: list[Any] = []
     with torch.cuda.stream(stream):

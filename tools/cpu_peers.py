@@ -226,8 +226,8 @@ def llama_cpp(weights: Weights, threads: int) -> Prepared:
         ggml.ggml_backend_tensor_set(operand, x.data_ptr(), 0, x.nbytes)
         addresses = [ggml.ggml_get_data(product) for product in products]
         outputs = [
-            torch.frombuffer((ctypes.c_float * (m * n)).from_address(at), dtype=torch.float32)
-            for at in addresses
+            torch.frombuffer((ctypes.c_float * (m * n)).from_address(address), dtype=torch.float32)
+            for address in addresses
         ]
 
         def run() -> list[torch.Tensor]:
@@ -298,7 +298,7 @@ def load_ggml() -> Any:
         """ggml's functions."""
 
     for name, (result, arguments) in functions.items():
-        function = next(getattr(at, name) for at in libraries if hasattr(at, name))
+        function = next(getattr(library, name) for library in libraries if hasattr(library, name))
         function.restype, function.argtypes = result, arguments
         setattr(Functions, name, staticmethod(function))
     return Functions

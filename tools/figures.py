@@ -52,14 +52,17 @@ FORMATS = {
     "q6_k": "Q6_K (int8, groups of 16)",
 }
 #: README's formats, with one row of x, as in a chat of one user.
-ONE_ROW = ("w4a16", "w8a16", "w4a8-block", "w8a8-block")
+ONE_ROW = ("w4a16", "w8a16", "w4a8-block", "w8a8-block", "nf4")
 ONE_ROW_SHAPE = 28672, 4096, 1
-#: Bits and activations of these formats in results/accuracy.json.
+#: Their names where groups are not of 128.
+ONE_ROW_NAMES = FORMATS | {"nf4": "NF4, groups of 64"}
+#: Bits, activations, group size and code book of these formats in results/accuracy.json.
 QUALITY = {
-    "w4a16": (4, "16"),
-    "w8a16": (8, "16"),
-    "w4a8-block": (4, "8 block"),
-    "w8a8-block": (8, "8 block"),
+    "w4a16": (4, "16", 128, None),
+    "w8a16": (8, "16", 128, None),
+    "w4a8-block": (4, "8 block", 128, None),
+    "w8a8-block": (8, "8 block", 128, None),
+    "nf4": (4, "16", 64, "nf4"),
 }
 EXPERTS = {
     "qwen3-30b": "Qwen3-30B-A3B",
@@ -175,22 +178,22 @@ def products() -> str:
         if (n, k) == (576, 576):
             continue
         ms = [1, 16, 64, 256, 1024, 4096]
-        at = {
+        times = {
             name: {row["m"]: row for row in rows}
             for name, rows in formats.items()
             if name in FORMATS
         }
         lines = [
-            [FORMATS[name], *(cell(at[name][m]) if m in at[name] else "" for m in ms)]
+            [FORMATS[name], *(cell(times[name][m]) if m in times[name] else "" for m in ms)]
             for name in FORMATS
-            if at.get(name, {}).keys() & set(ms)
+            if times.get(name, {}).keys() & set(ms)
         ]
         for name in ("torch fp16", "torch int8"):
             # Every row of this M has torch's time; the first one is taken.
             found = [
                 [
                     rows[m]["peers_us"][name]
-                    for rows in at.values()
+                    for rows in times.values()
                     if m in rows and name in rows[m]["peers_us"]
                 ]
                 for m in ms
@@ -263,9 +266,9 @@ def one_row() -> str:
     """README's numbers, with the best peer's, and the perplexity of a small model."""
     (model,) = (model for model in models() if model["compared"] == "logits")
     quality = {
-        (row["bits"], row["activations"]): row["perplexity"]
+        (row["bits"], row["activations"], row["group_size"], row.get("book")): row["perplexity"]
         for row in model["rows"]
-        if row.get("symmetric") and "clip" not in row and row["group_size"] == 128
+        if "clip" not in row and (row.get("symmetric") or "book" in row)
     }
     (fp32,) = (row["perplexity"] for row in model["rows"] if row["activations"] == "fp32")
     lines = []
@@ -273,7 +276,7 @@ def one_row() -> str:
         name, us = peer_of_format(row) or ("", 0.0)
         lines.append(
             [
-                FORMATS[row["format"]],
+                ONE_ROW_NAMES[row["format"]],
                 digits(row["us"]),
                 f"{digits(us)} ({name})",
                 f"{us / row['us']:.2f}",
@@ -945,7 +948,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "h200.svg": lambda path: plot.draw(read("h200.json"), path),
     "one_row.svg": lambda path: plot.draw_bars(
         [
-            (FORMATS[row["format"]], row["us"], peer_of_format(row) or ("", 0.0))
+            (ONE_ROW_NAMES[row["format"]], row["us"], peer_of_format(row) or ("", 0.0))
             for row in rows_of_one()
         ],
         "{}, {} x {}, M = {}: microseconds of one call".format(

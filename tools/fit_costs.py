@@ -86,14 +86,14 @@ TILE_COSTS = ("k4096", "row_scales", "whole_rows", "wide", "end")
 
 
 def tile_entry(row: Row, tile: Row) -> Entry:
-    """Of a line of ``time_tiles tiles``."""
+    """The entry of a line of ``time_tiles tiles``."""
     key = (tile["kernel"], row["bits"], tile["block_n"], tile["block_m"], tile["compensates"])
     terms = {tile["cost"]: tile["k_tiles"], "end": tile["ends"]}
     return Entry(key, tile["us"], tile["chosen"], True, tile["constant"], terms)
 
 
 def decode_entry(row: Row, tile: Row) -> Entry:
-    """Of a line of ``time_tiles decode``."""
+    """The entry of a line of ``time_tiles decode``."""
     key = (
         tile["kernel"],
         tile["block_m"],
@@ -196,7 +196,7 @@ class Choices:
         self.losses = [self.loss(i) for i in range(len(products))]
 
     def loss(self, i: int) -> float:
-        """Of product i."""
+        """The loss of product i."""
         values = self.values
         least, chosen = math.inf, math.inf
         for us, constant, terms in self.entries[i]:

@@ -581,23 +581,23 @@ def edit_bytes(content: bytes, rng: random.Random) -> bytes:
     if not data:
         return b"\0"
     # Most damage goes to the front, where headers are.
-    at = rng.randrange(min(len(data), rng.choice([16, 400, 4000, len(data)])))
+    offset = rng.randrange(min(len(data), rng.choice([16, 400, 4000, len(data)])))
     action = rng.random()
     if action < 0.5:
         for _ in range(rng.choice([1, 1, 2, 8])):
-            data[min(len(data) - 1, at + rng.randrange(64))] ^= 1 << rng.randrange(8)
+            data[min(len(data) - 1, offset + rng.randrange(64))] ^= 1 << rng.randrange(8)
     elif action < 0.65:
-        data[at : at + rng.choice([1, 8, 100])] = rng.choice(
+        data[offset : offset + rng.choice([1, 8, 100])] = rng.choice(
             [b"\0", b"\xff" * 8, b'"', b"{", b"9", b"\x7f\xff"]
         )
     elif action < 0.75:
-        del data[at : at + rng.choice([1, 8, 100])]
+        del data[offset : offset + rng.choice([1, 8, 100])]
     elif action < 0.85:
         del data[rng.randrange(len(data)) :]
     elif action < 0.95:
         data += bytes(rng.choice([1, 8, 4096]))
     else:
-        data[at : at + 64] = bytes(len(data[at : at + 64]))
+        data[offset : offset + 64] = bytes(len(data[offset : offset + 64]))
     return bytes(data)
 
 
@@ -615,7 +615,7 @@ def edit_tensors(content: bytes, rng: random.Random, case: Case) -> bytes:
             for other in header:
                 if other != "__metadata__" and header[other]["data_offsets"][0] >= end:
                     header[other]["data_offsets"] = [
-                        at - (end - begin) for at in header[other]["data_offsets"]
+                        offset - (end - begin) for offset in header[other]["data_offsets"]
                     ]
         else:
             header[f"{name}_unknown"] = entry

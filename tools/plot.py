@@ -106,10 +106,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 markersize=3,
             )
         axis.set_xscale("log", base=2)
-        at = {row["m"]: row["us"] for row in rows if row["m"] in TICKS}
+        times = {row["m"]: row["us"] for row in rows if row["m"] in TICKS}
         axis.set_xticks(
-            list(at),
-            [f"{m}\n{us:.0f}" if us >= 100 else f"{m}\n{us:.3g}" for m, us in at.items()],
+            list(times),
+            [f"{m}\n{us:.0f}" if us >= 100 else f"{m}\n{us:.3g}" for m, us in times.items()],
         )
         axis.minorticks_off()
         axis.set_ylim(bottom=0)
@@ -147,8 +147,8 @@ def draw_bars(bars: list[tuple[str, float, tuple[str, float]]], title: str, path
         axis.bar_label(drawn, texts, padding=3, fontsize=8)
     axis.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axis.invert_yaxis()
-    axis.margins(x=0.2)
-    axis.set_title(title, fontsize=9)
+    axis.margins(x=0.5)  # for the label of the longest bar
+    figure.suptitle(title, fontsize=9)
     save(figure, path)
 
 

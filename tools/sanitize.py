@@ -92,7 +92,7 @@ def known_races(text: str) -> tuple[int, int]:
         kinds = {"Write": KNOWN_WRITE, "Read": KNOWN_READ}
         other = "Read" if first == "Write" else "Write"
         return kinds[first].match(place) is not None and all(
-            kind == other and kinds[kind].match(at) for kind, at in ACCESS.findall(others)
+            kind == other and kinds[kind].match(place) for kind, place in ACCESS.findall(others)
         )
 
     races = RACE.findall(text)

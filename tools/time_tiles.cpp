@@ -98,7 +98,7 @@ constexpr int kShapes[][2] = {{4096, 4096},  {6144, 4096},  {14336, 4096}, {4096
                               {2048, 2048},  {5120, 13824}, {8192, 8192}};
 constexpr int kRowsOfX[] = {17,  24,  32,  33,  48,  64,  72,  96,   100,  128,  129,  150,
                             176, 200, 256, 320, 400, 512, 777, 1024, 1500, 2048, 3000, 4096};
-// Of DecodeKind.
+// The names of DecodeKind.
 constexpr char const* kDecodeKindNames[kDecodeKinds] = {
     "kFloats", "kFloatsRounded", "kFloatsWide", "kFloatsRoundedWide", "kCodebook",
     "kBlock",  "kBlockRounded",  "kToken",      "kTokenRounded"};

@@ -84,9 +84,10 @@ PYBIND11_MODULE(_C, m) {
   py::enum_<Activation> activations(m, "Activation");
   for (ActivationInfo const& info : kActivations) activations.value(info.name, info.activation);
 
-  py::class_<Weight>(m, "PackedWeight",
-                     "Pointers and sizes of a packed weight. Of the tensors that are not among its "
-                     "parts, which it keeps, the caller keeps those that are pointed to.")
+  py::class_<Weight>(
+      m, "PackedWeight",
+      "Pointers and sizes of a packed weight. It keeps the tensors among its parts; the "
+      "caller keeps the other tensors that are pointed to.")
       .def(py::init(&make_weight), py::arg("codes_ptr"), py::arg("scales_ptr"),
            py::arg("zeros_ptr"), py::arg("offsets_ptr"), py::arg("perm_ptr"),
            py::arg("codebook_ptr"), py::arg("n"), py::arg("k"), py::arg("format"),
@@ -324,6 +325,10 @@ PYBIND11_MODULE(_C, m) {
   register_experts(m);
   register_conv(m);
 
+  m.attr("layout_name") = kLayoutName;
+  m.attr("layout_version") = kLayoutVersion;
+  m.attr("gated_experts_layout_version") = kGatedExpertsLayoutVersion;
+  m.attr("gated_layout_version") = kGatedLayoutVersion;
   m.attr("max_m") = kMaxM;
   m.attr("max_norm_k") = kMaxNormK;
   m.attr("padded_rows") = kPaddedRows;

@@ -227,19 +227,19 @@ struct Rows {
   Rows(py::handle shape, py::handle strides, int k) {
     Py_ssize_t const last = PyTuple_GET_SIZE(shape.ptr()) - 1;
     // -1: a tensor or a symbol, while something is traced.
-    auto const at = [](py::handle tuple, Py_ssize_t i) -> std::int64_t {
+    auto const extent = [](py::handle tuple, Py_ssize_t i) -> std::int64_t {
       PyObject* const item = PyTuple_GET_ITEM(tuple.ptr(), i);
       return PyLong_CheckExact(item) ? PyLong_AsLongLong(item) : -1;
     };
-    if (last < 0 || at(shape, last) != k || (k > 1 && at(strides, last) != 1)) return;
+    if (last < 0 || extent(shape, last) != k || (k > 1 && extent(strides, last) != 1)) return;
     std::int64_t rows = 1;
     // A single row has the stride of a matrix.
-    stride = last > 0 ? at(strides, last - 1) : k;
+    stride = last > 0 ? extent(strides, last - 1) : k;
     for (Py_ssize_t i = last; i-- > 0;) {
-      std::int64_t const size = at(shape, i);
+      std::int64_t const size = extent(shape, i);
       if (size == 1) continue;
-      if (rows == 1) stride = at(strides, i);
-      if (size < 1 || at(strides, i) != stride * rows) return;
+      if (rows == 1) stride = extent(strides, i);
+      if (size < 1 || extent(strides, i) != stride * rows) return;
       rows *= size;
     }
     if (rows > 1 && stride < k) return;

@@ -1,5 +1,5 @@
-// What decoders of formats for CPUs with AVX2 share (csrc/formats/). Each source file that includes
-// this has its own copy, compiled for its instruction set.
+// Code that the AVX2 decoders of formats (csrc/formats/) share. Each source file that includes this
+// has a separate copy, compiled for its instruction set.
 #pragma once
 
 #include <immintrin.h>

@@ -7,8 +7,8 @@
 namespace cutlass_ops {
 namespace {
 
-// Rows of x that are multiplied by codes decoded to registers together; and rows up to which that is
-// faster than decoding the codes once, to a tile.
+// kRowsTogether: rows of x that a kernel multiplies by codes decoded to registers. kMostFewFloats:
+// rows of floats up to which it is faster than the kernel that decodes the codes once, to a tile.
 constexpr int kRowsTogether = 4, kMostFewFloats = 4;
 constexpr ByWidth<int> kMostFewIntegers(8, 2);
 

@@ -70,9 +70,9 @@ struct BlockVectors {
     if (w.offsets) load_panel(w.offsets, w.offset_type, vector, offsets);
   }
 
-  void add_offsets(CpuProduct const& p, int64_t at, RowTotals& row) const {
+  void add_offsets(CpuProduct const& p, int64_t x_block, RowTotals& row) const {
     if (!p.weight.offsets) return;
-    Sixteen const x_sum(p.offset_x[at]);
+    Sixteen const x_sum(p.offset_x[x_block]);
     for_sixteens([&](int i) {
       (Sixteen::load(row.offsets + i) + x_sum * Sixteen::load(offsets + i)).store(row.offsets + i);
     });
@@ -215,7 +215,7 @@ void multiply_floats(CpuProduct const& p, int panel, int m) {
 
 // Products of a span's columns for rows g and g + 8 of a row block: lanes of kRows rows of x, and
 // behind them, where x has zero points, of the codes. `bytes`: the codes from the span's
-// first unit on; `at`: of x. kCentred: x is integers minus their zero points; kAbove: the
+// first unit on; `offset`: of x. kCentred: x is integers minus their zero points; kAbove: the
 // difference between stored and centred codes. Lanes are added, and then extended to 32 bits.
 template <class Width>
 struct RowProducts;
@@ -233,12 +233,12 @@ struct RowProducts<Nibbles> {
 
   template <int kRows, bool kXZeros>
   [[gnu::always_inline]] static void multiply(CpuProduct const& p, Prefetch& prefetch, int span,
-                                              uint8_t const* bytes, int64_t at,
+                                              uint8_t const* bytes, int64_t offset,
                                               __m256i (&out)[kRows + kXZeros][2]) {
     __m256i const nibbles = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(char(0x88));
     __m256i sums[kRows + kXZeros][2];
     unrolled<2 * (kRows + kXZeros)>([&](auto v) { sums[v / 2][v % 2] = _mm256_setzero_si256(); });
-    int8_t const* x = p.codes + at;
+    int8_t const* x = p.codes + offset;
     for (int column = 0; column < span; column += unit_k(kBits), bytes += kUnitBytes, x += 64) {
       prefetch.line();
       unrolled<2>([&](auto half) {
@@ -273,13 +273,13 @@ struct RowProducts<WholeBytes> {
 
   template <int kRows, bool kXZeros>
   [[gnu::always_inline]] static void multiply(CpuProduct const& p, Prefetch& prefetch, int span,
-                                              uint8_t const* bytes, int64_t at,
+                                              uint8_t const* bytes, int64_t offset,
                                               __m256i (&out)[kRows][2]) {
     // Fragments of the first 32 columns of each 64, and of the others: in lanes j = 0
     // and 1, and 2 and 3.
     __m256i sums[kRows][2];
     unrolled<2 * kRows>([&](auto v) { sums[v / 2][v % 2] = _mm256_setzero_si256(); });
-    int16_t const* x = p.centred + at;
+    int16_t const* x = p.centred + offset;
     for (int column = 0; column < span; column += kLaneColumns) {
       unrolled<2>([&](auto f) {
         prefetch.line();
@@ -339,11 +339,11 @@ void promote(CpuProduct const& p, Runs const& runs, int m, RunSums<int32_t> (&su
     int8_t const* const zeros = w.zeros ? w.zeros + runs.vector[part] : nullptr;
     for (int r = 0; r < kRows; ++r) {
       RowTotals& row = rows[r];
-      int64_t const at = int64_t(m + r) * p.blocks + runs.block[part], x_sum = p.sums[at];
+      int64_t const x_block = int64_t(m + r) * p.blocks + runs.block[part], x_sum = p.sums[x_block];
       int32_t* sum = sums[r].sums[part];
       if constexpr (kSums > kRows) {
         int32_t const* const codes = sums[kRows].sums[part];
-        SixteenInts const zero(p.zeros[at]);
+        SixteenInts const zero(p.zeros[x_block]);
         for_sixteens([&](int i) {
           (SixteenInts::load(sum + i) - zero * SixteenInts::load(codes + i)).store(sum + i);
         });
@@ -358,7 +358,7 @@ void promote(CpuProduct const& p, Runs const& runs, int m, RunSums<int32_t> (&su
         for (int i = 0; i < kRowsPerPanel; ++i) row.large[i] += sum[i], sum[i] = 0;
       }
       if (!last) continue;
-      Sixteen const x_scale(p.scales[at]);
+      Sixteen const x_scale(p.scales[x_block]);
       auto const add = [&](int i, Sixteen integers) {
         Sixteen const scale = x_scale * Sixteen::load(vectors.scales + i);
         (Sixteen::load(row.total + i) + integers * scale).store(row.total + i);
@@ -380,7 +380,7 @@ void promote(CpuProduct const& p, Runs const& runs, int m, RunSums<int32_t> (&su
         SixteenInts const less(kAbove * int(x_sum));
         for_sixteens([&](int i) { add(i, (SixteenInts::load(sum + i) - less).floats()); });
       }
-      vectors.add_offsets(p, at, row);
+      vectors.add_offsets(p, x_block, row);
       if (p.block > runs.run) std::memset(row.pending, 0, sizeof row.pending);
     }
   }

@@ -58,19 +58,19 @@ struct Span {
       Run& r = run[runs];
       r.block = found.block[runs], r.last = found.last[runs];
       r.whole = p.block == p.run();
-      int64_t const at = found.vector[runs];
-      for (int g = 0; g < 8; ++g) r.scales[g] = load_floats(w.scales, w.scale_type, at + 8 * g);
+      int64_t const first = found.vector[runs];
+      for (int g = 0; g < 8; ++g) r.scales[g] = load_floats(w.scales, w.scale_type, first + 8 * g);
       transpose(r.scales);
       if (w.offsets) {
         for (int g = 0; g < 8; ++g)
-          r.offsets[g] = load_floats(w.offsets, w.offset_type, at + 8 * g);
+          r.offsets[g] = load_floats(w.offsets, w.offset_type, first + 8 * g);
         transpose(r.offsets);
       }
       __m256 zeros[8] = {};
       if (w.zeros) {
         for (int g = 0; g < 8; ++g) {
           __m128i const bytes =
-              _mm_loadl_epi64(reinterpret_cast<__m128i const*>(w.zeros + at + 8 * g));
+              _mm_loadl_epi64(reinterpret_cast<__m128i const*>(w.zeros + first + 8 * g));
           zeros[g] = _mm256_castsi256_ps(_mm256_cvtepi8_epi32(bytes));
         }
         transpose(zeros);
@@ -96,13 +96,13 @@ struct TileMemory {
   }
 };
 
-// The offsets' part of a scale block: of `rows` rows of x, whose first is `row` of its chunk and has
-// the block's vectors at `at`, and of row block i.
-void add_offsets(CpuProduct const& p, TileMemory& memory, Span::Run const& run, int64_t at, int i,
-                 int row, int rows) {
+// Adds the terms of the offsets for one scale block and row block i. `rows` rows of x, of which the
+// first is `row` of its chunk, have the block's vectors at `x_block`.
+void add_offsets(CpuProduct const& p, TileMemory& memory, Span::Run const& run, int64_t x_block,
+                 int i, int row, int rows) {
   if (!p.weight.offsets) return;
   for (int r = 0; r < rows; ++r) {
-    __m256 const x_sum = _mm256_set1_ps(p.offset_x[at + int64_t(r) * p.blocks]);
+    __m256 const x_sum = _mm256_set1_ps(p.offset_x[x_block + int64_t(r) * p.blocks]);
     for (int h = 0; h < 2; ++h)
       add_product(memory.offsets[row + r] + 16 * i + 8 * h, x_sum, run.offsets[2 * i + h]);
   }
@@ -206,7 +206,8 @@ template <int kRows>
   add_to<kRows>(sums, more);
 }
 
-// The same in any order, without sums of lanes: each product is added in one rounding.
+// sum_run() by fused multiply-adds, in another order than the reference's and without sums of
+// lanes.
 template <int kRows, int kPlaces, int... kOfRun>
 [[gnu::always_inline]] inline void sum_fused(float const* tile, float const* x, int64_t stride,
                                              std::integer_sequence<int, kOfRun...>,
@@ -372,8 +373,8 @@ template <class Dot, int kRows>
   unrolled<2 * kRows>([&](auto v) { out[v / 2][v % 2] = sums[v / 2][v % 2]; });
 }
 
-// The same where sums are of 16 bits, which are added to those of 32 bits before they overflow. It
-// has all registers: the sums of 32 bits are in memory meanwhile.
+// sum_words() for products whose sums have 16 bits: they are added to sums of 32 bits before they
+// overflow. The 16-bit sums take all registers, so the 32-bit sums are in memory.
 template <class Dot, int kRows>
 [[gnu::noinline]] void sum_drained(__m256i const* codes, char const* x, int64_t stride, int words,
                                    __m256i (&sums)[kRows][2]) {
@@ -454,10 +455,10 @@ struct IntegerTiles {
   // Adds a run's sums of `rows` rows of x from m on to their results.
   void promote(CpuProduct const& p, TileMemory& memory, Span::Run const& run, int part, int i,
                int m, int row, int rows, __m256i (*sums)[2]) const {
-    int64_t const blocks = p.blocks, at = m * blocks + run.block;
+    int64_t const blocks = p.blocks, x_block = m * blocks + run.block;
     if (!Codes::kCentred && p.zeros) {
       for (int r = 0; r < rows; ++r) {
-        __m256i const zero = _mm256_set1_epi32(p.zeros[at + r * blocks]);
+        __m256i const zero = _mm256_set1_epi32(p.zeros[x_block + r * blocks]);
         for (int h = 0; h < 2; ++h)
           sums[r][h] = _mm256_sub_epi32(sums[r][h], _mm256_mullo_epi32(zero, colsums[part][h]));
       }
@@ -472,8 +473,8 @@ struct IntegerTiles {
       }
     }
     if (!run.last) return;
-    int64_t const* x_sum = p.sums + at;
-    float const* x_scale = p.scales + at;
+    int64_t const* x_sum = p.sums + x_block;
+    float const* x_scale = p.scales + x_block;
     float* to = memory.total[row] + 16 * i;
     __m256 const scales[2] = {run.scales[2 * i], run.scales[2 * i + 1]};
     __m256i const zero[2] = {zeros[part][0], zeros[part][1]};
@@ -485,7 +486,7 @@ struct IntegerTiles {
         add_product(to + 8 * h, _mm256_cvtepi32_ps(integers), _mm256_mul_ps(factor, scales[h]));
       }
     }
-    add_offsets(p, memory, run, at, i, row, rows);
+    add_offsets(p, memory, run, x_block, i, row, rows);
   }
 };
 

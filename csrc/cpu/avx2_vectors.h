@@ -1,5 +1,5 @@
-// Loads, stores and transpositions for the AVX2 kernels. Each source file that includes this has its
-// own copy, compiled for its instruction set.
+// Loads, stores and transpositions for the AVX2 kernels. Each source file that includes this has a
+// separate copy, compiled for its instruction set.
 #pragma once
 
 #include <immintrin.h>
@@ -51,7 +51,7 @@ struct Sixteen {
   Sixteen(__m512 all) : v(all) {}
   explicit Sixteen(float all) : v(_mm512_set1_ps(all)) {}
   static Sixteen load(float const* from) { return _mm512_loadu_ps(from); }
-  // Of data of a float type.
+  // Sixteen values of a float type, as fp32.
   static Sixteen load(void const* data, DataType type, int64_t index) {
     if (type == DataType::kFloat32) return load(static_cast<float const*>(data) + index);
     __m256i const halves = _mm256_loadu_si256(
@@ -196,18 +196,19 @@ inline void store_vector(CpuProduct const& p, int m, int column, __m256 value) {
   __m256 const finite = _mm256_cmp_ps(_mm256_sub_ps(value, value), _mm256_setzero_ps(), _CMP_EQ_OQ);
   value = _mm256_blendv_ps(nan, value, finite);
   int const n = p.weight.n, count = n - column;
-  int64_t const at = int64_t(m) * n + column;
+  int64_t const index = int64_t(m) * n + column;
   if (count < 8) {
     alignas(32) float values[8];
     _mm256_store_ps(values, value);
     for (int i = 0; i < count; ++i)
-      store_float(p.out, p.out_type, at + i, p.bias ? values[i] + p.bias[column + i] : values[i]);
+      store_float(p.out, p.out_type, index + i,
+                  p.bias ? values[i] + p.bias[column + i] : values[i]);
     return;
   }
   if (p.bias) value = _mm256_add_ps(value, _mm256_loadu_ps(p.bias + column));
   if (p.out_type == DataType::kFloat32)
-    return _mm256_storeu_ps(static_cast<float*>(p.out) + at, value);
-  auto* const to = reinterpret_cast<__m128i*>(static_cast<uint16_t*>(p.out) + at);
+    return _mm256_storeu_ps(static_cast<float*>(p.out) + index, value);
+  auto* const to = reinterpret_cast<__m128i*>(static_cast<uint16_t*>(p.out) + index);
   _mm_storeu_si128(to, p.out_type == DataType::kFloat16
                            ? _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)
                            : bfloat16_of(value));
@@ -242,12 +243,12 @@ void for_parts(int rows, Use const& use) {
   }
 }
 
-// Prefetches a group's vectors of a panel, which begin with `at`: they are few, and far from those
-// of other groups.
-inline void prefetch_vectors(PackedWeight const& w, int64_t at) {
+// Prefetches a group's vectors of a panel, which begin with `index`: they are few, and far from
+// those of other groups.
+inline void prefetch_vectors(PackedWeight const& w, int64_t index) {
   auto const panel = [&](void const* data, int bytes) {
     for (int line = 0; line < bytes; ++line)
-      _mm_prefetch(static_cast<char const*>(data) + at * bytes + 64 * line, _MM_HINT_T0);
+      _mm_prefetch(static_cast<char const*>(data) + index * bytes + 64 * line, _MM_HINT_T0);
   };
   panel(w.scales, w.scale_type == DataType::kFloat32 ? 4 : 2);
   if (w.zeros) panel(w.zeros, 1);

@@ -1,10 +1,11 @@
-// Products of few rows of bf16 with codes of 4 bits, by AVX-512's dot products of bf16. Codes' values
-// are multiplied, which are exact in bf16 (those of a code book are rounded to it), and the sums of 64
-// columns, or of a shorter group, by the scales in fp32; they have another order than the reference's.
+// Products of few rows of bf16 with codes of 4 bits, by AVX-512's dot products of bf16. The kernel
+// multiplies x by the codes' values, which are exact in bf16 (values of a code book are rounded to
+// it), and sums of 64 columns, or of a shorter group, by the scales in fp32. The order of the sums
+// is not the reference's.
 //
-// The 64 bytes of a lane group hold rows g and g + 8 of 64 columns (layout.h): words of 16 bits,
-// moved by 0 and 4 bits, are indices of a table for the columns of even bytes, by 8 and 12 for those
-// of odd bytes. x is stored in that order.
+// The 64 bytes of a lane group hold rows g and g + 8 of 64 columns (layout.h). Words of 16 bits are
+// indices of a table: shifted by 0 and 4 bits for the columns of even bytes, by 8 and 12 for the
+// columns of odd bytes. x is stored in that order.
 #include "cpu/avx512_dequantize.h"
 
 namespace cutlass_ops {
@@ -92,7 +93,7 @@ class ChunkGroups {
     for (int i = 0; i < count_; ++i) {
       int64_t const vector = vector_ + i * p.vector_stride;
       vectors_[i] = BlockVectors(w, vector);
-      // Those of the next chunk, or of the next panel.
+      // The scales of the next chunk of columns, or of the next panel's first chunk.
       int const next = first_ + i + count_;
       prefetch_vectors(w, next < p.blocks ? vector + count_ * p.vector_stride
                                           : i * p.vector_stride + (panel + 1) * kRowsPerPanel);

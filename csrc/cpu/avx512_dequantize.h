@@ -1,5 +1,6 @@
-// The values of a panel's rows with codes of 4 bits, with AVX-512: a row's 16 values in a scale block
-// are computed once, and its codes look them up. Other codes are dequantised as with AVX2.
+// The values of a panel's rows with codes of 4 bits, with AVX-512: the 16 values of a row in a
+// scale block are computed once, and its codes look them up. Other codes are dequantised as with
+// AVX2.
 #pragma once
 
 #include "cpu/avx2_dequantize.h"
@@ -8,8 +9,8 @@
 namespace cutlass_ops {
 namespace {
 
-// What codes look up of 16 values: floats or, in the first half, 16-bit words, rounded to bf16 as
-// pair_bfloat16() does, or to fp16.
+// The table in which codes look up 16 values: floats or, in the first half, 16-bit words, rounded
+// to bf16 as pair_bfloat16() does, or to fp16.
 template <DataType kType>
 __m512i table_of(__m512 values) {
   __m512i const bits = _mm512_castps_si512(values);
@@ -23,12 +24,12 @@ __m512i table_of(__m512 values) {
       _mm512_srli_epi32(_mm512_mask_mov_epi32(sum, nan, _mm512_set1_epi32(0x7fc00000)), 16)));
 }
 
-// The values of a row by stored code; `at`: the row's place in its group's vectors.
+// The values of a row by stored code; `index`: the row's place in its group's vectors.
 __m512 values_of_row(PackedWeight const& w, __m512 stored, BlockVectors const& vectors,
-                     int8_t const* zeros, int at) {
-  if (zeros) stored = _mm512_sub_ps(stored, _mm512_set1_ps(float(zeros[at])));
-  __m512 const value = _mm512_mul_ps(stored, _mm512_set1_ps(vectors.scales[at]));
-  return w.offsets ? _mm512_add_ps(value, _mm512_set1_ps(vectors.offsets[at])) : value;
+                     int8_t const* zeros, int index) {
+  if (zeros) stored = _mm512_sub_ps(stored, _mm512_set1_ps(float(zeros[index])));
+  __m512 const value = _mm512_mul_ps(stored, _mm512_set1_ps(vectors.scales[index]));
+  return w.offsets ? _mm512_add_ps(value, _mm512_set1_ps(vectors.offsets[index])) : value;
 }
 
 // The place in a lane group's 64 bytes of each of 32 columns, from `first` on (lane_column()).
@@ -82,10 +83,10 @@ void dequantize_nibbles(CpuProduct const& p, int panel, int rows, void* out) {
     }
     int const of_64 = std::max(kLaneColumns / runs.run, 1);  // runs
     for (int row = 0; row < rows; ++row) {
-      int const i = row / kRowsPerBlock, h = row / 8 % 2, g = row % 8, at = 8 * g + 2 * i + h;
+      int const i = row / kRowsPerBlock, h = row / 8 % 2, g = row % 8, index = 8 * g + 2 * i + h;
       __m512i tables[kMostRuns];
       for (int part = 0; part < of_64; ++part)
-        tables[part] = table_of<kType>(values_of_row(w, stored, vectors[part], zeros[part], at));
+        tables[part] = table_of<kType>(values_of_row(w, stored, vectors[part], zeros[part], index));
       for (int f = 0; f < runs.span / kLaneColumns; ++f) {
         __m512i bytes = _mm512_loadu_si512(codes + i * kBlockBytes + f * kUnitBytes + g * 64);
         if (h) bytes = _mm512_srli_epi16(bytes, 4);

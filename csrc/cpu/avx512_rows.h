@@ -1,9 +1,9 @@
 // Products of few rows of x, with AVX-512: int8 ones with VNNI, and floats with codes of 4 bits.
 //
-// Of int8 x the 64 bytes of a lane group (layout.h) are one vector: in it, x in the order of the
-// codes is multiplied with rows g and g + 8 of a fragment, and nothing is shuffled before the sums of
-// a scale block. Of floats the lanes of rows g and g + 8, in which sums are as with AVX2, are one
-// vector, and codes look up their values.
+// int8 x: the 64 bytes of a lane group (layout.h) are one vector, which is multiplied by x in the
+// order of the codes. A vector has rows g and g + 8 of a fragment, and its lanes are added only at
+// the end of a scale block. Floats: a vector has the 16 lanes of rows g and g + 8, whose sums have
+// the order of the AVX2 kernel, and codes look up their values.
 #pragma once
 
 #include "cpu/avx2_rows.h"

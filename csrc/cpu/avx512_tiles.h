@@ -1,6 +1,6 @@
-// Products of many rows of int8 x, with AVX-512 VNNI. As in avx2_tiles.h codes are decoded into a
-// buffer first, here those of a whole panel, and a value of x is broadcast. A vector has the bytes of
-// four columns of the 16 rows of a row block.
+// Products of many rows of int8 x, with AVX-512 VNNI. As in avx2_tiles.h, codes are first decoded
+// into a buffer, here the codes of a whole panel, and values of x are broadcast. A vector has the
+// bytes of four columns of the 16 rows of a row block.
 #pragma once
 
 #include "cpu/avx2_tiles.h"
@@ -85,28 +85,28 @@ struct WideTile {
   }
 };
 
-// Rows m .. m + kRows - 1 of x, which are `row` and so on of their chunk, times row blocks `block` and
-// the kBlocks - 1 behind it. Codes are `above` what they are in the weight.
+// Rows m .. m + kRows - 1 of x (`row` .. of their chunk) times row blocks `block` .. block +
+// kBlocks - 1. The decoded codes are `above` more than the weight's.
 template <int kRows, int kBlocks>
 void multiply_wide(CpuProduct const& p, WideTile const& tile, TileMemory& memory, Span const& span,
                    int block, int m, int row, int above) {
   int const steps = p.run() / 4;
-  // Of the first row: others are constants away.
+  // Addresses of the first row: the other rows are at constant distances.
   int64_t const x_stride = p.x_stride, blocks = p.blocks;
   float* const total = memory.total[row] + 16 * block;
   int32_t* const pending = memory.pending[row] + 16 * block;
   for (int part = 0; part < span.runs; ++part) {
     Span::Run const& run = span.run[part];
-    int64_t const at = m * blocks + run.block;
+    int64_t const x_block = m * blocks + run.block;
     __m512i sums[kRows][kBlocks];
     auto const for_each_sum = [&](auto const& use) {
       unrolled<kRows>([&](auto r) { unrolled<kBlocks>([&](auto i) { use(r, i); }); });
     };
-    // What zero points take away, once a scale block.
+    // The zero points' terms are subtracted once a scale block, before its products are added.
     if (!run.last) {
       for_each_sum([&](auto r, auto i) { sums[r][i] = _mm512_setzero_si512(); });
     } else if (p.weight.zeros) {
-      int64_t const* const x_sums = p.sums + at;
+      int64_t const* const x_sums = p.sums + x_block;
       __m512i zeros[kBlocks];
       unrolled<kBlocks>([&](auto i) {
         zeros[i] = _mm512_sub_epi32(_mm512_set1_epi32(-above),
@@ -116,7 +116,7 @@ void multiply_wide(CpuProduct const& p, WideTile const& tile, TileMemory& memory
         sums[r][i] = _mm512_mullo_epi32(zeros[i], _mm512_set1_epi32(int(x_sums[r * blocks])));
       });
     } else {
-      int64_t const* const x_sums = p.sums + at;
+      int64_t const* const x_sums = p.sums + x_block;
       for_each_sum([&](auto r, auto i) {
         sums[r][i] = _mm512_set1_epi32(-above * int(x_sums[r * blocks]));
       });
@@ -136,7 +136,7 @@ void multiply_wide(CpuProduct const& p, WideTile const& tile, TileMemory& memory
       });
     }
     if (p.zeros) {
-      int32_t const* const x_zeros = p.zeros + at;
+      int32_t const* const x_zeros = p.zeros + x_block;
       __m512i const* const colsums = tile.colsums[part] + block;
       for_each_sum([&](auto r, auto i) {
         __m512i const zero = _mm512_set1_epi32(x_zeros[r * blocks]);
@@ -158,7 +158,7 @@ void multiply_wide(CpuProduct const& p, WideTile const& tile, TileMemory& memory
         _mm512_store_si512(pending + r * kRowsPerPanel + 16 * i, _mm512_setzero_si512());
       });
     }
-    float const* const x_scales = p.scales + at;
+    float const* const x_scales = p.scales + x_block;
     __m512 scales[kBlocks];
     unrolled<kBlocks>([&](auto i) {
       scales[i] = _mm512_loadu_ps(reinterpret_cast<float const*>(run.scales + 2 * (block + i)));
@@ -169,7 +169,8 @@ void multiply_wide(CpuProduct const& p, WideTile const& tile, TileMemory& memory
       __m512 const value = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][i]), factor);
       _mm512_store_ps(to, _mm512_add_ps(_mm512_load_ps(to), value));
     });
-    for (int i = block; i < block + kBlocks; ++i) add_offsets(p, memory, run, at, i, row, kRows);
+    for (int i = block; i < block + kBlocks; ++i)
+      add_offsets(p, memory, run, x_block, i, row, kRows);
   }
 }
 

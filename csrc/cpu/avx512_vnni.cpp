@@ -1,5 +1,5 @@
-// Kernels for CPUs with AVX-512 VNNI. Floats with codes of more than 4 bits take those with AVX2, in
-// vectors of 16 rows where x has many.
+// Kernels for CPUs with AVX-512 VNNI. Floats with codes of more than 4 bits take the AVX2 kernels,
+// for many rows of x in vectors of 16 rows.
 #include "cpu/avx2_panel.h"
 #include "cpu/avx512_dequantize.h"
 #include "cpu/avx512_rows.h"

@@ -79,8 +79,8 @@ struct CpuKernels {
   void (*dequantize)(CpuProduct const& product, int panel, int rows, void* out, DataType type);
   // A block of activations as reference.quantize_activations defines it; zero is null if symmetric.
   void (*quantize_block)(float const* x, int count, int8_t* codes, float* scale, int8_t* zero);
-  // As multiply, of x in bf16 with codes of 4 bits, and the column at each of 64 places of x; null
-  // where there is no instruction for that.
+  // multiply() for x in bf16 and codes of 4 bits, and the column that it expects at each of 64
+  // places of x; null without instructions for products of bf16.
   void (*multiply_bfloat16)(CpuProduct const& product, int panel, int first, int rows) = nullptr;
   int (*bfloat16_column)(int place) = nullptr;
 };
@@ -89,7 +89,7 @@ extern CpuKernels const kScalarKernels;
 #if defined(CUTLASS_OPS_AVX2)
 extern CpuKernels const kAvx2Kernels;
 extern CpuKernels const kAvx512VnniKernels;
-// Where the machine has AVX512_BF16, too (avx512_bf16.cpp).
+// For machines that also have AVX512_BF16 (avx512_bf16.cpp).
 void multiply_bfloat16(CpuProduct const& product, int panel, int first, int rows);
 int bfloat16_column(int place);
 #endif

@@ -114,8 +114,8 @@ void for_rows(int m, int k_pad, int threads, Work const& work) {
   });
 }
 
-// Elements from a row of x to the next where a row has `elements`: rows whose distance is a power of
-// two would share a few sets of the caches.
+// Elements from a row of x to the next where a row has `elements`: rows whose distance is a power
+// of two would share a few sets of the caches.
 int64_t spread_stride(int64_t elements, size_t size) {
   constexpr int kLineBytes = 64;
   return elements + kLineBytes / int(size);
@@ -146,7 +146,7 @@ void prepare_floats(GemmProblem const& problem, CpuProduct& p, Prepared& memory,
   p.offset_x = memory.offset_x.data();
 }
 
-// As prepare_floats(), for the kernel for bf16.
+// prepare_floats() for the kernel of bf16 products.
 void prepare_halves(GemmProblem const& problem, CpuKernels const& kernels, CpuProduct& p,
                     Prepared& memory, int threads) {
   int const k = problem.weight.k, k_pad = p.tiles * kKPerTile;
@@ -218,15 +218,15 @@ void prepare_integers(GemmProblem const& problem, CpuKernels const& kernels, Cpu
       size_t const vector = size_t(row) * p.blocks;
       for (int block = 0; block < p.blocks; ++block) {
         int64_t const from = int64_t(q.block == -1 ? 0 : block) * q.stride + row;
-        size_t const at = vector + size_t(block);
+        size_t const index = vector + size_t(block);
         int const zero = q.zeros ? q.zeros[from] : 0;
         // Padding holds zero points, at any position of the last sixteen columns: it adds nothing.
         int64_t const begin = int64_t(block) * p.block,
                       end = std::min<int64_t>(begin + p.block, (int64_t(k) + 15) / 16 * 16);
         int64_t const sum = sum_codes(codes + begin, end - begin) - zero * (end - begin);
-        memory.scales[at] = q.scales[from], memory.sums[at] = sum;
-        if (q.zeros) memory.zeros[at] = zero;
-        if (problem.weight.offsets) memory.offset_x[at] = q.scales[from] * float(sum);
+        memory.scales[index] = q.scales[from], memory.sums[index] = sum;
+        if (q.zeros) memory.zeros[index] = zero;
+        if (problem.weight.offsets) memory.offset_x[index] = q.scales[from] * float(sum);
       }
       int8_t const* from = codes;
       if (!order.centred) {
@@ -330,9 +330,9 @@ void cpu_quantize_activations(QuantizeProblem const& problem, int threads) {
           continue;
         }
         // Zeros behind the last column do not extend the range, and their code is the zero point.
-        int64_t const at = int64_t(begin / block) * out.stride + row;
-        kernels.quantize_block(natural.data() + begin, block, codes + begin, out.scales + at,
-                               out.zeros ? out.zeros + at : nullptr);
+        int64_t const index = int64_t(begin / block) * out.stride + row;
+        kernels.quantize_block(natural.data() + begin, block, codes + begin, out.scales + index,
+                               out.zeros ? out.zeros + index : nullptr);
       }
       for (int i = 0; i < k_pad; i += 16) store(codes + i, zip_halves(load(codes + i)));
     }

@@ -13,23 +13,24 @@ namespace cutlass_ops {
 // Floats to int8 codes in kernel order, with scales (and zero points). All of `out` is written.
 void cpu_quantize_activations(QuantizeProblem const& problem, int threads);
 
-// With at least this many rows of x in bf16, torch's product with dequantised panels of the weight
-// is faster where the instruction set has products of bf16; than the kernel for these and codes of 4
-// bits, with more.
+// Rows of bf16 x from which on torch's product with dequantised panels of the weight is faster,
+// where the instruction set has products of bf16: kCpuPanelRowsOfBfloat16 where the alternative is
+// avx512_bf16.cpp's kernel for codes of 4 bits, kCpuPanelRows where it is another kernel.
 constexpr int kCpuPanelRows = 16, kCpuPanelRowsOfBfloat16 = 32;
 
-// Whether the products of m rows of floats are added in one rounding each, by vector kernels, unless
-// `exact`: sums have another order than the reference's.
+// Whether m rows of floats are multiplied by vector kernels that use fused multiply-adds, unless
+// `exact`: the sums have another order than the reference's.
 constexpr int kCpuFusedRows = 5;  // fewer are multiplied by other kernels
 bool cpu_fuses(int m, bool exact);
 
 // Whether m rows of floats are multiplied by the kernel for bf16 and codes of 4 bits, where the
-// instruction set has products of bf16, unless `exact`: sums have another order than the reference's.
+// instruction set has products of bf16, unless `exact`: the sums have another order than the
+// reference's.
 bool cpu_uses_bfloat16(PackedWeight const& weight, int m, DataType x_type, bool exact);
 
-// y = x @ W^T + bias, with the reference's bits unless cpu_uses_bfloat16() or cpu_fuses(), quantising
-// the activations first where the problem says so. The problem has no activation, no residual, and does
-// not saturate; the weight is not gated.
+// y = x @ W^T + bias, with the reference's bits unless cpu_uses_bfloat16() or cpu_fuses(). The
+// activations are quantised first where the problem says so. The problem has no activation, no
+// residual, and does not saturate; the weight is not gated.
 void cpu_mixed_gemm(GemmProblem const& problem, int threads);
 
 // Rows of x that an expert multiplies: first .. first + rows - 1, at least one.

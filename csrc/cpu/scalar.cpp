@@ -106,12 +106,12 @@ void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) 
           if (block >= p.blocks) break;
           pending[r][row] += sums[part];
           if (end % p.block != 0 && end != p.tiles * kKPerTile) continue;
-          int64_t const at = int64_t(m + r) * p.blocks + block;
+          int64_t const x_block = int64_t(m + r) * p.blocks + block;
           int64_t const vector = block / p.group_blocks * n_pad + panel * kRowsPerPanel + row;
           float const scale = load_float(w.scales, w.scale_type, vector);
-          total[r][row] += float(pending[r][row]) * (kFloats ? scale : p.scales[at] * scale);
+          total[r][row] += float(pending[r][row]) * (kFloats ? scale : p.scales[x_block] * scale);
           if (w.offsets)
-            offsets[r][row] += p.offset_x[at] * load_float(w.offsets, w.offset_type, vector);
+            offsets[r][row] += p.offset_x[x_block] * load_float(w.offsets, w.offset_type, vector);
           pending[r][row] = 0;
         }
       }

@@ -110,8 +110,8 @@ __device__ __forceinline__ void visit_activation(Activation activation, Activati
 //
 // A loop rotates the sums through the code in two or four parts, so that a kernel has an
 // activation's instructions only once a part: ptxas divides integer instructions between two units
-// by the load of the whole kernel, and with GELU unrolled for each sum int8 main loops ran 4 to 10
-// % slower.
+// by the load of the whole kernel, and int8 main loops are slower in kernels with GELU unrolled for
+// each sum (docs/tuning-notes.md).
 template <int kSums>
 __device__ __forceinline__ void activate_or_gate(float (&sums)[kSums], Activation activation,
                                                  ActivationBounds bounds, bool gated) {

@@ -439,17 +439,17 @@ struct Int4Codebook {
   // The two halves of `fragment`: loads, and the use of the loaded values.
   CUTLASS_OPS_HD static void look_up(uint32_t word, uint8_t const* table, int lane,
                                      uint32_t (&pairs)[4]) {
-    uint32_t at[4];
-    places(word, uint32_t(lane) * 4, at);
-    for (int i = 0; i < 4; ++i) pairs[i] = *reinterpret_cast<uint32_t const*>(table + at[i]);
+    uint32_t offsets[4];
+    places(word, uint32_t(lane) * 4, offsets);
+    for (int i = 0; i < 4; ++i) pairs[i] = *reinterpret_cast<uint32_t const*>(table + offsets[i]);
   }
 #ifdef __CUDACC__
-  // The same from shared memory, by the lane's address there.
+  // look_up() in a table in shared memory; `lane_address`: the lane's first entry.
   template <int kConstants = 4>
   __device__ static void look_up(uint32_t word, uint32_t lane_address, uint32_t (&pairs)[4]) {
-    uint32_t at[4];
-    places<kConstants>(word, lane_address, at);
-    for (int i = 0; i < 4; ++i) asm("ld.shared.u32 %0, [%1];" : "=r"(pairs[i]) : "r"(at[i]));
+    uint32_t addresses[4];
+    places<kConstants>(word, lane_address, addresses);
+    for (int i = 0; i < 4; ++i) asm("ld.shared.u32 %0, [%1];" : "=r"(pairs[i]) : "r"(addresses[i]));
   }
 #endif
   CUTLASS_OPS_HD static void combine(uint32_t const (&pairs)[4], uint32_t (&out)[4]) {

@@ -27,8 +27,8 @@ struct EpilogueParams {
   int64_t residual_stride;
   int m, n;
   ActivationBounds bounds;
-  float limit;  // of the output's magnitude: its type's largest number where it
-                // saturates, or infinity
+  float limit;  // outputs are clamped to -limit .. limit: the largest number of their type, or
+                // infinity where they do not saturate
   DataType out_type, bias_type, residual_type;
   Activation activation;
   bool vector_store;     // rows of `out` start on 16-byte boundaries

@@ -164,8 +164,8 @@ struct StoredGroup {
     decode_with<kPlain, false, kFirst, kSlices>(scales, codes, table, p, a);
   }
 
-  // The same with scales of the caller's. kFloats: scales and offsets, if there are any, are fp32,
-  // and there are no zero points.
+  // decode() with scales that the caller passes. kFloats: scales, and offsets if there are any, are
+  // fp32, and there are no zero points.
   template <bool kPlain, bool kFloats, int kFirst, int kSlices, class Params>
   __device__ __forceinline__ void decode_with(RowPair<F> const& own_scales, uint32_t const* codes,
                                               uint32_t table, Params const& p,

@@ -54,8 +54,8 @@ __device__ __forceinline__ void bulk_copy_multicast(void const* from, uint64_t* 
 }
 
 // `bytes`, a multiple of 16, to this CTA. `once`: no other CTA reads them, so L2 evicts them before
-// other lines. Other copies have no hint: with one for normal eviction, products of int8 with tiles
-// of 256 rows ran 6 to 11 % slower.
+// other lines. Other copies have no hint: one for normal eviction makes products slower
+// (docs/tuning-notes.md).
 __device__ __forceinline__ void bulk_copy(void const* from, uint64_t* barrier, void* to, int bytes,
                                           bool once) {
   if (!once) return cute::SM90_BULK_COPY_G2S::copy(from, barrier, to, bytes);
@@ -137,9 +137,9 @@ __device__ __forceinline__ uint64_t operand_descriptor(uint32_t shared) {
   return uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | ((shared >> 4) & 0x3fff);
 }
 
-// The same where `shared` is the same in all lanes, kept in uniform registers, which is where
-// wgmma takes it from. Rows may have 64 bytes, in the 64-byte swizzle, and eights of rows be `step`
-// rows apart; the operand may begin at any row.
+// operand_descriptor() for an address that is the same in all lanes, kept in uniform registers,
+// from which wgmma reads it. Rows may have 64 bytes, in the 64-byte swizzle, and eights of rows may
+// be `step` rows apart; the operand may begin at any row.
 template <int kRowBytes = 128>
 __device__ __forceinline__ uint64_t uniform_operand_descriptor(void const* shared, int step = 8) {
   static_assert(kRowBytes == 64 || kRowBytes == 128);

@@ -109,9 +109,10 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
         load_residual<C>(lines, e, coord, m0 + first, n);
         cutlass::arch::NamedBarrier::sync(128, barrier);
         if (e.residual_type == DataType::kFloat16) {
-          each_matrix(first, [](float* v, uint8_t* at) { add_residual<__half>(v, at); });
+          each_matrix(first, [](float* v, uint8_t* address) { add_residual<__half>(v, address); });
         } else {
-          each_matrix(first, [](float* v, uint8_t* at) { add_residual<__nv_bfloat16>(v, at); });
+          each_matrix(first,
+                      [](float* v, uint8_t* address) { add_residual<__nv_bfloat16>(v, address); });
         }
       }
     }
@@ -123,13 +124,13 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
     }
     store_lines<C, C::kLineRows>(
         lines, C::kLineBytes, map, e, barrier, copies, first, n, m0, end, [&](auto type) {
-          each_matrix(first, [&](float const* v, uint8_t* at) {
+          each_matrix(first, [&](float const* v, uint8_t* address) {
             uint32_t pairs[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
               pairs[i] = pack_pair<decltype(type)>(v[2 * i], v[2 * i + 1]);
             cute::SM90_U16x8_STSM_T::copy(pairs[0], pairs[1], pairs[2], pairs[3],
-                                          *reinterpret_cast<cute::uint128_t*>(at));
+                                          *reinterpret_cast<cute::uint128_t*>(address));
           });
         });
   }
@@ -185,8 +186,8 @@ __device__ __forceinline__ bool add_parts(float (&sums)[C::kSums], Params const&
                  row_panel * C::kSums * 128 + coord.warp * 32 + coord.lane;
   constexpr int kFlags = C::kCluster * C::kWarpgroups * 4;
   uint64_t* flags = p.flags + part.split_tile * others * kFlags + row_panel * 4 + coord.warp;
-  // One float at a time: a vector needs consecutive registers, and the main loop runs slower (up to
-  // 4 %) with such a register assignment.
+  // One float at a time: a vector needs consecutive registers, and the main loop is slower with
+  // such a register assignment (docs/tuning-notes.md).
   if (part.split > 0) {
     float* to = parts + int64_t(part.split - 1) * kStride;
 #pragma unroll
@@ -249,8 +250,9 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging,
   int const n = row0 + coord.warpgroup * kRowsPerPanel, thread = thread_again() % 128,
             barrier = 1 + coord.warpgroup;
   staging += coord.warpgroup * C::kStoreRows * C::kStoreStride;
-  // One body for all parts: unrolled, it took three quarters of a kernel's compilation. The vote says
-  // that a warp has converged; otherwise ptxas guards the main loop against a warp that has not.
+  // One body for all parts: unrolled, it took three quarters of a kernel's compilation. The vote
+  // tells ptxas that the warp has converged; otherwise ptxas guards the main loop against a
+  // diverged warp.
 #pragma unroll 1
   for (int first = 0; first < C::kBlockM; first += C::kStoreRows) {
 #pragma unroll
@@ -302,9 +304,10 @@ __device__ __forceinline__ void scale_x_rows(float (&sums)[C::kSums], typename C
   }
 }
 
-// The same of experts. To find a row of x takes two loads and a division, which end while the tile is
-// multiplied: a warp's lanes have every 32nd row each. Four warpgroups have no registers for it, and
-// their main loop gets longer by the shuffles.
+// scale_x_rows() for experts. Finding a row of x takes two loads and a division, so they are issued
+// before the main loop and end during it: lane i of a warp has rows i, i + 32 and so on. With four
+// warpgroups the scales are loaded at the end: there are no registers for them, and the shuffles
+// make the main loop slower.
 template <class C>
 class ExpertRowScales {
   static constexpr bool kEarly = C::kWarpgroups < 4;
@@ -338,7 +341,7 @@ class ExpertRowScales {
   }
 };
 
-// Of a tile of experts, where it begins; of another nothing.
+// ExpertRowScales for a tile of experts, to be made before its main loop; nothing for other tiles.
 template <class C>
 __device__ __forceinline__ auto row_scales_of(typename C::Params const& p,
                                               ThreadCoord<C> const& coord,

@@ -125,9 +125,9 @@ struct LaunchConfig {
             C::kSharedBytes, C::kBits,    C::kShortTiles, C::kSplitsRows, C::kWindowTiles > 0};
   }
 
-  // Rows of x of a tile that a block loads for its cluster: half of the tile's or, where it is short,
-  // of all rows of x, in eights, if there are fewer. (TMA fills rows beyond the last with zeros at
-  // only 8 bytes a clock, which made 40 rows slower than 64.)
+  // Rows of x of a tile that a CTA loads for its cluster: half of the tile or, where x has fewer
+  // rows than the tile, half of these rounded up to eights: TMA fills rows beyond the last with
+  // zeros at only 8 bytes a clock.
   int half_x_rows(int m) const {
     constexpr int kAtom = 8;  // rows that the swizzle repeats after
     int const half = block_m / cluster;
@@ -222,7 +222,7 @@ inline Status launch_persistent(LaunchConfig const& c,
   return launch_plan(kernel, plan, c.threads, c.shared_bytes, stream, map, out_map, p);
 }
 
-// Of a kernel that compensates zero points by windows of K.
+// For kernels that compensate zero points by windows of K.
 inline Status launch_persistent(LaunchConfig const& c,
                                 void (*kernel)(CUtensorMap, CUtensorMap, CompensatedParams),
                                 GemmProblem const& problem, Plan const& plan,

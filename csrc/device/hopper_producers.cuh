@@ -300,8 +300,8 @@ __device__ __forceinline__ void store_factor(float* factors, int row, float scal
   if (row < C::kBlockM) factors[factor_place(unsigned(row))] = scale;
 }
 
-// The same for an image, by kPixelWarps warps: the scales of the pixels under a tile's tap, from
-// global memory; those of the next tile are in flight while one tile's are stored.
+// prepare_x_rows() for an image, by kPixelWarps warps: reads the scales of the pixels under a
+// tile's tap from global memory. The next tile's scales are in flight while a tile's are stored.
 constexpr int kPixelWarps = 2;
 template <class C>
 __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& barriers,
@@ -351,7 +351,7 @@ __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& bar
   }
 }
 
-// The same for experts' rows that are read through an index, by one warp.
+// prepare_x_rows() for experts' rows that are read through an index, by one warp.
 template <class C>
 __device__ __forceinline__ void prepare_scales_by_index(uint8_t* stages, Barriers<C>& barriers,
                                                         typename C::Params const& p) {
@@ -419,7 +419,8 @@ template <class C, class T>
 __device__ __forceinline__ void quantize_four_rows(uint8_t* stage, int row, bool is_given,
                                                    Range<true> const& given) {
   int const sixteen = threadIdx.x % 8, panel = sixteen / 4;
-  // Lanes of the second panel load their halves in the other order: both panels have the same banks.
+  // Lanes of the second panel load their halves in the other order, since both panels have the same
+  // banks.
   int const half = sixteen % 4 * 2 + panel;
   uint8_t* const codes = stage + C::kActivations + row * C::kSwizzleBytes;
   Columns<T> columns;

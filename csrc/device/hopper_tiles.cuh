@@ -214,10 +214,10 @@ struct Work {
   }
 };
 
-// The same where a cluster takes the last slices of p.tail_split.tiles_per_cluster tiles, which are
-// shorter, one after another: slices of neighbouring tiles are multiplied at the same time, so that
-// few columns of K are in flight and stay in the cache. (Slices of equal length, which begin
-// anywhere in K, were 7 % slower.)
+// Part where a cluster takes the last slices of p.tail_split.tiles_per_cluster tiles, which are
+// shorter, one after another. Slices of neighbouring tiles are multiplied at the same time, so that
+// few columns of K are in flight and stay in L2; slices of equal length, which begin anywhere in K,
+// are slower for that reason (docs/tuning-notes.md).
 struct StreamKSlice {
   int split_tile, split;
   __device__ __forceinline__ StreamKSlice(int index, Params const& p) {

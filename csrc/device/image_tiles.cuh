@@ -49,7 +49,7 @@ struct TapColumns {
     }
   }
 
-  // By columns that divide kKPerTile.
+  // Advances by a number of columns that divides kKPerTile.
   __device__ __forceinline__ void advance(ImageTiles const& image, int columns) {
     channel += columns;
     if (channel < image.columns) return;
@@ -64,7 +64,7 @@ struct TapColumns {
 // The pixel under the first tap at the place of a row of x, and from it those under the others.
 struct RowPixel {
   int number;  // as if the image went on beyond its bounds
-  int at[3];
+  int corner[3];
 
   RowPixel() = default;
   __device__ __forceinline__ RowPixel(ImageTiles const& image, int row) {
@@ -72,11 +72,12 @@ struct RowPixel {
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) {
       int const left = row / image.out[axis];
-      at[axis] = (row - left * image.out[axis]) * image.stride[axis] - image.padding[axis],
+      corner[axis] = (row - left * image.out[axis]) * image.stride[axis] - image.padding[axis],
       row = left;
     }
-    number = ((row * image.size[2] + at[2]) * image.size[1] + at[1]) * image.size[0] + at[0];
-    if (!exists) at[0] = INT_MIN;  // no tap brings it inside
+    number =
+        ((row * image.size[2] + corner[2]) * image.size[1] + corner[1]) * image.size[0] + corner[0];
+    if (!exists) corner[0] = INT_MIN;  // no tap brings it inside
   }
 
   // The pixel's number under a tap; -1 where there is none.
@@ -86,7 +87,7 @@ struct RowPixel {
 #pragma unroll
     for (int axis = 2; axis >= 0; --axis) {
       int const offset = columns.tap[axis] * image.dilation[axis];
-      inside = inside && unsigned(at[axis]) + unsigned(offset) < unsigned(image.size[axis]);
+      inside = inside && unsigned(corner[axis]) + unsigned(offset) < unsigned(image.size[axis]);
       step = step * image.size[axis] + offset;
     }
     return inside ? number + step : -1;

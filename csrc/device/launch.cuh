@@ -19,7 +19,7 @@ inline Status cuda_error(char const* call, cudaError_t error) {
                              cudaGetErrorString(error) + ")"};
 }
 
-// Of a power of two.
+// The binary logarithm of a power of two.
 inline int log2_of(int value) {
   int log = 0;
   while (1 << log < value) ++log;
@@ -72,9 +72,9 @@ Status launch_shape(void (*kernel)(Params...), LaunchShape const& shape, Stream 
   cudaLaunchAttribute attributes[3];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = shape.overlaps;
-  // The same for all kernels, however little they need: an SM changes its split between cache and
-  // shared memory only when it is idle, so a kernel with another split would overlap neither with
-  // its predecessor nor with its successor.
+  // All kernels request the same carve-out, however little they need: an SM changes its split
+  // between cache and shared memory only when it is idle, so a kernel with another split would
+  // overlap neither with its predecessor nor with its successor.
   attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
   attributes[1].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
   attributes[2].id = cudaLaunchAttributeClusterDimension;
@@ -92,7 +92,8 @@ Status launch_shape(void (*kernel)(Params...), LaunchShape const& shape, Stream 
   return {};
 }
 
-// As a plan says, of a kernel with CTAs of so many threads and at least so much shared memory.
+// Launches a kernel with the grid, cluster and overlap of a plan, `threads` threads a CTA and at
+// least `shared_bytes` of shared memory.
 template <class... Params, class... Args>
 Status launch_plan(void (*kernel)(Params...), Plan const& plan, int threads, int shared_bytes,
                    Stream stream, Args&&... args) {
@@ -142,7 +143,7 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
-// The same, then let the next kernel start.
+// Waits for the kernels before, then lets the next kernel start.
 __device__ __forceinline__ void pdl_wait_and_launch_dependents() {
   pdl_wait();
   pdl_launch_dependents();

@@ -16,7 +16,7 @@ __device__ __forceinline__ void copy_async_16(void* shared, void const* source) 
   Copy::copy(*static_cast<cute::uint128_t const*>(source), *static_cast<cute::uint128_t*>(shared));
 }
 
-// The same, or zeros where `valid` is false; then `source` is not read.
+// copy_async_16(), or zeros where `valid` is false; `source` is not read then.
 __device__ __forceinline__ void copy_async_16_or_zero(void* shared, void const* source,
                                                       bool valid) {
   using Copy = cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>;

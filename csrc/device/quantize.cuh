@@ -109,8 +109,8 @@ struct Quantizer {
   // the bits of kMagic
   __device__ __forceinline__ int shift() const { return int(zero) - 0x4b400000; }
 
-  // The code of v minus the zero point. Symmetric ones need no clamp: |v| * (127 / amax) is at
-  // most 127 and a few units in its last place. Of a block with NaN or infinity it may be
+  // The code of v minus the zero point. A symmetric code needs no clamp: |v| * (127 / amax) is at
+  // most 127 and a few units in its last place. In a block with NaN or infinity the code may be
   // anything: the scale is NaN.
   __device__ __forceinline__ float value(float v) const {
     float q = __fadd_rn(__uint_as_float(rounded(v)), -kMagic);

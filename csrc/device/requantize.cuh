@@ -9,7 +9,7 @@
 
 namespace cutlass_ops {
 
-// Where the scale of the weight's row n is, and the scale.
+// The index of the scale of the weight's row n, and the scale.
 __device__ __forceinline__ int scale_position(int n) {
   return n / kRowsPerPanel * kRowsPerPanel + group_row(n % kRowsPerPanel);
 }

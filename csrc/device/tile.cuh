@@ -69,7 +69,8 @@ struct TileIndex {
 // Sums of all warps to shared memory, [x_row][row].
 template <class Tile>
 __device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums,
-                                            ThreadCoord<Tile> const& at, float* tiles_per_cluster) {
+                                            ThreadCoord<Tile> const& coord,
+                                            float* tiles_per_cluster) {
   __syncthreads();
 #pragma unroll
   for (int rb = 0; rb < Tile::kRowBlocks; ++rb)
@@ -77,8 +78,8 @@ __device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums,
     for (int tb = 0; tb < Tile::kMBlocks; ++tb)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        int row = (at.warp * Tile::kRowBlocks + rb) * 16 + at.g + 8 * (e / 2),
-            x_row = tb * 8 + 2 * at.t + e % 2;
+        int row = (coord.warp * Tile::kRowBlocks + rb) * 16 + coord.g + 8 * (e / 2),
+            x_row = tb * 8 + 2 * coord.t + e % 2;
         tiles_per_cluster[x_row * Tile::kSumStride + row] = sums[rb][tb][e];
       }
   __syncthreads();
@@ -180,14 +181,15 @@ __device__ __forceinline__ void copy_16_if(uint32_t shared, void const* source, 
 // Groups of 16 columns, of which a stage would need eight, are read from global memory.
 constexpr int kStagedGroups = 4;
 
-// A CTA's tile: its first row of the weight, and its rows of x. Of experts, whose rows of x are in
-// slots, that is the row's place among all experts'; `feature` is the one among its expert's.
-struct BlockPlace {
+// A CTA's tile: its first row of the weight (n0), that row's number among the features of its
+// expert (feature; the same without experts), and its rows of x, m0 .. end - 1, which for experts
+// are slots.
+struct TileOrigin {
   int n0, feature, m0, end;
 
-  BlockPlace() = default;
+  TileOrigin() = default;
   template <class C, class Params>
-  __device__ __forceinline__ BlockPlace(C, Params const& p) {
+  __device__ __forceinline__ TileOrigin(C, Params const& p) {
     if (p.groups.tiles) {
       // No __ldg(), which the compiler may move before pdl_wait().
       int4 const stored =
@@ -203,10 +205,11 @@ struct BlockPlace {
   }
 };
 
-// The CTA's, which multiply_tile stores before the main loop: there it needs no registers.
-__device__ __forceinline__ BlockPlace& stored_place() {
-  __shared__ BlockPlace place;
-  return place;
+// The CTA's tile, which multiply_tile stores before the main loop, so that it takes no registers
+// during the loop.
+__device__ __forceinline__ TileOrigin& stored_origin() {
+  __shared__ TileOrigin origin;
+  return origin;
 }
 
 // The position: the K tile, and the block's first rows of the weight and of x.
@@ -214,7 +217,7 @@ struct GlobalTile {
   int k_tile, n0, m0;
 
   __device__ __forceinline__ explicit GlobalTile(int k_tile_)
-      : k_tile(k_tile_), n0(stored_place().n0), m0(stored_place().m0) {}
+      : k_tile(k_tile_), n0(stored_origin().n0), m0(stored_origin().m0) {}
   // The element of a weight's group vectors that is row `index` of the block's in a group of the
   // tile. A row panel beyond the last repeats rows, which are never stored.
   template <class Params>
@@ -245,14 +248,14 @@ __device__ __forceinline__ GroupRows<int64_t> global_rows(GlobalTile const& tile
 }
 
 // Issues all copies of a tile's multiplication before it.
-template <class C, class Beside>
-__device__ __forceinline__ void issue_all(Beside const& beside) {
+template <class C, class IssueCopies>
+__device__ __forceinline__ void issue_all(IssueCopies const& issue_copies) {
 #pragma unroll
-  for (int piece = 0; piece < C::kPieces; ++piece) beside(piece);
+  for (int piece = 0; piece < C::kPieces; ++piece) issue_copies(piece);
 }
 
-// One 16-byte vector of a group vector's rows, of the [row][width] that a stage holds; it is this
-// thread's to copy for every tile.
+// The copy of one 16-byte vector of scales, zero points or offsets, which a stage holds as
+// [row][width]. A thread copies the same vector of every tile.
 struct VectorCopy {
   uint8_t const* source = nullptr;  // in the vector's first row
   uint32_t row_bytes = 0;
@@ -357,12 +360,12 @@ struct XRowCopy {
 
   // `groups`: of experts, whose slots are numbered as rows are elsewhere.
   __device__ __forceinline__ XRowCopy(uint32_t shared, void const* matrix, int64_t stride_bytes,
-                                      BlockPlace const& place, Groups const& groups, int k_tile) {
+                                      TileOrigin const& origin, Groups const& groups, int k_tile) {
     int const first = first_x_row();
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      int row = place.m0 + first + i * kRowsAtOnce;
-      wanted[i] = row < place.end;
+      int row = origin.m0 + first + i * kRowsAtOnce;
+      wanted[i] = row < origin.end;
       if (groups.positions) row = wanted[i] ? row_of_slot(groups, row) : 0;
       source[i] = static_cast<uint8_t const*>(matrix) + row * stride_bytes +
                   int64_t(k_tile) * kRowBytes + piece(0) * 16;
@@ -412,11 +415,12 @@ struct XRowCopy {
 // Operand B of two neighbouring blocks of 8 rows of x, 32 bytes of columns: k-slice `piece` of the
 // warp's columns of a row. Rows are swizzled (XRowCopy).
 template <class Tile>
-__device__ __forceinline__ void load_x_rows(uint8_t const* activations, ThreadCoord<Tile> const& at,
-                                            int pair, int piece, uint32_t (&b)[4]) {
-  load_tiles(
-      activations + (at.x_rows ^ (piece % 4 << 5)) + piece / 4 * 128 + pair * 16 * Tile::kRowBytes,
-      b);
+__device__ __forceinline__ void load_x_rows(uint8_t const* activations,
+                                            ThreadCoord<Tile> const& coord, int pair, int piece,
+                                            uint32_t (&b)[4]) {
+  load_tiles(activations + (coord.x_rows ^ (piece % 4 << 5)) + piece / 4 * 128 +
+                 pair * 16 * Tile::kRowBytes,
+             b);
 }
 
 // The zero points of a warp's rows in a group vector, or zeros.
@@ -446,9 +450,9 @@ struct TileParams {
   VectorRows weight_rows;
   int row_tiles, m_tiles, k_tiles, n_pad, splits;
   int log_scale_bytes, log_offset_bytes;
-  bool plain;  // as store_sums has it
+  bool plain;  // outputs are the rounded sums, stored by vectors of 16 bytes
   ImageTiles image;
-  // Of experts; without tiles there are none.
+  // The experts' tiles; `groups.tiles` is null for other products.
   Groups groups;
   float const* x_row_scales = nullptr;  // [rows of x], applied to sums; or null
   int* arrived = nullptr;               // as in GroupedGemm; splitk_workspace is its `slices`
@@ -470,7 +474,7 @@ struct TileParams {
               !problem.saturate && problem.out_type != DataType::kFloat32 && epilogue.vector_store),
         image(problem) {}
 
-  // Of experts: a CTA for each tile of features and rows that there may be.
+  // For experts: a CTA for each of the largest possible number of tiles.
   TileParams(GroupedGemm const& problem, Plan const& plan, float*, int rows, int x_rows)
       : TileParams(rows_of_all(problem), plan, problem.slices, rows, x_rows) {
     groups = problem.groups;
@@ -489,17 +493,19 @@ __device__ __forceinline__ bool has_no_tile(Params const& p) {
   return blockIdx.x >= unsigned(*p.groups.count * p.row_tiles);
 }
 
-// Where K is cut, the sums of all slices of a tile in the place of this one's, in the order of the
-// slices; false for all CTAs but the last to arrive.
+// With split-K slices, adds the sums of a tile's other slices to `sums`, in the order of the
+// slices, in the last CTA of the tile to arrive; returns false in the others.
 template <class C, class Params>
 __device__ __forceinline__ bool add_slices(float* sums, Params const& p) {
   if (C::kBlockM > kMmaRowsOfSlices || p.splits == 1) return true;
   constexpr int kRowPieces = C::kRows / 4, kPieces = C::kBlockM * kRowPieces;
-  auto const at = [&](int i) { return sums + i / kRowPieces * C::kSumStride + i % kRowPieces * 4; };
+  auto const address = [&](int i) {
+    return sums + i / kRowPieces * C::kSumStride + i % kRowPieces * 4;
+  };
   auto* const slices =
       reinterpret_cast<float4*>(p.splitk_workspace) + int64_t(blockIdx.x) * p.splits * kPieces;
   for (int i = thread_again(); i < kPieces; i += C::kThreads)
-    __stcg(slices + blockIdx.y * kPieces + i, *reinterpret_cast<float4 const*>(at(i)));
+    __stcg(slices + blockIdx.y * kPieces + i, *reinterpret_cast<float4 const*>(address(i)));
   __threadfence();
   __syncthreads();
   __shared__ int arrived;
@@ -514,7 +520,7 @@ __device__ __forceinline__ bool add_slices(float* sums, Params const& p) {
       float4 const more = __ldcg(slices + slice * kPieces + i);
       sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
     }
-    *reinterpret_cast<float4*>(at(i)) = sum;
+    *reinterpret_cast<float4*>(address(i)) = sum;
   }
   __syncthreads();
   return true;
@@ -524,17 +530,17 @@ __device__ __forceinline__ bool add_slices(float* sums, Params const& p) {
 // activation(gate) * up of every eight features and the eight after them.
 template <class C, class Params>
 __device__ __forceinline__ void store_group(float const* sums, Params const& p) {
-  BlockPlace const& place = stored_place();
+  TileOrigin const& origin = stored_origin();
   Groups const& groups = p.groups;
   EpilogueParams const& e = p.epilogue;
   int const each = groups.gated ? 16 : 8, row_threads = C::kRows / each, thread = thread_again(),
-            row = thread % row_threads * each, feature = place.feature + row,
+            row = thread % row_threads * each, feature = origin.feature + row,
             n = groups.gated ? feature / 2 : feature;
   if (n >= e.n) return;
 #pragma unroll 1
-  for (int x_row = thread / row_threads; x_row < min(place.end - place.m0, C::kBlockM);
+  for (int x_row = thread / row_threads; x_row < min(origin.end - origin.m0, C::kBlockM);
        x_row += C::kThreads / row_threads) {
-    int const slot = place.m0 + x_row;
+    int const slot = origin.m0 + x_row;
     float const scale = p.x_row_scales ? p.x_row_scales[row_of_slot(groups, slot)] : 1.0f;
     auto const load = [&](int from, float (&v)[8]) {
       float4 const* const four =
@@ -546,7 +552,7 @@ __device__ __forceinline__ void store_group(float const* sums, Params const& p) 
       if (!groups.bias) return;
 #pragma unroll
       for (int i = 0; i < 8; ++i)
-        v[i] += load_float(groups.bias, groups.bias_type, int64_t(place.n0) + row + from + i);
+        v[i] += load_float(groups.bias, groups.bias_type, int64_t(origin.n0) + row + from + i);
     };
     float v[8];
     load(0, v);
@@ -573,11 +579,11 @@ __device__ __forceinline__ void store_tile(Params const& p, typename C::Sums con
     if (add_slices<C>(tiles_per_cluster, p)) store_group<C>(tiles_per_cluster, p);
     return;
   }
-  BlockPlace const& place = stored_place();
+  TileOrigin const& origin = stored_origin();
   float* splitk_workspace = p.splitk_workspace
                                 ? p.splitk_workspace + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad
                                 : nullptr;
-  store_sums<C>(tiles_per_cluster, place.m0, place.n0, p.epilogue, splitk_workspace, p.n_pad,
+  store_sums<C>(tiles_per_cluster, origin.m0, origin.n0, p.epilogue, splitk_workspace, p.n_pad,
                 p.plain);
 }
 
@@ -614,21 +620,21 @@ __device__ __forceinline__ void fill_first_stages(Copies& copies, KRange const& 
 // C::kCopiesAtOnce together: between the matrix instructions they cost next to nothing, before them
 // a tenth of the time. (All are issued before it where C::kCopiesFirst.)
 //
-//   copies     Copies<C>(p, shared, place, k_tile): weights, activations; copies(stage, k_tile, i,
+//   copies     Copies<C>(p, shared, origin, k_tile): weights, activations; copies(stage, k_tile, i,
 //              wanted, x_rows_wanted) for i below kAll, the weights' first; copies.special(stage,
 //              k_tile): handles the tile's rows of x if they cannot be copied that way, and says so
 //   prepare()  what else must be in shared memory, independent of the kernels before
-//   compute(stage, at, sums, beside): adds a tile's product, and calls beside(i) for i from 0
-//   to C::kPieces - 1
+//   compute(stage, coord, sums, issue_copies): adds a tile's product, and calls issue_copies(i) for
+//              i from 0 to C::kPieces - 1
 template <class C, class Copies, class Params, class Prepare, class Compute>
 __device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, Prepare prepare,
                                               Compute compute) {
   if (has_no_tile(p)) return;
-  BlockPlace const place(C(), p);
-  if (threadIdx.x == 0) stored_place() = place;
+  TileOrigin const origin(C(), p);
+  if (threadIdx.x == 0) stored_origin() = origin;
   KRange range(p.k_tiles, blockIdx.y, p.splits);
-  ThreadCoord<C> at(threadIdx.x);
-  Copies copies(p, shared, place, range.first);
+  ThreadCoord<C> coord(threadIdx.x);
+  Copies copies(p, shared, origin, range.first);
   fill_first_stages<C>(copies, range, prepare);
 
   typename C::Sums sums = {};
@@ -650,9 +656,9 @@ __device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, 
     if constexpr (C::kCopiesFirst) {
       if (wanted) copy(0);  // the branch keeps the compiler from moving them into the
                             // multiplication
-      compute(shared + now, at, sums, [](int) {});
+      compute(shared + now, coord, sums, [](int) {});
     } else {
-      compute(shared + now, at, sums, copy);
+      compute(shared + now, coord, sums, copy);
     }
     commit_copies();
     copies.weights.next(), copies.activations.next();

@@ -36,7 +36,8 @@ struct Address {
 Status check_addresses(std::initializer_list<Address> addresses);
 // For `rows` rows that are `stride` elements apart; a single row has no stride.
 Status check_stride(char const* name, int64_t stride, int64_t columns, int64_t rows);
-// The names of all activations, or of the clamps, for messages. of_experts: those of gate and up too.
+// The names of all activations, or of the clamps, for messages. of_experts: also the names of
+// activations of gate and up.
 std::string activation_names(bool clamps_only, bool of_experts = false);
 // Checks that the epilogues have the activation, and that its numbers are in order.
 Status check_activation(Activation activation, float clamp_low, float clamp_high,

@@ -34,10 +34,10 @@ int64_t exchange_time(Tile const& tile, int64_t slices) {
 
 // The stream-K tail: the tiles left after full waves of clusters are split along K, so that more
 // clusters share them. If there are fewer clusters than last slices, a cluster takes the last
-// slices of several tiles, eight at most (more were 1 % slower), and the other slices are longer in
-// proportion. wgmma_fold16 has no such clusters, nor have int8 activations, which were 2 % slower
-// with them (512, 1024 and 8192 rows x 8192 x 28672). Tiles that fill no wave have the slices of
-// slice_count: the clusters add them where that is predicted to be faster than splitk_reduce.
+// slices of several tiles, at most eight, and the other slices are longer in proportion.
+// wgmma_fold16 has no clusters of that kind, and products of int8 activations are slower with them
+// (docs/tuning-notes.md). Tiles that fill no wave have the slices of slice_count: the clusters add
+// them where that is predicted to be faster than splitk_reduce.
 TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                         Candidate const& candidate) {
   constexpr int kMostSlices = 16;  // a lane of a warp waits for each
@@ -133,8 +133,9 @@ int TileCost::* cost_kind(GemmProblem const& problem, Device const& device,
 int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                        Candidate const& candidate) {
   if (is_mostly_empty(candidate.tile, problem.m)) return -1;
-  // Tiles that quantise x are for at least a wave: with fewer, K would be cut into other slices than
-  // after the quantiser, for sums in another order, and this took longer as often as not.
+  // Tiles that quantise x are chosen only where they fill a wave. With fewer tiles, the split-K
+  // slices would differ from the slices after the quantiser, the order of the sums with them, and
+  // the time was longer as often as not.
   if (candidate.quantizes &&
       tile_count(problem, candidate.tile) < device.multiprocessors / candidate.tile.cluster_size)
     return -1;

@@ -9,26 +9,27 @@
 namespace cutlass_ops {
 
 DecodeMemory decode_memory(GemmProblem const& p, DecodeShape const& shape) {
-  DecodeMemory at;
+  DecodeMemory memory;
   PackedWeight const& w = p.weight;
   bool int8 = multiplies_int8(p);
   int columns = 512 / code_bits(w),
       rows = w.group_size > 0 && w.group_size < columns ? columns / w.group_size : 1;
-  at.zeros = 4096 + rows * kRowsPerPanel * bytes_of(w.scale_type);
-  at.offsets = at.zeros + (w.zeros ? rows * kRowsPerPanel : 0);
-  at.stage = at.offsets + (w.offsets ? rows * kRowsPerPanel * bytes_of(w.offset_type) : 0);
+  memory.zeros = 4096 + rows * kRowsPerPanel * bytes_of(w.scale_type);
+  memory.offsets = memory.zeros + (w.zeros ? rows * kRowsPerPanel : 0);
+  memory.stage = memory.offsets + (w.offsets ? rows * kRowsPerPanel * bytes_of(w.offset_type) : 0);
   int step = w.group_size > 0 && w.group_size <= 64 ? w.group_size : columns,
       steps = shape.slice * kKPerTile / step;
-  at.x_row = shape.slice * kKPerTile * 2 + 16;
-  at.x = shape.warps * shape.stages * at.stage;
-  at.sums =
-      at.x + p.m * std::max(at.x_row, shape.cluster > 1 ? shape.row_panels * kRowsPerPanel * 4 : 0);
-  at.scales = at.sums + (table_bytes(w) ? 0 : steps * 8 * 4);
-  at.parts = at.scales + (int8 ? steps * 8 * 4 : 0);
-  at.slots = at.parts + (shape.row_panels * 4 + 15) / 16 * 16;
-  at.table = at.slots + (shape.row_panels - 1) * p.m * kSlotFloats * 4;
-  at.total = at.table + table_bytes(w);
-  return at;
+  memory.x_row = shape.slice * kKPerTile * 2 + 16;
+  memory.x = shape.warps * shape.stages * memory.stage;
+  memory.sums =
+      memory.x +
+      p.m * std::max(memory.x_row, shape.cluster > 1 ? shape.row_panels * kRowsPerPanel * 4 : 0);
+  memory.scales = memory.sums + (table_bytes(w) ? 0 : steps * 8 * 4);
+  memory.parts = memory.scales + (int8 ? steps * 8 * 4 : 0);
+  memory.slots = memory.parts + (shape.row_panels * 4 + 15) / 16 * 16;
+  memory.table = memory.slots + (shape.row_panels - 1) * p.m * kSlotFloats * 4;
+  memory.total = memory.table + table_bytes(w);
+  return memory;
 }
 
 namespace {
@@ -74,8 +75,8 @@ DecodeShape decode_shape(GemmProblem const& p, Device const& device) {
       continue;
     double weights = double(shape.row_panels) * shape.slice * k_tile_bytes(bits),
            x = double(p.m) * shape.slice * kKPerTile * 2;
-    bool beside = fits(shape.warps, half);
-    if (int8 && !beside && shape.slice >= kLongSlice) {
+    bool two_per_sm = fits(shape.warps, half);
+    if (int8 && !two_per_sm && shape.slice >= kLongSlice) {
       shape.stages += decode_more_stages(bits);
       if (!fits(shape.warps, all)) shape.stages = decode_stages(table);
     }
@@ -85,7 +86,7 @@ DecodeShape decode_shape(GemmProblem const& p, Device const& device) {
     } else if (!table) {
       time += 60.0 * shape.slice;
     }
-    if (!beside) time += 3000;
+    if (!two_per_sm) time += 3000;
     if (best.cluster && time >= least) continue;
     best = shape, least = time;
   }

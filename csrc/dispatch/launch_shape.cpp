@@ -79,7 +79,7 @@ bool shape_mma_gemm_a8(GemmProblem const& problem, Device const& device, Candida
 bool shape_book_gemm_a16(GemmProblem const& problem, Device const&, Candidate const& candidate,
                          Plan* plan) {
   plan->stages = candidate.tile.stages;
-  BookA16Cta const cta{table_bytes(problem.weight)};
+  CodebookA16Cta const cta{table_bytes(problem.weight)};
   plan->shared_bytes = cta.shared_bytes;
   plan->threads = cta.threads;
   portable_grid(problem, candidate.tile, plan);
@@ -144,9 +144,9 @@ bool shape_decode_gemm(GemmProblem const& problem, Device const& device, Candida
   plan->cluster_size = shape.cluster;
   plan->threads = 32 * shape.warps;
   plan->stages = shape.stages;
-  // Where a launch is long, CTAs of the one after the next must not crowd on the SMs that this one
-  // leaves first: 57344 x 4096 would take 40 us instead of 31 in int4, and 68 instead of 58 in int8,
-  // on an H200. Where it is short, the next launch's first stages arrive meanwhile: up to 1.6 us.
+  // Where a launch is long, it requests so much shared memory that CTAs of the launch after the
+  // next cannot crowd on the SMs that become free first. Where it is short, the next launch's first
+  // stages arrive before it ends (docs/tuning-notes.md).
   constexpr int64_t kLongNanoseconds = 13500;
   int64_t const bytes = padded_size(problem.weight) * code_bits(problem.weight) / 8;
   bool const is_long = bytes >= kLongNanoseconds * bandwidth_of(device);

@@ -14,8 +14,8 @@ class PlanCache {
  public:
   static constexpr size_t kMostPlans = 8;
 
-  // As plan(), which is called where no plan is known. The problem is checked in any case. Plans of
-  // images are not kept.
+  // Finds the plan of an equal problem, or calls plan(). The problem is checked in both cases.
+  // Plans of images are not kept.
   Status find(GemmProblem const& problem, Device const& device, Plan* plan);
 
   size_t size() const { return entries_.size(); }

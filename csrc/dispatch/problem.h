@@ -47,7 +47,7 @@ inline bool has_own_scales(PackedWeight const& w, DataType x_type) {
 inline bool has_narrow_scales(PackedWeight const& w, DataType x_type) {
   return has_own_scales(w, x_type) && (!w.offsets || w.offset_type == x_type);
 }
-// The same of wgmma_fold16, whose instances for scales of any type alone take groups of 16.
+// Whether wgmma_fold16 does: groups of 16 are only in its instances for scales of any type.
 inline bool folds_narrow_scales(PackedWeight const& w, DataType x_type) {
   return w.group_size != 16 && has_narrow_scales(w, x_type);
 }

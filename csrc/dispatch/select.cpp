@@ -32,12 +32,12 @@ Status no_kernel(GemmProblem const& problem, Device const& device) {
   for (KernelSpec const& spec : kernel_specs()) {
     std::string field = forbidden_by(spec, problem, device);
     if (field.empty()) field = "sizes that do not fit in its shared memory";
-    auto at = fields.begin();
-    while (at != fields.end() && at->first != field) ++at;
-    if (at == fields.end()) {
+    auto entry = fields.begin();
+    while (entry != fields.end() && entry->first != field) ++entry;
+    if (entry == fields.end()) {
       fields.emplace_back(std::move(field), spec.name);
     } else {
-      at->second += std::string(", ") + spec.name;
+      entry->second += std::string(", ") + spec.name;
     }
   }
   std::string text = "no kernel takes this problem; what forbids it:";
@@ -61,9 +61,9 @@ void fill_in(GemmProblem const& problem, KernelSpec const& spec, Candidate const
                 !problem.residual;
 }
 
-// The first kernel that has a candidate; of those with costs the one of least time, where several
-// may be the fastest: for few rows, and for a 16-bit image, whose output channels may fill the tiles
-// of one alone.
+// The first kernel that has a candidate; of kernels with costs the one of least time. Several
+// kernels have costs for few rows, and for a 16-bit image, whose output channels may fill the tiles
+// of only one of them.
 KernelSpec const* best_kernel(GemmProblem const& problem, Device const& device,
                               Candidate const** best) {
   KernelSpec const* chosen = nullptr;
@@ -97,7 +97,9 @@ bool plan_few_rows(GemmProblem const& problem, Device const& device, KernelSpec 
   if (!spec.few_rows || !few_rows_have_the_bits(problem, slices)) return false;
   KernelSpec const& few = *find_kernel(spec.few_rows);
   GemmProblem free = problem;
-  free.batch_invariant = false;  // which decoding kernels left to themselves are not
+  // Decode kernels refuse batch-invariant problems, since they choose slices of K by M. Here the
+  // number of slices is given.
+  free.batch_invariant = false;
   if (few.can_implement(free, device) != Field::kNone) return false;
   Candidate const* best = nullptr;
   int64_t least = 0;
@@ -146,8 +148,8 @@ bool plan_candidate(GemmProblem const& problem, Device const& device, KernelSpec
 
 Status select(GemmProblem const& problem, Device const& device, Plan* plan) {
   if (!problem.batch_invariant) return select_as(problem, problem, device, plan);
-  // One kernel, and K in so many slices, for every m; m chooses the tile, which changes no bit. For
-  // few rows one with the same bits.
+  // Every m has the kernel and the number of slices that m = kInvariantM has. m then chooses the
+  // tile, which changes no bit, and for few rows a decode kernel that has the same bits.
   GemmProblem asked = problem;
   asked.m = kInvariantM;
   return select_as(asked, problem, device, plan);

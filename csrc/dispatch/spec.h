@@ -29,7 +29,8 @@ constexpr int cta_block_m(Tile const& tile) { return tile.block_m / tile.ctas_al
 constexpr int warpgroups(Tile const& tile) {
   return tile.block_n * tile.ctas_along_m / (tile.cluster_size * kRowsPerPanel);
 }
-// The same CTAs, both of a cluster along M: half the features, twice the rows of x.
+// A tile of the same CTAs with both CTAs of a cluster along M: half the features, twice the rows of
+// x.
 constexpr Tile along_m(Tile tile) {
   tile.block_n /= 2, tile.block_m *= 2, tile.ctas_along_m = 2;
   return tile;
@@ -46,17 +47,15 @@ constexpr Card kCards[] = {
 };
 constexpr int kCardCount = int(std::size(kCards));
 
-// Measured times of a tile, in tenths of a microsecond; all 0 where M alone decides.
+// Measured times of a tile, in tenths of a microsecond; all 0 for candidates that are chosen by M
+// alone. A tile takes `end` and, in proportion to K, one of the other times (cost_kind() in
+// cost.h). A time of 0 is that of k4096.
 struct TileCost {
-  int k4096 = 0;       // for K = 4096
-  int row_scales = 0;  // instead, where int8 x has a scale a row and no zero points, or compensated
-                       // ones; 0: the same
-  int whole_rows = 0;  // instead, where int32 sums run over all of K
-                       // (sums_whole_rows()); 0: the same
-  int wide = 0;        // instead, where scales are applied in fp32 (folds_narrow_scales()); 0: the
-                       // same
-  int end = 0;         // and besides, whatever K is, where that is not in it; twice for a
-                       // tile whose K is cut
+  int k4096 = 0;       // K = 4096
+  int row_scales = 0;  // int8 x has a scale a row and no zero points, or compensated ones
+  int whole_rows = 0;  // int32 sums run over all of K or of a tap (sums_whole_rows(), _taps())
+  int wide = 0;        // scales are applied in fp32 (not folds_narrow_scales())
+  int end = 0;         // whatever K is; twice for a tile of split-K slices
 };
 
 // The costs of decode kernels depend on how x is multiplied, and on whether the weight is integers
@@ -149,8 +148,8 @@ struct KernelSpec {
   // kNone, or what forbids it; `device` has the architecture whose kernels are requested.
   Field (*can_implement)(GemmProblem const& problem, Device const& device);
   Candidates (*candidates)(GemmProblem const& problem);
-  // The time of a candidate, in eighths of a nanosecond; negative if it does not fit. Null where the
-  // first candidate that applies is the choice.
+  // The time of a candidate, in eighths of a nanosecond; negative if it does not fit. Null where
+  // the first candidate that can implement the problem is chosen.
   int64_t (*cost)(GemmProblem const& problem, Device const& device, KernelSpec const& spec,
                   Candidate const& candidate);
   // Fill in the launch of a candidate, whose slices of K the plan has: in a batch-invariant product

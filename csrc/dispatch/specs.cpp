@@ -55,7 +55,7 @@ Field needs_ampere(GemmProblem const& problem, Device const& device) {
 Field needs_few_rows(GemmProblem const& problem, int most) {
   if (is_image(problem)) return Field::kImage;
   if (problem.m > most) return Field::kRows;
-  // Their order of sums depends on M.
+  // The order of sums of decode kernels depends on M.
   return problem.batch_invariant ? Field::kBatchInvariant : Field::kNone;
 }
 Field needs_16_bit_x(GemmProblem const& problem) {
@@ -190,17 +190,18 @@ bool is_long_and_quantized(GemmProblem const& problem) {
          has_millions(problem, 128);
 }
 bool is_not_long(GemmProblem const& problem) { return !is_long_and_quantized(problem); }
-// Whether decode_gemm may be chosen. Groups of 16 are a promotion for each operand A, which pays only
-// where wgmma_decode_fold16 is slow: with scales of another type than x's (8 bits, M = 1: 0.7 to 0.9
-// of the time) and, if there are offsets, a large weight (0.8 to 1.0; 4096 x 4096 1.1 to 1.3).
+// Whether decode_gemm may be chosen. With groups of 16 it promotes sums after each operand A, which
+// pays only where wgmma_decode_fold16 is slow: with scales of another type than x's and, if there
+// are offsets, a large weight (docs/tuning-notes.md).
 bool promotes_few_groups(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   if (w.group_size != 16) return is_not_long(problem);
   return !has_own_scales(w, problem.x_type) && (!w.offsets || has_millions(problem, 32));
 }
-// Whether wgmma_gemm_a16 decodes, for more rows than decode_gemm takes: scales of another type than
-// x's, which wgmma_decode does not take and wgmma_decode_fold16 applies in fp32, value by value. With
-// 16 rows it takes half the time of the latter (14336 x 4096, groups of 128).
+// Whether wgmma_gemm_a16 may be chosen for more rows than decode_gemm takes and few enough for
+// decode kernels: with scales of another type than x's. wgmma_decode cannot implement these, and
+// wgmma_decode_fold16 is slow with them, since it applies them in fp32 to each value
+// (docs/tuning-notes.md).
 bool promotes_few_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   return problem.m > kMostDecodeGemmRows && !is_image(problem) && !multiplies_int8(problem) &&
@@ -291,14 +292,13 @@ constexpr Candidate kDecodeGemm[] = {
 // ---- tiles of the Hopper kernels, by their costs
 
 // Whether tiles of 256 rows may be used (int32 sums over all of K) and the last tile is at least a
-// quarter full. TMA fills rows beyond the last with zeros, slowly: 4097 rows x 8192 x 8192 take 381
-// us, by tiles of 176 rows 353.
+// quarter full: TMA fills rows beyond the last with zeros, slowly (docs/tuning-notes.md).
 bool fills_large_tiles(GemmProblem const& problem) {
   return sums_whole_rows(problem) && (problem.m % 256 == 0 || problem.m % 256 >= 64);
 }
-// Whether int8 x int4 tiles of fewer than 128 rows give a row the same bits, or may give it other
-// bits. Larger tiles multiply the integers by the scales in another order, where neither side has
-// zero points and x has a scale a block.
+// Whether wgmma_gemm_a8's tiles of fewer than 128 rows may be chosen. With int4 weights, no zero
+// points and one scale of x a block, they multiply the integers by the scales in another order than
+// larger tiles, so the bits of a row would depend on M.
 bool small_tiles_have_the_bits(GemmProblem const& problem) {
   return !has_nibbles(problem) || !problem.batch_invariant || problem.weight.zeros ||
          activations_have_zeros(problem) || !activations_have_blocks(problem);
@@ -348,9 +348,9 @@ bool has_no_exact_kernel(GemmProblem const& problem) {
 bool folds_values(GemmProblem const& problem) {
   return has_no_exact_kernel(problem) || (is_image(problem) && !multiplies_int8(problem));
 }
-// Whether its tiles of 32 rows compete with wgmma_decode_fold16 for more rows than decode_gemm
-// takes: with scales that are applied in fp32, by which the latter is slow where weights are large
-// (5120 x 13824 in groups of 32, 16 rows on an H100: 42 us, and 27).
+// Whether wgmma_fold16's tiles of 32 rows compete with wgmma_decode_fold16 for more rows than
+// decode_gemm takes: with scales that are applied in fp32, which make the latter slow where weights
+// are large (docs/tuning-notes.md).
 bool folds_few_wide_rows(GemmProblem const& problem) {
   return has_no_exact_kernel(problem) && !is_image(problem) && !multiplies_int8(problem) &&
          !folds_narrow_scales(problem.weight, problem.x_type);
@@ -392,8 +392,9 @@ bool leaves_a_cta_idle(GemmProblem const& problem) {
   constexpr int kBlockN = 256;
   return (padded_rows(problem.weight.n) - 1) % kBlockN < kBlockN / 2;
 }
-// For few features: the CTAs of a cluster along M. A CTA then loads its x without multicast, which
-// limits int32 sums over all of K: with more than 640 features these take up to 10 % longer.
+// For few features: the CTAs of a cluster are placed along M. A CTA then loads its x without
+// multicast, for which int32 sums over all of K would wait if there were many features
+// (docs/tuning-notes.md).
 bool a8_along_m(GemmProblem const& problem) {
   if (is_image(problem)) return true;
   bool const whole_rows = sums_whole_rows(problem) && padded_rows(problem.weight.n) <= 640;
@@ -406,9 +407,9 @@ bool a8_along_m_in_small_tiles(GemmProblem const& problem) {
 bool a16_along_m(GemmProblem const& problem) {
   return is_image(problem) || leaves_a_cta_idle(problem);
 }
-// 208 rows of 16-bit x leave room for a part of a tile's outputs in shared memory, and each part
-// waits until the one before has left. With one or two K tiles nothing else fills that time: 64 to
-// 256 channels of 200704 pixels take 66 us in W8A16, and 42 by tiles of 160 rows.
+// Tiles of 208 rows of 16-bit x leave room for only a part of their outputs in shared memory, and
+// each part waits until the previous one has been stored. With one or two K tiles no load hides
+// that wait (docs/tuning-notes.md).
 bool has_long_sums(GemmProblem const& problem) { return k_tiles(problem.weight) > 2; }
 bool a16_along_m_of_long_sums(GemmProblem const& problem) {
   return a16_along_m(problem) && has_long_sums(problem);
@@ -428,10 +429,9 @@ bool can_quantize_tiles(GemmProblem const& problem) {
 bool can_quantize_tiles_along_m(GemmProblem const& problem) {
   return can_quantize_tiles(problem) && (is_image(problem) || leaves_a_cta_idle(problem));
 }
-// Where few features need the codes, this takes 0.65 to 0.8 of the time of quantiser and product.
-// The costs, the same on all cards, are of the instructions that quantise a tile's rows, whatever
-// is multiplied: measured on an H200 with 50176 and 200704 rows of x, K = 40 to 1024 and 64 to 256
-// features.
+// Faster than the separate quantiser where few features need the codes. The costs, the same on all
+// cards, are of the instructions that quantise a tile's rows, whatever is multiplied
+// (docs/tuning-notes.md).
 template <int kBits>
 constexpr Candidate quantizes(bool (*applies)(GemmProblem const&)) {
   constexpr TileCost kCost{400, 0, 0, 8};
@@ -446,7 +446,8 @@ constexpr Candidate clusters_along_m(Candidate candidate, bool (*applies)(GemmPr
   candidate.tile = along_m(candidate.tile), candidate.applies = applies;
   return candidate;
 }
-// Each CTA then loads its 16-bit x without multicast, and L2 is the limit: a third longer.
+// Each CTA then loads its 16-bit x without multicast, so that L2 limits a K tile
+// (docs/tuning-notes.md).
 constexpr Candidate loads_alone(Candidate candidate) {
   for (TileCost& cost : candidate.costs) cost.k4096 = cost.k4096 * 4 / 3;
   return candidate;

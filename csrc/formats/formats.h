@@ -59,7 +59,7 @@ template <class Function>
 auto visit(Format format, Function const& function) {
   return formats::visit(format, function, formats::All());
 }
-// The same where codes are integers; compiled for these alone.
+// visit() for formats whose codes are integers. It is compiled for these formats only.
 template <class Function>
 auto visit_integers(Format format, Function const& function) {
   return formats::visit(format, function, decltype(formats::integers_of(formats::All()))());

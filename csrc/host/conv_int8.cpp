@@ -134,8 +134,8 @@ Status check_conv(ConvProblem const& p) {
     return unsupported("a row of the weight has more than 2^31 bytes");
   if (int64_t(p.out_height()) * p.out_width() > kMostConvPixels / p.batch)
     return unsupported("the result has more than " + std::to_string(kMostConvPixels) + " pixels");
-  // Pieces of x that are copied, and tiles, or CTAs of threads, of the smallest size: no kernel has
-  // more.
+  // The largest numbers that any kernel counts: 16-byte vectors of x that are copied, CTAs of
+  // conv_int8_depthwise, and tiles of the smallest size.
   int64_t const pixels = int64_t(p.height) * p.width,
                 pieces = stored_channels(p.channels) / kConvVector;
   int64_t const tiles = ceil_div(p.pixels(), kDepthwisePixels) * ceil_div(w.n, kDepthwiseChannels) /
@@ -143,7 +143,7 @@ Status check_conv(ConvProblem const& p) {
   if (pixels > most / p.batch / pieces || tiles > most ||
       (p.pixels() / kLeastConvTile + 1) * (w.n + p.groups) > most)
     return unsupported("the convolution has more than 2^31 tiles, or x more than 2^35 bytes");
-  // Depthwise threads, and vectors of gathered taps.
+  // Threads of conv_int8_depthwise, and 16-byte vectors of gathered taps.
   int64_t const flat_vectors =
       stored_channels(int(std::min(taps * w.channels, int64_t(1) << 20))) / kConvVector;
   int64_t const segments =
@@ -265,17 +265,19 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
   plan.grid = int(at_once) * cluster_size;
   plan.copied_channels = copied_channels(p, kConvVector);
 
-  // As SMs become free, one of several CTAs may get two that have more tiles than others.
+  // As SMs become free one by one, both CTAs of an SM may be CTAs with more tiles than others. Such
+  // launches must not overlap (docs/tuning-notes.md).
   int64_t const of_cta = ceil_div(clusters, at_once);
   plan.overlaps = plan.ctas_per_sm * of_cta <= of_sm;
 
-  // Clocks of an SM. It multiplies 4096 pairs of codes, and its shared memory moves 128 bytes: TMA
-  // writes pixels and weights, unless a window has the pixels of all taps; wgmma reads the pixels,
-  // and the weights once for each warpgroup. The other constants are fitted to every plan of 36
-  // layers on an H100 (results/convolutions_h100.json): for the begin and the end of a tile, which
-  // only another CTA of the SM hides, for a stored line of 32 channels, for channels that are not
-  // those of the CTA's last tile, for a launch without and with clusters, for the sums of a slice,
-  // and for a tap of a block, at least, where an SM has one CTA.
+  // Clocks of an SM. It multiplies 4096 pairs of codes a clock, and its shared memory moves 128
+  // bytes a clock: TMA writes pixels and weights, unless a window has the pixels of all taps; wgmma
+  // reads the pixels, and the weights once for each warpgroup. The other constants are fitted to
+  // every plan of 36 layers on an H100 (docs/tuning-notes.md): kBegin, the begin and the end of a
+  // tile, which only another CTA of the SM hides; kStore, a stored line of 32 channels; kChannels,
+  // channels other than those of the CTA's last tile; kLaunch and kClusters, a launch without and
+  // with clusters; kSlice, the sums of a slice; kAlone, the least time of a tap of a block where an
+  // SM has one CTA.
   constexpr int kPairs = 4096, kMovedBytes = 128, kBegin = 3900, kStore = 450, kChannels = 400,
                 kLaunch = 1100, kClusters = 2000, kSlice = 1000, kAlone = 380;
   int64_t const taps = int64_t(w.height) * w.width;

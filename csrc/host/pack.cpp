@@ -192,11 +192,12 @@ void pack(uint8_t const* codes, uint8_t* packed, int64_t n, int64_t k, int bits,
     if (!fits) fit = false;
   });
   if (fit) return;
-  int64_t const at =
+  int64_t const index =
       std::find_if(codes, codes + n * k, [=](uint8_t code) { return code >> bits; }) - codes;
-  throw std::invalid_argument("codes[" + std::to_string(at / k) + ", " + std::to_string(at % k) +
-                              "] is " + std::to_string(codes[at]) + "; accepted with bits = " +
-                              std::to_string(bits) + ": 0 to " + std::to_string((1 << bits) - 1));
+  throw std::invalid_argument("codes[" + std::to_string(index / k) + ", " +
+                              std::to_string(index % k) + "] is " + std::to_string(codes[index]) +
+                              "; accepted with bits = " + std::to_string(bits) + ": 0 to " +
+                              std::to_string((1 << bits) - 1));
 }
 
 void unpack(uint8_t const* packed, uint8_t* codes, int64_t n, int64_t k, int bits, int threads) {

@@ -51,7 +51,7 @@ void place_floats(void const* from, DataType type, CanonicalWeight const& w, voi
   place(static_cast<uint16_t const*>(from), w, to, same);
 }
 
-// The same checks as check_weight() makes for a packed weight.
+// Checks what check_weight() checks of a packed weight.
 Status check(CanonicalWeight const& weight, void const* buffer) {
   Status const status = check_addresses(
       {{"buffer", buffer, 16}, {"codes", weight.codes, 1}, {"scales", weight.scales, 1}});

@@ -146,7 +146,7 @@ void split_bytes(Bytes const* v, Bytes (&bytes)[4]) {
   bytes[3] = odd(odd_low, odd_high);
 }
 
-// The same with words along N: 64 of them, of 512 rows.
+// Unpacks a tile of words along N: 64 words, of 512 rows.
 constexpr int kTileWords = kTileRows / 8;
 
 void unpack_tile_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stride,

@@ -431,11 +431,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
           auto const value = [&](int pair, int odd) {
             return sums[o][pair][tb][2 * odd + e] * (1.0f / C::unit(odd));
           };
-          float4* at = reinterpret_cast<float4*>(
+          float4* destination = reinterpret_cast<float4*>(
               to + ((column + o * 8) / kChunkColumns * x_rows + x_row) * kChunkXRowFloats +
               (column + o * 8) % kChunkColumns);
-          at[0] = make_float4(value(0, 0), value(2, 0), value(0, 1), value(2, 1));
-          at[1] = make_float4(value(1, 0), value(3, 0), value(1, 1), value(3, 1));
+          destination[0] = make_float4(value(0, 0), value(2, 0), value(0, 1), value(2, 1));
+          destination[1] = make_float4(value(1, 0), value(3, 0), value(1, 1), value(3, 1));
         }
       }
   }

@@ -40,10 +40,10 @@ struct Config {
   using Element = Element_;
   static constexpr Operand kOperand =
       std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
-  static constexpr int kBlockM = BookA16Cta::kBlockM;
+  static constexpr int kBlockM = CodebookA16Cta::kBlockM;
   // From the table on, x.
   static constexpr int kX = decode::Int4Codebook::kTableBytes;
-  static constexpr BookA16Cta kCta{kX};
+  static constexpr CodebookA16Cta kCta{kX};
   static constexpr int kSteps = kSteps_;
   static constexpr int kWarps = kCta.warps, kThreads = kCta.threads;
   static constexpr int kRows = kRowsPerPanel * kWarps;
@@ -101,13 +101,13 @@ __device__ __forceinline__ void stage_x_rows(uint8_t* to, Params const& p, int f
     for (int i = 0; i < kAtOnce; ++i) {
       int item = begin + i * C::kThreads, x_row = item / runs, run = item % runs;
       if (item >= all) break;
-      uint8_t* at = to + run * 512 + x_row * 64;
+      uint8_t* destination = to + run * 512 + x_row * 64;
 #pragma unroll
       for (int t = 0; t < 4; ++t) {
         uint32_t a = words[i][t], b = words[i][4 + t];
-        *reinterpret_cast<uint4*>(at + t * 16) =
+        *reinterpret_cast<uint4*>(destination + t * 16) =
             make_uint4(a & 0xffffu, b & 0xffffu, a >> 16, b >> 16);
-        *reinterpret_cast<uint4*>(at + t * 16 + 256) =
+        *reinterpret_cast<uint4*>(destination + t * 16 + 256) =
             make_uint4(a << 16, b << 16, a & 0xffff0000u, b & 0xffff0000u);
       }
     }
@@ -150,7 +150,7 @@ __device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next n
   int upper = threadIdx.x % 4 / 2;                        // columns 4 .. 7: rows g + 8
 #pragma unroll
   for (int step = 0; step < C::kSteps; ++step) {
-    int64_t const at = scales + (p.rows.count == 4 ? int64_t(step) * p.n_pad : 0);
+    int64_t const index = scales + (p.rows.count == 4 ? int64_t(step) * p.n_pad : 0);
     uint2 raw[kRowBlocks];
     float products[2][4];
     auto word = [&](int rb, int i) {
@@ -169,7 +169,7 @@ __device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next n
       int const i = turn / 2, two = turn % 2;
       if (turn == kPieces) {  // in time for the end, and not before registers are free
 #pragma unroll
-        for (int rb = 0; rb < kRowBlocks; ++rb) raw[rb] = load_scales(p.weight, at + 2 * rb);
+        for (int rb = 0; rb < kRowBlocks; ++rb) raw[rb] = load_scales(p.weight, index + 2 * rb);
       }
       if (two == 0) b = *reinterpret_cast<uint4 const*>(x + (step * kPieces + i) * 512);
       if (turn + 1 < 2 * kPieces) {

@@ -29,7 +29,7 @@ struct ConvWindow {
       : width(kPatch + (p.weight.width - 1) * p.dilation[1]),
         height(kPatch + (p.weight.height - 1) * p.dilation[0]) {}
   constexpr int pixels() const { return width * height; }
-  // Of one, in whole atoms of the swizzle.
+  // Bytes of a window, rounded up to whole atoms of the swizzle.
   constexpr int bytes() const { return (pixels() * 128 + 1023) / 1024 * 1024; }
 };
 
@@ -80,8 +80,8 @@ Status launch_conv_int8_wgmma(ConvParams const& params, ConvPlan const& plan, St
 struct GemmCollectiveTile {
   int block_m, block_n, block_k, cluster_size;  // a cluster has tiles of neighbouring rows
   bool cooperative;  // two warpgroups multiply a tile; or each one in turn
-  // Clocks of a launch, of a tile of K, and of the begin and end of a tile, fitted to the products
-  // of results/convolutions_h100.json.
+  // Clocks of a launch, of a K tile, and of the begin and end of a tile, fitted on an H100
+  // (docs/tuning-notes.md).
   int launch, k_tile, tile;
 };
 constexpr GemmCollectiveTile kGemmCollectiveTiles[] = {{128, 256, 128, 2, true, 2600, 950, 8800},
@@ -151,13 +151,14 @@ struct ConvStemTile {
 };
 Status launch_conv_int8_stem(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
-// conv_int8_depthwise.cu: weights whose codes are ordered by taps, sm_80 and later. A thread has a
-// strip of lines of four pixels. of a CTA, and of each
+// conv_int8_depthwise.cu: weights whose codes are ordered by taps, sm_80 and later. A thread
+// computes kDepthwiseChannels channels of a strip, which is some lines of kDepthwisePixels pixels.
 constexpr int kDepthwiseThreads = 128, kDepthwisePixels = 4, kDepthwiseChannels = 4;
 struct DepthwiseStrips {
   int size, stride;  // of the kernel, along both axes
-  // Kernels that are small enough finish their lines one by one, so their strips have any number of
-  // lines. Strips of others have at most `sets()`.
+  // Kernels of 3 x 3 reuse the registers of a line's sums when the line is stored, so that a strip
+  // has any number of lines. Strips of larger kernels have at most sets() lines, with separate
+  // registers.
   constexpr bool rolls() const { return size == 3; }
   constexpr int sets() const { return rolls() ? (size + stride - 1) / stride : 4; }
   static constexpr int ctas_per_sm() { return 4; }
@@ -168,17 +169,19 @@ struct DepthwiseStrips {
     return w.height == size && w.width == size && steps;
   }
 };
-// With other kernels strips have one line.
+// The kernel sizes and strides that have an instance. With others a strip has one line.
 constexpr DepthwiseStrips kDepthwiseStrips[] = {{3, 1}, {3, 2}, {5, 1}, {5, 2}, {7, 1}, {7, 2}};
 Status launch_conv_int8_depthwise(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
-// There, too: x with out_channels a pixel, a multiple of 16, with zeros behind its channels; and,
-// if `pads`, with the padding, which has the zero point of x.
+// Copies x for other kernels (in conv_int8_depthwise.cu): a pixel has out_channels, a multiple of
+// 16, of which those beyond x's are zeros. If `pads`, the padding is written too, as the zero point
+// of x.
 Status launch_copy_image(ConvProblem const& problem, bool pads, void* out, int out_channels,
                          Stream stream);
 
-// And: x -> out [pixels of the result][out_channels], the channels of all taps, with the zero point
-// of x outside of the image and behind the last tap.
+// Gathers x for other kernels (in conv_int8_depthwise.cu): out [pixels of the result][out_channels]
+// has the channels of all taps of a pixel. Taps outside of the image and channels behind the last
+// tap have the zero point of x.
 Status launch_gather_taps(ConvProblem const& problem, void* out, int out_channels, Stream stream);
 
 }  // namespace cutlass_ops

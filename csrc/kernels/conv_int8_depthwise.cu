@@ -81,13 +81,13 @@ struct Strip {
     }
   }
 
-  // A line, whose first output is at `at`.
-  __device__ __forceinline__ void store_line(Params const& p, int64_t at,
+  // A line, whose first output is at `index`.
+  __device__ __forceinline__ void store_line(Params const& p, int64_t index,
                                              int const (&sums)[kPixels][kChannels]) const {
     unsigned const channels = unsigned(p.problem.weight.n);
     int const pixels = p.out_width - column;
     if (p.problem.out_type == ConvOutput::kInt32) {
-      int* const out = static_cast<int*>(p.problem.out) + at;
+      int* const out = static_cast<int*>(p.problem.out) + index;
 #pragma unroll
       for (int q = 0; q < kPixels; ++q) {
 #pragma unroll
@@ -95,7 +95,7 @@ struct Strip {
           if (q < pixels) out[q * channels + c] = sums[q][c];
       }
     } else {
-      uint8_t* const out = static_cast<uint8_t*>(p.problem.out) + at;
+      uint8_t* const out = static_cast<uint8_t*>(p.problem.out) + index;
 #pragma unroll
       for (int q = 0; q < kPixels; ++q) {
         uint32_t y[kChannels];
@@ -240,7 +240,7 @@ struct Square {
       for (int i = 0; i < kSize; ++i) load_taps(weights + i * kWords * p.quads, p.quads, taps[i]);
       // Line `step` begins in its step, in sums[step % kSets], and ends kSets - 1 steps later.
       int sums[kSets][kPixels][kChannels];
-      int64_t at = strip.place;
+      int64_t index = strip.place;
 #pragma unroll 1
       for (int first = 0; first - (kSets - 1) < strip.count; first += kSets) {
 #pragma unroll
@@ -258,7 +258,8 @@ struct Square {
             for (int k = 0; s + k * kStride < kSize; ++k)
               multiply(fours, taps[s + k * kStride], sums[(phase - k + kSets) % kSets]);
           }
-          if (ended >= 0) strip.store_line(p, at, sums[(phase + 1) % kSets]), at += strip.pitch;
+          if (ended >= 0)
+            strip.store_line(p, index, sums[(phase + 1) % kSets]), index += strip.pitch;
         }
       }
     } else {

@@ -83,13 +83,13 @@ __device__ __forceinline__ void copy_pixels(Params const& p, Position const& pos
       static_cast<uint8_t const*>(problem.x) + int64_t(problem.height) * position.image * bytes;
 #pragma unroll 4
   for (int i = int(threadIdx.x); i < count; i += kThreads) {
-    int const row = i / words, y = first_y + row, at = first + (i - row * words) * 4;
+    int const row = i / words, y = first_y + row, offset = first + (i - row * words) * 4;
     bool const inside = unsigned(y) < unsigned(problem.height);
-    uint8_t const* const pixels = x + int64_t(y) * bytes + at;
+    uint8_t const* const pixels = x + int64_t(y) * bytes + offset;
     uint32_t word = 0;
 #pragma unroll
     for (int byte = 0; byte < 4; ++byte) {
-      bool const there = inside && unsigned(at + byte) < unsigned(bytes);
+      bool const there = inside && unsigned(offset + byte) < unsigned(bytes);
       word |= uint32_t(there ? __ldg(pixels + byte) : uint8_t(problem.x_zero_point)) << byte * 8;
     }
     to[i] = word;
@@ -192,14 +192,14 @@ __global__ void __launch_bounds__(kThreads, 4) conv_int8_stem(__grid_constant__ 
     for (int i = 0; i < w.height; ++i) {
 #pragma unroll 1
       for (int slice = 0; slice < p.tile.slices; ++slice, slice_weights += kQuads * 32) {
-        uint32_t const* const at = x + i * problem.dilation[0] * words + slice * 8;
+        uint32_t const* const line = x + i * problem.dilation[0] * words + slice * 8;
         uint32_t pixels[2][4];
 #pragma unroll
         for (int f = 0; f < 2; ++f) {
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            pixels[f][half] = at[from[f * 2 + half]],
-            pixels[f][2 + half] = at[from[f * 2 + half] + 4];
+            pixels[f][half] = line[from[f * 2 + half]],
+            pixels[f][2 + half] = line[from[f * 2 + half] + 4];
         }
 #pragma unroll
         for (int q = 0; q < kQuads; ++q) {

@@ -1,24 +1,25 @@
 // Static int8 convolutions on Hopper, as implicit GEMMs: 128 pixels of the result x kBlockN output
 // channels.
 //
-// K is taken tap by tap, in blocks of 128 channels. A stage of the ring holds the weights of one tap
-// and block. The pixels of x come from one of two sources:
+// K is taken tap by tap, in blocks of 128 channels. A stage of the ring holds the weights of one
+// tap and block. The pixels of x come from one of two sources:
 //   taps     the stage also holds the pixels under the tap. TMA's im2col mode collects them in the
 //            order of the result's pixels, with zeros where there are none
 //   windows  the 64 pixels of a warpgroup are a patch of 8 x 8 in one image. All pixels under all
 //            taps of the patch are loaded once a block of channels, as a box of the image. The
-//            operand of a tap is eight lines of eight pixels inside it. wgmma can read them where
-//            they are: the 128-byte swizzle is a function of the address, so an operand may begin at
-//            any pixel, and the stride from line to line is a field of the descriptor. With 3 x 3
-//            taps a tile needs 200 pixels instead of 1152. Only for strides of 1
+//            operand of a tap is eight lines of eight pixels inside it. wgmma can read them in
+//            place: the 128-byte swizzle is a function of the address, so an operand may begin
+//            at any pixel, and the stride from line to line is a field of the descriptor. With
+//            3 x 3 taps a tile needs 200 pixels instead of 1152. Only for strides of 1
 // A block of at most 64 channels, the last of a tap, has lines of 64 bytes in the 64-byte swizzle:
 // TMA would fill the missing half of 128 bytes with zeros at 8 bytes a clock.
 //
-// All operands stay in shared memory. One warp loads, two warpgroups multiply 64 pixels each. CTAs
-// of a cluster take neighbouring pixels, and each loads a part of the weights for both; or, where
-// there are few tiles, one tile, of whose channels each multiplies a slice. CTAs take tiles in turn,
-// channels fastest, so that concurrent ones share pixels in L2, and load the next tile's stages
-// while they store one. Where two share an SM, one multiplies while the other stores.
+// All operands stay in shared memory. One warp loads; two warpgroups multiply 64 pixels each. The
+// CTAs of a cluster take neighbouring pixels, and each loads a part of the weights for both; or,
+// where there are few tiles, they share one tile, and each multiplies a slice of its channels. CTAs
+// take tiles in turn, channels fastest, so that concurrent CTAs share pixels in L2, and load the
+// next tile's stages while they store the current tile. Where two CTAs share an SM, one multiplies
+// while the other stores.
 //
 // The zero point of x is taken from the sums afterwards (requantize.cuh), as if no tap lay outside
 // of x, and put back for those that do. Outputs of four lanes are exchanged, so that a lane stores
@@ -138,8 +139,9 @@ struct Multiplier {
 
 // ---- slices
 
-// Adds the sums of a tile's other slices to those of the first; false in the others. All stages have
-// been read, and the first CTA receives the sums in their place. Integers, so in any order.
+// Adds the other slices' sums of a tile to the first slice's; returns false in the other CTAs. All
+// stages have been read, and the first CTA receives the sums in their memory. The sums are
+// integers, so their order is free.
 template <class C>
 __device__ __forceinline__ bool add_slices(uint32_t (&sums)[C::kSums], uint8_t const* received,
                                            Barriers& barriers, Params const& p, int rank) {

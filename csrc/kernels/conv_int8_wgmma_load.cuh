@@ -145,7 +145,7 @@ class WindowLoader {
         index_(blockIdx.x / cluster_size<C>(p)),
         block_(blocks_.first) {}
 
-  // Those of the next block of channels.
+  // Loads the windows of the next block of channels.
   __device__ __forceinline__ void load_next() {
     if (index_ >= p_.tiles) return;
     ClusterBarrier::wait(&barriers_.window_empty[ring_.stage], ring_.phase ^ 1);

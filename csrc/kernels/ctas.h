@@ -67,7 +67,7 @@ struct MmaA8Cta {
 
 // ---- book_gemm_a16
 
-struct BookA16Cta {
+struct CodebookA16Cta {
   static constexpr int kBlockM = 4;  // rows of x, which take two columns of operand B each
   int table_bytes;
 
@@ -77,7 +77,7 @@ struct BookA16Cta {
   // The table starts on a multiple of its size, which dynamic shared memory does not; x follows it.
   int shared_bytes = table_bytes - 1024 + table_bytes + tiles_at_once * kKPerTile / 32 * x_bytes;
 
-  constexpr explicit BookA16Cta(int table_bytes_) : table_bytes(table_bytes_) {}
+  constexpr explicit CodebookA16Cta(int table_bytes_) : table_bytes(table_bytes_) {}
 };
 
 // ---- wgmma_gemm_a8, wgmma_gemm_a16: hopper::TileConfig
@@ -163,9 +163,9 @@ struct Fold16Cta {
   int warpgroups = wgmma_fold16_tile(block_m, bits).block_n / (2 * kRowsPerPanel);
   int rows = kRowsPerPanel * warpgroups;
 
-  // Results leave through shared memory, line_rows rows of x at a time, each of which waits until the
-  // ones before have left; fp32 ones store_rows at a time. Tiles of experts leave at once: their sums
-  // are often short.
+  // Outputs are stored through shared memory, line_rows rows of x at a time, each part after the
+  // previous one has been stored; fp32 outputs store_rows at a time. Tiles of experts are stored in
+  // one part: their main loops are often short.
   int store_rows = 16, store_stride = kRowsPerPanel + 4;
   int line_rows = grouped ? block_m : table_bytes || block_m < 64 ? 32 : 64;
   int line_bytes = kRowsPerPanel * 2;

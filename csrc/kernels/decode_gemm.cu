@@ -138,10 +138,10 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
     }
 #pragma unroll
     for (int piece = 0; piece < kUnitPieces; ++piece) {
-      int const at = unit * kUnitPieces + piece;  // of the piece's 16 columns
-      int const step = at * 16 / C::kStepColumns;
-      bool const first = at * 16 % C::kStepColumns == 0,
-                 last = (at + 1) * 16 % C::kStepColumns == 0;
+      int const k_slice = unit * kUnitPieces + piece;  // of the piece's 16 columns
+      int const step = k_slice * 16 / C::kStepColumns;
+      bool const first = k_slice * 16 % C::kStepColumns == 0,
+                 last = (k_slice + 1) * 16 % C::kStepColumns == 0;
       int const index = (column / C::kStepColumns + step) * C::kBlockM + 2 * t;
       float const* step_sums = reinterpret_cast<float const*>(shared + p.memory.sums) + index;
       if (first && E::kCodeBias > 0) {
@@ -152,14 +152,14 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
           start[tb][2] = E::kUpper * start[tb][0], start[tb][3] = E::kUpper * start[tb][1];
         }
       }
-      if (at % 2 == 0) {
+      if (k_slice % 2 == 0) {
 #pragma unroll
         for (int tb = 0; tb < C::kMBlocks; ++tb) {
-          load_operand_b(x[tb] + at / 2 * 64, b[tb]);
+          load_operand_b(x[tb] + k_slice / 2 * 64, b[tb]);
         }
       }
       if constexpr (C::kPairs)
-        multiply_pairs<C>(pairs, look_up, piece * kRowBlocks, kTurns, &b[0][at % 2 * 2], first,
+        multiply_pairs<C>(pairs, look_up, piece * kRowBlocks, kTurns, &b[0][k_slice % 2 * 2], first,
                           products[0]);
 #pragma unroll
       for (int rb = 0; !C::kPairs && rb < kRowBlocks; ++rb) {
@@ -179,11 +179,11 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
           float (&d)[4] = products[tb][rb];
           if (first) {
             float (&c)[4] = start[tb];
-            multiply_add<C::kOperand>(d, a, b[tb][at % 2 * 2], b[tb][at % 2 * 2 + 1], c[0], c[1],
-                                      c[2], c[3]);
+            multiply_add<C::kOperand>(d, a, b[tb][k_slice % 2 * 2], b[tb][k_slice % 2 * 2 + 1],
+                                      c[0], c[1], c[2], c[3]);
           } else {
-            multiply_add<C::kOperand>(d, a, b[tb][at % 2 * 2], b[tb][at % 2 * 2 + 1], d[0], d[1],
-                                      d[2], d[3]);
+            multiply_add<C::kOperand>(d, a, b[tb][k_slice % 2 * 2], b[tb][k_slice % 2 * 2 + 1],
+                                      d[0], d[1], d[2], d[3]);
           }
         }
       }
@@ -249,7 +249,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
   __syncwarp();  // all lanes have read the vectors
   // Addresses of the next copies are computed after the products, to save registers.
   asm volatile(""
-               : "+r"(loader.at.piece), "+r"(loader.at.row_panel), "+r"(loader.stage),
+               : "+r"(loader.next.piece), "+r"(loader.next.row_panel), "+r"(loader.stage),
                  "+r"(loader.left));
   loader.copy_rest(p);
 }
@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
   int begin = pieces.begin(warp), end = pieces.begin(warp + 1),
       ring_bytes = (C::kMoreStages ? p.stages : C::kStages) * p.memory.stage;
   WeightLoader<C> loader(p, part, pieces, begin, end, shared + warp * ring_bytes);
-  TileIterator at = loader.at;
+  TileIterator current = loader.next;
 #pragma unroll
   for (int i = 0; i < C::kStages; ++i) {
     loader.copy_codes(p, 0);
@@ -429,11 +429,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
       wait_copies<C::kStages - 1>();
     }
     __syncwarp();
-    multiply_piece<C>(shared, p, at.piece * C::kPieceColumns, sums, loader);
+    multiply_piece<C>(shared, p, current.piece * C::kPieceColumns, sums, loader);
     if (loader.left <= 0) pdl_launch_dependents();
-    if (++at.piece == pieces.of_row_panel && i + 1 < end) {
-      store_sums<C>(slots + at.row_panel * slot, p, sums);
-      ++at.row_panel, at.piece = 0;
+    if (++current.piece == pieces.of_row_panel && i + 1 < end) {
+      store_sums<C>(slots + current.row_panel * slot, p, sums);
+      ++current.row_panel, current.piece = 0;
     }
   }
   store_sums<C>(own_sums, p, sums);  // where its ring was

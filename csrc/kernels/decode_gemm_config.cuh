@@ -46,10 +46,11 @@ constexpr bool bias_fits(bool int8) {
   return false;
 }
 
-// kBlockM: 8, or 4 of a code book. kShortGroup: 16, 32 or 64 columns, where the weight has such groups,
-// which are the steps then; or 0: a step is a piece. kInt8: activations are integers with scales.
-// kWeights: the test for zero points and offsets at every step takes a sixth of its time
-// (instructions under a predicate that is false are issued, too).
+// kBlockM: 8, or 4 with a code book. kShortGroup: 16, 32 or 64 columns where the weight has such
+// groups, each of which is a scale block; or 0: a scale block is a piece. kInt8: activations are
+// integers with scales. kWeights: a kernel for each kind of weight, since the test for zero points
+// and offsets in every scale block takes a sixth of its time (instructions under a false predicate
+// are issued, too).
 template <class Element_, class Format, int kBlockM_, int kShortGroup_, bool kInt8_, int kWarps_,
           Weights kWeights>
 struct Config {
@@ -170,8 +171,8 @@ struct Pieces {
   __device__ __forceinline__ int begin(int warp) const {
     return int(uint32_t(count) * uint32_t(warp) / C::kWarps);
   }
-  // Not of an empty block, of which there are some where the row panels are fewer
-  // than the clusters.
+  // The warp that has a piece. The CTA must have pieces: where there are fewer row panels than
+  // clusters, some CTAs have none.
   __device__ __forceinline__ int warp_of(int piece) const {
     return Quotient((piece + 1) * C::kWarps - 1, count).quotient;
   }
@@ -188,7 +189,7 @@ template <class C>
 struct WeightLoader {
   uint8_t const* codes;
   uint8_t* ring;
-  TileIterator at;
+  TileIterator next;
   int left, row_panel_pieces, first_tile, first_row_panel;
   int stage = 0;  // to fill next, and the oldest that is full
 
@@ -201,17 +202,17 @@ struct WeightLoader {
         first_tile(part.first_tile),
         first_row_panel(part.first_row_panel) {
     Quotient position(begin, row_panel_pieces);
-    at = {position.quotient, position.remainder};
+    next = {position.quotient, position.remainder};
     find(p);
   }
 
-  // The codes of the piece at `at`.
+  // The codes of the piece at `next`.
   __device__ __forceinline__ void find(Params const& p) {
     codes = p.weight.codes +
-            (int64_t(first_row_panel + at.row_panel) * p.k_tiles + first_tile +
-             at.piece / C::kTilePieces) *
+            (int64_t(first_row_panel + next.row_panel) * p.k_tiles + first_tile +
+             next.piece / C::kTilePieces) *
                 k_tile_bytes(C::kBits) +
-            at.piece % C::kTilePieces * (2 * kUnitBytes) + threadIdx.x % 32 * kLaneBytes;
+            next.piece % C::kTilePieces * (2 * kUnitBytes) + threadIdx.x % 32 * kLaneBytes;
   }
 
   // The rows of a group vector that belong to a piece, by 16 bytes a lane. A vector has less than
@@ -219,7 +220,7 @@ struct WeightLoader {
   __device__ __forceinline__ void vector(Params const& p, uint8_t* to, void const* from, int row,
                                          int rows, int log_bytes) const {
     int log_pieces = 2 + log_bytes,
-        row_panel_begin = (first_row_panel + at.row_panel) * kRowsPerPanel;
+        row_panel_begin = (first_row_panel + next.row_panel) * kRowsPerPanel;
     auto copy = [&](int i) {
       uint32_t index = uint32_t((row + (i >> log_pieces)) * p.n_pad + row_panel_begin);
       copy_async_16(to + i * 16,
@@ -254,10 +255,10 @@ struct WeightLoader {
       --left;
       uint8_t* to = ring + stage * p.memory.stage;
       PackedWeight const& w = p.weight;
-      int row = p.weight_rows.first(first_tile + at.piece / C::kTilePieces), rows = 1;
+      int row = p.weight_rows.first(first_tile + next.piece / C::kTilePieces), rows = 1;
       if constexpr (C::kShortGroups) {
         rows = p.weight_rows.count / C::kTilePieces;
-        row += at.piece % C::kTilePieces * rows;
+        row += next.piece % C::kTilePieces * rows;
       }
       vector(p, to + C::kScales, w.scales, row, rows, C::kPlain ? 1 : p.log_scale_bytes);
       if (C::kCompensates && w.zeros) vector(p, to + p.memory.zeros, w.zeros, row, rows, 0);
@@ -266,10 +267,10 @@ struct WeightLoader {
       if (C::kTilePieces == 1) {
         codes += k_tile_bytes(C::kBits);
       } else {
-        codes += at.piece % 2 == 0 ? 2 * kUnitBytes : k_tile_bytes(C::kBits) - 2 * kUnitBytes;
+        codes += next.piece % 2 == 0 ? 2 * kUnitBytes : k_tile_bytes(C::kBits) - 2 * kUnitBytes;
       }
-      if (++at.piece == row_panel_pieces) {
-        at.piece = 0, ++at.row_panel;
+      if (++next.piece == row_panel_pieces) {
+        next.piece = 0, ++next.row_panel;
         find(p);
       }
     }

@@ -53,7 +53,7 @@ struct RowCopies {
   }
 };
 
-// The same by threads, of any x. Columns beyond K are zeros.
+// Copies x by threads, for any x. Columns beyond K are zeros.
 template <class C>
 __device__ __forceinline__ void stage_floats(uint8_t* shared, Params const& p, int first,
                                              int columns) {
@@ -137,19 +137,19 @@ __device__ __forceinline__ uint2 warp_range(float const (&v)[kFour]) {
 // The range of each whole row of x: every block receives the ranges of all blocks.
 template <class C, bool kSymmetric, bool kFloat32>
 __device__ __forceinline__ void find_ranges(uint8_t* shared, Params const& p, int first,
-                                            TileWalk at, RangePartition<C>& partition,
+                                            TileWalk walk, RangePartition<C>& partition,
                                             Barriers& barriers) {
   int const m = p.epilogue.m;
 #pragma unroll 1
-  for (int i = 0; i < at.count; ++i, at.next()) {
-    int const column = at.tile * kKPerTile + threadIdx.x % 32 * kFour;
+  for (int i = 0; i < walk.count; ++i, walk.next()) {
+    int const column = walk.tile * kKPerTile + threadIdx.x % 32 * kFour;
     float v[kFour];
-    load_floats<kFloat32>(shared + p.memory.x + at.x_row * p.memory.x_row + column * 2, p, at.x_row,
-                          first + column, v);
+    load_floats<kFloat32>(shared + p.memory.x + walk.x_row * p.memory.x_row + column * 2, p,
+                          walk.x_row, first + column, v);
     uint2 range = warp_range<kSymmetric>(v);
     if (threadIdx.x % 32 == 0) {
-      atomicMax(&partition.own[1][at.x_row], range.y);
-      if (!kSymmetric) atomicMax(&partition.own[0][at.x_row], range.x);
+      atomicMax(&partition.own[1][walk.x_row], range.y);
+      if (!kSymmetric) atomicMax(&partition.own[0][walk.x_row], range.x);
     }
   }
   __syncthreads();
@@ -168,22 +168,22 @@ __device__ __forceinline__ void find_ranges(uint8_t* shared, Params const& p, in
 // each instruction depends on the previous one.
 template <class C, bool kSymmetric, bool kBlocks, bool kFloat32>
 __device__ __forceinline__ void stage_integers(uint8_t* shared, Params const& p, int first,
-                                               TileWalk at, RangePartition<C>& partition) {
+                                               TileWalk walk, RangePartition<C>& partition) {
   constexpr int kAtOnce = kFloat32 ? 1 : 2, kBlock = C::kShortGroups ? C::kStepColumns : kKPerTile;
   int const lane_column = threadIdx.x % 32 * kFour;
 #pragma unroll 1
-  for (int left = at.count; left > 0; left -= kAtOnce) {
+  for (int left = walk.count; left > 0; left -= kAtOnce) {
     int x_row[kAtOnce], column[kAtOnce];
     uint8_t* staged[kAtOnce];
     float v[kAtOnce][kFour];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      if (j > 0 && j < left) at.next();  // or the same again
-      x_row[j] = at.x_row, column[j] = at.tile * kKPerTile + lane_column;
+      if (j > 0 && j < left) walk.next();  // or the same again
+      x_row[j] = walk.x_row, column[j] = walk.tile * kKPerTile + lane_column;
       staged[j] = shared + p.memory.x + x_row[j] * p.memory.x_row + column[j] * 2;
       load_floats<kFloat32>(staged[j], p, x_row[j], first + column[j], v[j]);
     }
-    at.next();
+    walk.next();
     uint2 bits[kAtOnce];
     Range<kSymmetric> range[kAtOnce];
 #pragma unroll
@@ -217,8 +217,8 @@ __device__ __forceinline__ void stage_integers(uint8_t* shared, Params const& p,
   }
 }
 
-// The same of symmetric blocks by fewer instructions, where there are many: eight lanes to a tile,
-// and two tiles at a time.
+// stage_integers() for at least kManyTiles tiles of symmetric blocks, by fewer instructions: eight
+// lanes take a tile, two tiles at a time.
 constexpr int kManyTiles = 64;
 template <class C>
 __device__ __forceinline__ void stage_many(uint8_t* shared, Params const& p, int tiles, int count) {
@@ -285,29 +285,29 @@ __device__ __forceinline__ void stage_floats_as_integers(uint8_t* shared, Params
   }
 }
 
-// The same for codes that are quantised already.
+// stage_integers() for an x that is quantised already.
 template <class C>
 __device__ __forceinline__ void stage_codes(uint8_t* shared, Params const& p, int first,
-                                            TileWalk at) {
+                                            TileWalk walk) {
   QuantizedActivations const& q = p.quantized;
 #pragma unroll 1
-  for (int i = 0; i < at.count; ++i, at.next()) {
-    int const column = at.tile * kKPerTile + threadIdx.x % 32 * kFour;
+  for (int i = 0; i < walk.count; ++i, walk.next()) {
+    int const column = walk.tile * kKPerTile + threadIdx.x % 32 * kFour;
     // In each 16 columns, eight bytes hold columns 0, 8, 1, 9, 2, 10, 3, 11, and eight bytes the
     // others (activation_position).
     uint2 codes =
-        *reinterpret_cast<uint2 const*>(q.codes + int64_t(at.x_row) * p.k_tiles * kKPerTile +
+        *reinterpret_cast<uint2 const*>(q.codes + int64_t(walk.x_row) * p.k_tiles * kKPerTile +
                                         first + column / 16 * 16 + column % 8 * 2);
     int64_t index =
         (q.block == -1 ? 0 : int64_t(unsigned(first + column) / unsigned(q.block)) * q.stride) +
-        at.x_row;
+        walk.x_row;
     int zero = q.zeros ? q.zeros[index] : 0, odd = column % 16 / 8;
     float v[kFour];
 #pragma unroll
     for (int j = 0; j < kFour; ++j)
       v[j] = float(int(int8_t((j < 2 ? codes.x : codes.y) >> (j % 2 * 16 + odd * 8))) - zero);
-    store_integers<C>(shared, shared + p.memory.x + at.x_row * p.memory.x_row + column * 2, p,
-                      at.x_row, column, v, q.scales[index]);
+    store_integers<C>(shared, shared + p.memory.x + walk.x_row * p.memory.x_row + column * 2, p,
+                      walk.x_row, column, v, q.scales[index]);
   }
 }
 

@@ -1,10 +1,11 @@
 // Packed codes -> floats [N][K], for inspection, and for operators that need the matrix itself.
 //
 // A warp takes 16 rows x 256 columns (128 at 8 bits), and issues the loads of all their codes at
-// once; of a weight that would leave SMs without warps, a quarter of those columns. A lane's record holds pairs of columns of two rows; the four lanes of those rows exchange
-// words, so that each has eight neighbours of a row for a 16-byte store, and together whole lines.
-// The arithmetic is the reference's: (q - z) * s, c * s + o or value(q) * s, each operation rounded
-// to fp32 by itself, then one rounding to the output's type.
+// once; where that would leave SMs without warps, it takes a quarter of those columns. A lane's
+// record holds pairs of columns of two rows; the four lanes of those rows exchange words, so that
+// each has eight neighbours of a row for a 16-byte store, and together whole lines. The arithmetic
+// is the reference's: (q - z) * s, c * s + o or value(q) * s, each operation rounded to fp32 by
+// itself, then one rounding to the output's type.
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
@@ -27,7 +28,8 @@ struct Params {
   int units;           // of a warp
   int columns;         // warps side by side
   bool vector_stores;  // rows of the output start on 16 bytes, and columns keep their order
-  int tap_columns, out_columns;  // of a tap, in the weight; 0: none are left out. Of the output
+  int tap_columns;     // of a tap in the weight; 0: the output has all columns
+  int out_columns;     // of a tap in the output
 };
 
 // The 16-byte record of a lane, in words that each hold pairs of two times eight neighbouring
@@ -76,11 +78,11 @@ struct Factors {
   __device__ __forceinline__ Factors(Params const& p, int n, int k) {
     PackedWeight const& w = p.problem.weight;
     int group = p.rows.first(k / kKPerTile) + (k % kKPerTile >> p.log_group);
-    int64_t at =
+    int64_t index =
         int64_t(group) * p.n_pad + n / kRowsPerPanel * kRowsPerPanel + group_row(n % kRowsPerPanel);
-    scale = load_float(w.scales, w.scale_type, at);
-    offset = w.offsets ? load_float(w.offsets, w.offset_type, at) : 0.0f;
-    zero = w.zeros ? w.zeros[at] : 0;
+    scale = load_float(w.scales, w.scale_type, index);
+    offset = w.offsets ? load_float(w.offsets, w.offset_type, index) : 0.0f;
+    zero = w.zeros ? w.zeros[index] : 0;
   }
 };
 

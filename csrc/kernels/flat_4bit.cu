@@ -13,8 +13,8 @@
 // in [32768, 65536), where the unit in the last place is 2^-8, so its bits from 8 on hold
 // floor(32 * v + 32), and stand where the address of a 256-byte row (32 lanes x 8 bytes) wants
 // them. Near a range's ends the rounding of that sum (at most 2^-14 of v) may choose the neighbour,
-// so the cuts that count as inside are those within a little more than the range. Books with two
-// cuts in a range are searched cut by cut.
+// so a cut counts as inside if it is within a little more than the range. Code books with two cuts
+// in a range are searched cut by cut.
 #include <cute/arch/util.hpp>
 
 #include "device/decode.cuh"
@@ -207,7 +207,7 @@ struct Eight {
   __device__ __forceinline__ void load(T const* from) {
 #pragma unroll
     for (int i = 0; i < kWords / 4; ++i) {
-      // evict-first loads (__ldcs) take 5 % longer
+      // Not __ldcs(): evict-first loads are slower (docs/tuning-notes.md).
       uint4 v = reinterpret_cast<uint4 const*>(from)[i];
       words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
     }
@@ -217,8 +217,8 @@ struct Eight {
     return sizeof(T) == 4 ? number<T>(words[i], 0) : number<T>(words[i / 2], i % 2);
   }
 
-  // The bits of the largest magnitudes, compared as integers: NaN is larger than all. Of 16-bit
-  // types two, of each half of the words.
+  // The bits of the largest magnitude, compared as integers: NaN is larger than all. For 16-bit
+  // types two magnitudes, one of each half of the words.
   __device__ __forceinline__ uint32_t largest() const {
     uint32_t most = 0;
 #pragma unroll
@@ -350,10 +350,12 @@ struct Turn {
     for (int i = 0; i < 8; ++i) {
       float scaled = __fmul_rn(eight.value(i), reciprocal),
             key = kMagnitudes ? fabsf(scaled) : scaled;
-      uint32_t at =
+      uint32_t address =
           decode::and_or(__float_as_uint(fmaf(key, 32.0f, row_bias)), 0x7f00u, lane_bytes);
       uint2 range;
-      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(range.x), "=r"(range.y) : "r"(at));
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(range.x), "=r"(range.y)
+                   : "r"(address));
       // The byte of range.y that becomes byte i / 2: 0 or 1, and 2 or 3 for negative numbers.
       uint32_t const step = 1u << i / 2 * 4, keep = 0x3210u - step * uint32_t(i / 2) + step * 4;
       uint32_t selector = key > __uint_as_float(range.x) ? keep + step : keep;

@@ -16,7 +16,7 @@ constexpr int kPortableSharedBytes = 99 * 1024, kHopperSharedBytes = 227 * 1024;
 
 // Rows of x of a tile of mma_gemm_a16 and mma_gemm_a8 with groups of 16, at most.
 constexpr int kMmaRowsOfGroupsOf16 = 32;
-// The same where K of experts' products is cut: the sums of slices need registers, too.
+// With split-K slices of experts' products it is less, as adding the slices needs registers, too.
 constexpr int kMmaRowsOfSlices = 16;
 
 // mma_gemm_a16.cu: fp16 or bf16 activations, tensor cores through mma.sync (sm_80 and later).

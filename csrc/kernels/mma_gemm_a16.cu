@@ -1,21 +1,22 @@
 // fp16 or bf16 activations x int4 or int8 weights on mma.sync m16n8k16: the portable kernel for
 // W4A16 and W8A16, sm_80 and later.
 //
-// A block computes 128 output features x kBlockM. Weights, activations, scales and zero points of
-// 128 columns of K go through a ring of stages in shared memory (cp.async). Per step of 128
-// columns, or 32 where groups are shorter (16, where they are of 16: their scales, zero points and
-// offsets come from global memory, since a stage has no room for them):
+// A CTA computes 128 output features x kBlockM. Weights, activations, scales and zero points of a K
+// tile of 128 columns go through a ring of stages in shared memory (cp.async). A scale block is 128
+// columns, or 32 where groups are shorter. Groups of 16 have scale blocks of 16, whose scales, zero
+// points and offsets come from global memory, since a stage has no room for them. Per scale block:
 //
 //   load     weights: one 16-byte load a lane and unit (layout.h); activations: ldmatrix from rows
-// swizzled by x_row % 8
+//            swizzled by x_row % 8
 //   decode   int4 or int8 -> code minus zero point, an integer that fp16 and bf16 hold exactly; or
 //            a code book's value, looked up
 //   multiply fp32 sums of exact products
-//   promote  sum = fma(step's sum, weight scale, sum): the scale never rounds a weight, and costs
-//            one FFMA an output and step
+//   promote  sum = fma(block's sum, weight scale, sum): the scale never rounds a weight, and costs
+//            one FFMA an output and scale block
 //
-// A real offset o adds o * sum x, which comes from the tensor cores too, by an operand B of ones to
-// the rows of x as operand A: the registers of two operands B, in another order, are one.
+// A real offset o adds o * sum x. The tensor cores compute sum x, too, by an mma whose operand A is
+// x and whose operand B is all ones. (The registers of two B fragments of x, in another order, are
+// one A fragment.)
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
@@ -92,27 +93,28 @@ struct Copies {
   VectorCopy vectors[kVectors];
   int m0;
 
-  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, BlockPlace const& place,
+  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, TileOrigin const& origin,
                                     int k_tile)
       : p(p_),
         shared(shared_),
-        weights(shared_address(shared) + C::kWeights, p.weight.codes, place.n0, p.n_pad, p.k_tiles,
+        weights(shared_address(shared) + C::kWeights, p.weight.codes, origin.n0, p.n_pad, p.k_tiles,
                 k_tile),
-        activations(shared_address(shared) + C::kActivations, p.x, p.x_stride * 2, place, p.groups,
+        activations(shared_address(shared) + C::kActivations, p.x, p.x_stride * 2, origin, p.groups,
                     k_tile),
-        m0(place.m0) {
+        m0(origin.m0) {
     PackedWeight const& w = p.weight;
-    int i = threadIdx.x, n0 = place.n0;
-    uint32_t at = shared_address(shared);
+    int i = threadIdx.x, n0 = origin.n0;
+    uint32_t base = shared_address(shared);
     vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad,
-                            at + C::kScales);
+                            base + C::kScales);
     if constexpr (kVectors == 3) {
-      vectors[1] = VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, at + C::kZeros);
+      vectors[1] =
+          VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, base + C::kZeros);
       vectors[2] = VectorCopy(i, w.offsets, p.weight_rows, p.log_offset_bytes, C::kRows, n0,
-                              p.n_pad, at + C::kOffsets);
+                              p.n_pad, base + C::kOffsets);
     } else if constexpr (!C::kHasCodebook) {
       vectors[0].take(VectorCopy(i - C::kRows / 4, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad,
-                                 at + C::kZeros));
+                                 base + C::kZeros));
     }
   }
 
@@ -194,14 +196,15 @@ struct PairSums {
 
 // Fold them into the total.
 template <class C, bool kOffsets>
-__device__ __forceinline__ void promote(ThreadCoord<C> const& at, int pair, StepRows<C> const& rows,
-                                        PairSums<C> const& step, typename C::Sums& sums) {
+__device__ __forceinline__ void promote(ThreadCoord<C> const& coord, int pair,
+                                        StepRows<C> const& rows, PairSums<C> const& step,
+                                        typename C::Sums& sums) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     float x[2] = {};
     if constexpr (kOffsets) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) x[e] = __shfl_sync(~0u, step.x_rows[2 * j], 8 * at.t + 4 * e);
+      for (int e = 0; e < 2; ++e) x[e] = __shfl_sync(~0u, step.x_rows[2 * j], 8 * coord.t + 4 * e);
     }
 #pragma unroll
     for (int rb = 0; rb < C::kRowBlocks; ++rb)
@@ -215,11 +218,11 @@ __device__ __forceinline__ void promote(ThreadCoord<C> const& at, int pair, Step
 }
 
 // One step: its kPieces k-slices (16 columns) begin with the tile's k-slice `first`.
-template <class C, bool kOffsets, int kPieces, class Beside>
+template <class C, bool kOffsets, int kPieces, class IssueCopies>
 __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* table,
-                                         Params const& p, ThreadCoord<C> const& at,
+                                         Params const& p, ThreadCoord<C> const& coord,
                                          StepRows<C> const& rows, int first, typename C::Sums& sums,
-                                         Beside beside) {
+                                         IssueCopies issue_copies) {
   using Decode = typename C::Decode;
   constexpr int kPairs = C::kMBlocks / 2;
   // Long steps multiply all rows of x by one k-slice after another. In short ones promotion weighs
@@ -234,8 +237,8 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
 #pragma unroll
     for (int rb = 0; rb < C::kRowBlocks; ++rb) {
       int piece = first + i;
-      uint8_t const* unit =
-          stage + C::kWeights + at.weights + (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes;
+      uint8_t const* unit = stage + C::kWeights + coord.weights +
+                            (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes;
       if (kPieces > 1 && i % kRecordPieces == 0)
         records[rb] = *reinterpret_cast<uint4 const*>(unit);
       uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
@@ -252,7 +255,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
   auto promote_batch = [&](int begin) {
 #pragma unroll
     for (int pair = begin; pair < begin + kBatch; ++pair)
-      promote<C, kOffsets>(at, pair, rows, step[pair % kSets], sums);
+      promote<C, kOffsets>(coord, pair, rows, step[pair % kSets], sums);
   };
 
 #pragma unroll
@@ -264,7 +267,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
       for (int pair = begin; pair < begin + kBatch; ++pair) {
         PairSums<C>& d = step[pair % kSets];
         uint32_t b[4];
-        load_x_rows<C>(stage + C::kActivations, at, pair, first + i, b);
+        load_x_rows<C>(stage + C::kActivations, coord, pair, first + i, b);
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -277,7 +280,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
           multiply_add<C::kOperand>(d.x_rows, both, kOnes, kOnes, i == 0, 0.0f);
         }
       }
-      if (begin == 0) beside(first + i);
+      if (begin == 0) issue_copies(first + i);
     }
     if (begin > 0) promote_batch(begin - kBatch);
   }
@@ -285,21 +288,21 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
 }
 
 // One tile of K out of shared memory.
-template <class C, class Beside>
+template <class C, class IssueCopies>
 __device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* table, Params const& p,
-                                        ThreadCoord<C> const& at, int k_tile,
-                                        typename C::Sums& sums, Beside beside) {
+                                        ThreadCoord<C> const& coord, int k_tile,
+                                        typename C::Sums& sums, IssueCopies issue_copies) {
   bool const offsets = C::kGeneral && !C::kHasCodebook && p.weight.offsets;
   if (C::kGroupsOf16 && p.weight_rows.count > kStagedGroups) {
     GlobalTile const tile(k_tile);
-    issue_all<C>(beside);
+    issue_all<C>(issue_copies);
 #pragma unroll 1
     for (int piece = 0; piece < C::kPieces; ++piece) {
-      StepRows<C> const rows(p, global_rows(tile, p, piece, at.group_index));
+      StepRows<C> const rows(p, global_rows(tile, p, piece, coord.group_index));
       if (offsets) {
-        add_step<C, C::kGeneral, 1>(stage, table, p, at, rows, piece, sums, [](int) {});
+        add_step<C, C::kGeneral, 1>(stage, table, p, coord, rows, piece, sums, [](int) {});
       } else {
-        add_step<C, false, 1>(stage, table, p, at, rows, piece, sums, [](int) {});
+        add_step<C, false, 1>(stage, table, p, coord, rows, piece, sums, [](int) {});
       }
     }
     return;
@@ -307,11 +310,12 @@ __device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* tab
 #pragma unroll
   for (int first = 0; first < C::kPieces; first += C::kStepPieces) {
     int const group = C::kGeneral ? first * p.weight_rows.count / C::kPieces : 0;
-    StepRows<C> const rows(p, staged_rows<C>(stage, group, at.group_index));
+    StepRows<C> const rows(p, staged_rows<C>(stage, group, coord.group_index));
     if (offsets) {
-      add_step<C, C::kGeneral, C::kStepPieces>(stage, table, p, at, rows, first, sums, beside);
+      add_step<C, C::kGeneral, C::kStepPieces>(stage, table, p, coord, rows, first, sums,
+                                               issue_copies);
     } else {
-      add_step<C, false, C::kStepPieces>(stage, table, p, at, rows, first, sums, beside);
+      add_step<C, false, C::kStepPieces>(stage, table, p, coord, rows, first, sums, issue_copies);
     }
   }
 }
@@ -348,11 +352,11 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
   static_assert((kAll - 1) / C::kCopiesAtOnce + 1 < kLast,
                 "all copies of a stage are issued before they are committed");
   if (has_no_tile(p)) return;
-  BlockPlace const place(C(), p);
-  if (threadIdx.x == 0) stored_place() = place;
+  TileOrigin const origin(C(), p);
+  if (threadIdx.x == 0) stored_origin() = origin;
   KRange range(p.k_tiles, blockIdx.y, p.splits);
-  ThreadCoord<C> at(threadIdx.x);
-  Copies<C> copies(p, shared, place, range.first);
+  ThreadCoord<C> coord(threadIdx.x);
+  Copies<C> copies(p, shared, origin, range.first);
   fill_first_stages<C>(copies, range, [] {});
 
   typename C::Sums sums = {};
@@ -362,12 +366,13 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
   auto load_records = [&](uint8_t const* stage, int piece) {
 #pragma unroll
     for (int rb = 0; rb < C::kRowBlocks; ++rb)
-      records[rb] = *reinterpret_cast<uint4 const*>(
-          stage + C::kWeights + at.weights + (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes);
+      records[rb] =
+          *reinterpret_cast<uint4 const*>(stage + C::kWeights + coord.weights +
+                                          (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes);
   };
   auto load_row_zeros = [&](uint8_t const* stage) {
     int codes[4];
-    load_zeros(stage + C::kZeros, p.weight.zeros, at.group_index, codes);
+    load_zeros(stage + C::kZeros, p.weight.zeros, coord.group_index, codes);
 #pragma unroll
     for (int rb = 0; rb < C::kRowBlocks; ++rb)
       zeros[rb] = Decode::zero_constants(codes[2 * rb], codes[2 * rb + 1]);
@@ -387,7 +392,7 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
   load_row_zeros(shared);
 #pragma unroll
   for (int pair = 0; pair < kPairs; ++pair)
-    load_x_rows<C>(shared + C::kActivations, at, pair, 0, b[pair]);
+    load_x_rows<C>(shared + C::kActivations, coord, pair, 0, b[pair]);
 #pragma unroll
   for (int rb = 0; rb < C::kRowBlocks; ++rb) decode_piece(0, rb);
 
@@ -422,7 +427,8 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
         }
       }
       if (following % kRecordPieces == 0) load_records(stage, following);
-      if (piece == kLast - 2) raw_scales = load_raw_four(stage + C::kScales, wide, at.group_index);
+      if (piece == kLast - 2)
+        raw_scales = load_raw_four(stage + C::kScales, wide, coord.group_index);
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
 #pragma unroll
@@ -431,7 +437,7 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
           for (int j = 0; j < 2; ++j)
             multiply_add<C::kOperand>(step[rb][pair * 2 + j], a[piece % 2][rb], b[pair][2 * j],
                                       b[pair][2 * j + 1], piece == 0, 0.0f);
-        load_x_rows<C>(stage + C::kActivations, at, pair, following, b[pair]);
+        load_x_rows<C>(stage + C::kActivations, coord, pair, following, b[pair]);
         if (pair >= kPairs - C::kRowBlocks) decode_piece(following, pair - kPairs + C::kRowBlocks);
       }
 #pragma unroll
@@ -467,11 +473,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                                                         threadIdx.x, C::kThreads);
     };
     int k_tile = KRange(p.k_tiles, blockIdx.y, p.splits).first;
-    multiply_tile<C, Copies<C>>(
-        p, shared, prepare,
-        [&](uint8_t const* stage, ThreadCoord<C> const& at, typename C::Sums& sums, auto beside) {
-          compute<C>(stage, shared + C::kTable, p, at, k_tile++, sums, beside);
-        });
+    multiply_tile<C, Copies<C>>(p, shared, prepare,
+                                [&](uint8_t const* stage, ThreadCoord<C> const& coord,
+                                    typename C::Sums& sums, auto issue_copies) {
+                                  compute<C>(stage, shared + C::kTable, p, coord, k_tile++, sums,
+                                             issue_copies);
+                                });
   }
 }
 

@@ -1,34 +1,34 @@
 // int8 activations x int4 or int8 weights on mma.sync m16n8k32: the portable kernel for W8A8 and
 // W4A8, sm_80 and later.
 //
-// A block computes 128 output features x kBlockM. Weights, activations, scales and zero points of
-// 128 columns of K go through a ring of stages in shared memory (cp.async). Per step of 128
-// columns, or 64 or 32 where groups are that short (half a step of 32 where they are of 16, the
-// other half zeros; what belongs to groups comes from global memory then, since a stage has no room
-// for it):
+// A CTA computes 128 output features x kBlockM. Weights, activations, scales and zero points of a K
+// tile of 128 columns go through a ring of stages in shared memory (cp.async). A scale block is 128
+// columns, or 64 or 32 where groups are that short. A group of 16 is a scale block of 32 columns of
+// which half are zeros; its scale, zero point and offset come from global memory, since a stage has
+// no room for them. Per scale block:
 //
 //   load     weights: one 16-byte load a lane and unit (layout.h); activations: ldmatrix from rows
-// swizzled by x_row % 8
+//            swizzled by x_row % 8
 //   decode   int4 -> int8 in registers, minus the zero point
 //   multiply exact int32 sums, which never leave registers
 //   promote  sum = fma(float(I), activation scale * weight scale, sum)
 //
-// Integers become floats by a magic number: the sums of a step start at the bits of 1.5 * 2^23,
-// whose unit in the last place is 1, so that for |I| < 2^22 the sum's bits are those of the float
-// 1.5 * 2^23 + I, and one exact subtraction leaves I. It costs nothing, as the first instruction of
-// a step adds those constant registers instead of zeros. |I| is at most 255 * 128 * 128, but for
-// 8-bit zero points.
+// Integers become floats by a magic number: the sums of a scale block start at the bits of 1.5 *
+// 2^23, whose unit in the last place is 1, so that for |I| < 2^22 the sum's bits are those of the
+// float 1.5 * 2^23 + I, and one exact subtraction leaves I. It costs nothing, as the first
+// instruction of a scale block adds those constant registers instead of zeros. |I| is at most 255 *
+// 128 * 128, except with zero points of 8 bits, where kMagic is false.
 //
 // Asymmetric terms. With centred codes c, their zero point zc, activation codes q and their zero
-// point za, the sum over a step is
+// point za, the sum over a scale block is
 //   I = sum (q - za)(c - zc)
 //     = sum q (c - zc) - za * sum (c - zc)     4 bit: the decoder makes c - zc
 //     = sum q c - za * sum c - zc * Q          8 bit: c - zc would not fit; Q = sum q - width * za
-// and a real offset o adds o * scale_a * Q. sum c comes from the tensor cores too, by an operand
-// B of ones, in the registers that hold the outputs of those rows; sum q by an operand B of ones
-// to the rows of x as operand A: the registers of two operands B, in another order, are one.
-// Columns beyond K hold activations equal to za, so they add (za - za)(c - zc) = 0, whatever the
-// weights' padding is.
+// and a real offset o adds o * scale_a * Q. The tensor cores compute both sums by an mma whose
+// operand B is all ones. For sum c operand A is the weight, so that a thread gets the sums of the
+// rows whose outputs it holds. For sum q operand A is x: the registers of two B fragments of x, in
+// another order, are one A fragment. Columns beyond K hold activations equal to za, so they add (za
+// - za)(c - zc) = 0, whatever the weights' padding is.
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
@@ -106,38 +106,39 @@ struct Copies {
   VectorCopy vectors[kVectors];
   int m0;
 
-  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, BlockPlace const& place,
+  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, TileOrigin const& origin,
                                     int k_tile)
       : p(p_),
         shared(shared_),
-        weights(shared_address(shared) + C::kWeights, p.weight.codes, place.n0, p.n_pad, p.k_tiles,
+        weights(shared_address(shared) + C::kWeights, p.weight.codes, origin.n0, p.n_pad, p.k_tiles,
                 k_tile),
         activations(shared_address(shared) + C::kActivations, p.x.codes,
-                    int64_t(p.k_tiles) * kKPerTile, place, p.groups, k_tile),
-        m0(place.m0) {
+                    int64_t(p.k_tiles) * kKPerTile, origin, p.groups, k_tile),
+        m0(origin.m0) {
     PackedWeight const& w = p.weight;
     // Threads from the first on copy vectors of weights, from the last on those of rows of x.
-    int i = threadIdx.x, last = C::kThreads - 1 - i, n0 = place.n0;
-    uint32_t at = shared_address(shared);
+    int i = threadIdx.x, last = C::kThreads - 1 - i, n0 = origin.n0;
+    uint32_t base = shared_address(shared);
     vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad,
-                            at + C::kScales);
+                            base + C::kScales);
     if constexpr (C::kGeneral) {
       vectors[1] = VectorCopy(i, w.offsets, p.weight_rows, p.log_offset_bytes, C::kRows, n0,
-                              p.n_pad, at + C::kOffsets);
+                              p.n_pad, base + C::kOffsets);
     } else {
       i -= C::kRows / 4;
     }
     VectorCopy& others = vectors[kVectors - 1];
     if constexpr (C::kForm != Form::kSymmetric)
-      others.take(VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, at + C::kZeros));
+      others.take(
+          VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, base + C::kZeros));
     if (C::kImages && p.image.columns) return;  // special() copies what belongs to x
     if constexpr (C::kForm != Form::kSymmetric) {
       constexpr int kScalePieces = C::kSteps * C::kBlockM / 4;
       others.take(VectorCopy(last - kScalePieces, p.x.zeros, p.activation_rows, 0, C::kBlockM, m0,
-                             p.x.stride, at + C::kActivationZeros));
+                             p.x.stride, base + C::kActivationZeros));
     }
     others.take(VectorCopy(last, p.x.scales, p.activation_rows, 2, C::kBlockM, m0, p.x.stride,
-                           at + C::kActivationScales));
+                           base + C::kActivationScales));
   }
 
   __device__ __forceinline__ void operator()(int stage, int k_tile, int i, bool wanted,
@@ -219,13 +220,13 @@ struct PairSums {
 
 // Fold them into the fp32 sums, of kColumns columns.
 template <class C, bool kXRowSums, int kColumns>
-__device__ __forceinline__ void promote(Params const& p, ThreadCoord<C> const& at, int pair,
+__device__ __forceinline__ void promote(Params const& p, ThreadCoord<C> const& coord, int pair,
                                         XVectors<C> const& x, StepRows<C> const& rows,
                                         PairSums<C> const& step, typename C::Sums& sums) {
   constexpr float kDecodedScale = 1.0f / C::Decode::kScale;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    int tb = pair * 2 + j, x_row = tb * 8 + 2 * at.t;
+    int tb = pair * 2 + j, x_row = tb * 8 + 2 * coord.t;
     if (kColumns < 32) x_row = min(x_row, x.last);
     float2 scale_pair = *reinterpret_cast<float2 const*>(x.scales + x_row);
     float const x_row_scale[2] = {scale_pair.x, scale_pair.y};
@@ -237,7 +238,7 @@ __device__ __forceinline__ void promote(Params const& p, ThreadCoord<C> const& a
     if constexpr (kXRowSums) {
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        q[e] = __shfl_sync(~0u, int(step.x_rows[2 * j]), 8 * at.t + 4 * e) - kColumns * za[e];
+        q[e] = __shfl_sync(~0u, int(step.x_rows[2 * j]), 8 * coord.t + 4 * e) - kColumns * za[e];
     }
 #pragma unroll
     for (int rb = 0; rb < C::kRowBlocks; ++rb)
@@ -262,11 +263,11 @@ __device__ __forceinline__ void clear_other_half(uint32_t (&a)[4]) {
 
 // One step: its k-slices (32 columns) begin with the tile's k-slice `first`. kHalf: the 16 columns
 // of a single k-slice that are used; -1: all.
-template <class C, bool kXRowSums, int kHalf, class Beside>
+template <class C, bool kXRowSums, int kHalf, class IssueCopies>
 __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
-                                         ThreadCoord<C> const& at, XVectors<C> const& x,
+                                         ThreadCoord<C> const& coord, XVectors<C> const& x,
                                          StepRows<C> rows, int first, typename C::Sums& sums,
-                                         Beside beside) {
+                                         IssueCopies issue_copies) {
   constexpr int kPieces = C::kStepPieces, kPairs = C::kMBlocks / 2;
   // Long steps multiply all rows of x by one k-slice after another. In short ones promotion weighs
   // more: 16 rows of x are multiplied by all k-slices while the 16 before are promoted.
@@ -282,8 +283,8 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
 #pragma unroll
     for (int rb = 0; rb < C::kRowBlocks; ++rb) {
       int piece = first + i;
-      uint8_t const* unit =
-          stage + C::kWeights + at.weights + (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes;
+      uint8_t const* unit = stage + C::kWeights + coord.weights +
+                            (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes;
       if (i % kRecordPieces == 0) records[rb] = *reinterpret_cast<uint4 const*>(unit);
       uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
       using Decode = typename C::Decode;
@@ -303,7 +304,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
   auto promote_batch = [&](int begin) {
 #pragma unroll
     for (int pair = begin; pair < begin + kBatch; ++pair)
-      promote<C, kXRowSums, kColumns>(p, at, pair, x, rows, step[pair % kSets], sums);
+      promote<C, kXRowSums, kColumns>(p, coord, pair, x, rows, step[pair % kSets], sums);
   };
 
 #pragma unroll
@@ -315,7 +316,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
       for (int pair = begin; pair < begin + kBatch; ++pair) {
         PairSums<C>& d = step[pair % kSets];
         uint32_t b[4];
-        load_x_rows<C>(stage + C::kActivations, at, pair, first + i, b);
+        load_x_rows<C>(stage + C::kActivations, coord, pair, first + i, b);
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -328,7 +329,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
           multiply_add<Operand::kInt8>(d.x_rows, both, kOnes, kOnes, i == 0, 0u);
         }
       }
-      if (begin == 0) beside(first + i);
+      if (begin == 0) issue_copies(first + i);
     }
     if (begin > 0) promote_batch(begin - kBatch);
   }
@@ -336,10 +337,10 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
 }
 
 // One tile of K out of shared memory.
-template <class C, class Beside>
+template <class C, class IssueCopies>
 __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p,
-                                        ThreadCoord<C> const& at, int k_tile,
-                                        typename C::Sums& sums, Beside beside) {
+                                        ThreadCoord<C> const& coord, int k_tile,
+                                        typename C::Sums& sums, IssueCopies issue_copies) {
   bool x_sums = C::kGeneral && (p.weight.offsets || (!C::kZerosFitInt8 && p.weight.zeros));
   if constexpr (C::kGroupsOf16) {
     if (p.weight_rows.count > kStagedGroups) {
@@ -348,14 +349,14 @@ __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p,
         int const group = 2 * piece + half;
         XVectors<C> const x =
             p.activation_rows.count > 1 ? XVectors<C>(tile, p, group) : XVectors<C>(stage, 0);
-        StepRows<C> const rows(p, global_rows(tile, p, group, at.group_index));
+        StepRows<C> const rows(p, global_rows(tile, p, group, coord.group_index));
         if (x_sums) {
-          add_step<C, true, half>(stage, p, at, x, rows, piece, sums, [](int) {});
+          add_step<C, true, half>(stage, p, coord, x, rows, piece, sums, [](int) {});
         } else {
-          add_step<C, false, half>(stage, p, at, x, rows, piece, sums, [](int) {});
+          add_step<C, false, half>(stage, p, coord, x, rows, piece, sums, [](int) {});
         }
       };
-      issue_all<C>(beside);
+      issue_all<C>(issue_copies);
       constexpr int kRecordPieces = 8 / C::kBits;
 #pragma unroll 1
       for (int record = 0; record < C::kPieces; record += kRecordPieces) {
@@ -372,11 +373,11 @@ __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p,
   for (int first = 0; first < C::kPieces; first += C::kStepPieces) {
     int const group = C::kGeneral ? first * p.weight_rows.count / C::kPieces : 0;
     XVectors<C> const x(stage, C::kGeneral && p.activation_rows.count > 1 ? group : 0);
-    StepRows<C> const rows(p, staged_rows<C>(stage, group, at.group_index));
+    StepRows<C> const rows(p, staged_rows<C>(stage, group, coord.group_index));
     if (x_sums) {
-      add_step<C, C::kGeneral, -1>(stage, p, at, x, rows, first, sums, beside);
+      add_step<C, C::kGeneral, -1>(stage, p, coord, x, rows, first, sums, issue_copies);
     } else {
-      add_step<C, false, -1>(stage, p, at, x, rows, first, sums, beside);
+      add_step<C, false, -1>(stage, p, coord, x, rows, first, sums, issue_copies);
     }
   }
 }
@@ -388,9 +389,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   int k_tile = KRange(p.k_tiles, blockIdx.y, p.splits).first;
   multiply_tile<C, Copies<C>>(
       p, shared, [] {},
-      [&](uint8_t const* stage, ThreadCoord<C> const& at, typename C::Sums& sums, auto beside) {
-        compute<C>(stage, p, at, k_tile++, sums, beside);
-      });
+      [&](uint8_t const* stage, ThreadCoord<C> const& coord, typename C::Sums& sums,
+          auto issue_copies) { compute<C>(stage, p, coord, k_tile++, sums, issue_copies); });
 }
 
 // Rows of x of experts are symmetric, in slots.

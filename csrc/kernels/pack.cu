@@ -118,13 +118,13 @@ __global__ void __launch_bounds__(kThreads)
   int64_t const warp = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / 32;
   if (warp >= warps) return;
   using C = Coordinates<kBits>;
-  C const at(p, warp);
+  C const coord(p, warp);
   uint4 low[C::kUnits], high[C::kUnits];
 #pragma unroll
   for (int u = 0; u < C::kUnits; ++u) {  // all loads are issued before the first is used
-    low[u] = load_codes<kBits>(p, at.row, at.column + u * C::kUnitColumns);
+    low[u] = load_codes<kBits>(p, coord.row, coord.column + u * C::kUnitColumns);
     if constexpr (C::kSharesBytes)
-      high[u] = load_codes<kBits>(p, at.row + 8, at.column + u * C::kUnitColumns);
+      high[u] = load_codes<kBits>(p, coord.row + 8, coord.column + u * C::kUnitColumns);
   }
 #pragma unroll
   for (int u = 0; u < C::kUnits; ++u) {
@@ -133,8 +133,8 @@ __global__ void __launch_bounds__(kThreads)
       uint4 const h = exclusive_or(high[u], kFlip<kBits>);
       v = make_uint4(v.x | h.x << 4, v.y | h.y << 4, v.z | h.z << 4, v.w | h.w << 4);
     }
-    __stcs(reinterpret_cast<uint4*>(p.packed + at.packed + u * kUnitBytes),
-           transpose(interleave(v), at.lane));
+    __stcs(reinterpret_cast<uint4*>(p.packed + coord.packed + u * kUnitBytes),
+           transpose(interleave(v), coord.lane));
   }
 }
 
@@ -145,25 +145,25 @@ __global__ void __launch_bounds__(kThreads)
   int64_t const warp = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / 32;
   if (warp >= warps) return;
   using C = Coordinates<kBits>;
-  C const at(p, warp);
+  C const coord(p, warp);
   uint4 units[C::kUnits];
 #pragma unroll
   for (int u = 0; u < C::kUnits; ++u) {
-    units[u] = __ldcs(reinterpret_cast<uint4 const*>(p.packed + at.packed + u * kUnitBytes));
+    units[u] = __ldcs(reinterpret_cast<uint4 const*>(p.packed + coord.packed + u * kUnitBytes));
   }
 #pragma unroll
   for (int u = 0; u < C::kUnits; ++u) {
-    uint4 const v = deinterleave(transpose(units[u], at.lane));
-    int const column = at.column + u * C::kUnitColumns;
+    uint4 const v = deinterleave(transpose(units[u], coord.lane));
+    int const column = coord.column + u * C::kUnitColumns;
     if constexpr (C::kSharesBytes) {
       uint32_t const mask = 0x0f0f0f0fu;
-      store_codes<kBits>(p, at.row, column,
+      store_codes<kBits>(p, coord.row, column,
                          make_uint4(v.x & mask, v.y & mask, v.z & mask, v.w & mask));
       store_codes<kBits>(
-          p, at.row + 8, column,
+          p, coord.row + 8, column,
           make_uint4(v.x >> 4 & mask, v.y >> 4 & mask, v.z >> 4 & mask, v.w >> 4 & mask));
     } else {
-      store_codes<kBits>(p, at.row, column, v);
+      store_codes<kBits>(p, coord.row, column, v);
     }
   }
 }

@@ -57,9 +57,8 @@ constexpr int kBlockRows = 2;                     // rows of a thread of quantiz
 constexpr int kMaxGridY = 65535;
 constexpr int kAnyThreads = 256;  // of quantize_any_rows
 constexpr int kDecodeBlockM = 16;
-// A larger x is evicted from the cache first, so that the codes stay there until they are
-// multiplied: 1 % of a product of M = 4096, 4096 x 4096. A smaller x may still be in the cache from
-// the kernel that made it: 1 to 2 % with up to 1024 rows of x.
+// A larger x is evicted from L2 first, so that the codes stay there until they are multiplied. A
+// smaller x may still be in L2 from the kernel that made it (docs/tuning-notes.md).
 constexpr int64_t kStreamedBytes = 12 << 20;
 
 enum class Function { kNone, kRmsNorm, kSiluMul };
@@ -601,7 +600,7 @@ Status launch_rows(Params const& p, Stream stream) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   int const threads = ((p.pieces + kPieces - 1) / kPieces + 31) / 32 * 32;
-  // As many blocks as fit at a time; each continues with further rows.
+  // As many CTAs as run at a time; each quantises further rows in turn.
   int const blocks = std::min(p.problem.m, device.multiprocessors * std::max(1, 1024 / threads));
   return launch_spread(quantize_rows<T, kSymmetric, kFunction, kPieces>, dim3(blocks),
                        dim3(threads), stream, p);

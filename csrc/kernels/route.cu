@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(1024) route(__grid_constant__ RouteParams cons
   for (int e = threadIdx.x; e < mine; e += threads) first += counts[e];
   first = sum_of_threads(first, scratch);
   if (threadIdx.x == 0) p.routing.offsets[mine] = first;
-  // A thread has positions that follow each other, which rank behind those of the threads before it.
+  // A thread has consecutive positions, which rank behind the positions of the threads before it.
   int before = 0;
   for (int round = 0; counts[mine] > 0 && round < positions; round += threads * kEach) {
     int const start = round + threadIdx.x * kEach, lane = threadIdx.x % 32;
@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(1024) route(__grid_constant__ RouteParams cons
   }
 }
 
-// ---- assign_slots: the same for a layer, where the order of an expert's positions is free. A CTA
-// has a chunk of them; where there are several, count_positions comes first
+// ---- assign_slots: sorts positions by expert for a layer, in any order within an expert. A CTA
+// has a chunk of the positions; with several CTAs, count_positions runs first
 
 struct SlotParams {
   RouteProblem problem;
@@ -82,8 +82,8 @@ struct SlotParams {
   int chunk;  // positions of a CTA
 };
 
-// Adds a chunk's positions to `counts` by expert, the last of them those of no expert. A position's
-// number among its expert's goes where its slot will be.
+// Counts a chunk's positions by expert; the last of `counts` is for positions of no expert. A
+// position's number among its expert's positions is stored where its slot will be.
 __device__ __forceinline__ void count_chunk(SlotParams const& p, int* counts) {
   int const first = blockIdx.x * p.chunk, end = min(first + p.chunk, p.problem.positions());
   for (int i = first + threadIdx.x; i < end; i += blockDim.x)
@@ -141,8 +141,8 @@ struct SlotCounts {
   }
 };
 
-// Of an expert, in shared memory: its first slot and tiles, its first slot of the chunk, and how
-// many positions it has.
+// The slots of an expert, in shared memory: its first slot and tiles, its first slot in the CTA's
+// chunk, and its number of positions.
 struct ExpertSlots {
   SlotCounts first;
   int of_chunk, count;
@@ -187,11 +187,11 @@ __global__ void __launch_bounds__(1024) assign_slots(__grid_constant__ SlotParam
     __syncthreads();
     SlotCounts before_warp = lane < threads / 32 ? of_warps[lane] : SlotCounts();
     before_warp.sum_lanes();
-    SlotCounts at = before_all;
-    if (warp > 0) at.add(before_warp.of_lane(warp - 1));
+    SlotCounts first = before_all;
+    if (warp > 0) first.add(before_warp.of_lane(warp - 1));
     before_all.add(before_warp.of_lane(31));
-    at.add(upto), at.subtract(own);
-    if (e < experts) routed[e] = {at, at.slots + before, all};
+    first.add(upto), first.subtract(own);
+    if (e < experts) routed[e] = {first, first.slots + before, all};
     __syncthreads();
   }
 
@@ -202,7 +202,8 @@ __global__ void __launch_bounds__(1024) assign_slots(__grid_constant__ SlotParam
     p.slots.of_position[i] = expert ? slot : -1;
     if (expert) p.slots.position[slot] = i;
   }
-  // The tables of experts, which are CTAs' in turn, and within a CTA those of kSlotRows lanes.
+  // The tile tables. CTAs take experts in turn, and kSlotRows threads of a CTA write the tables of
+  // one expert.
   int const part = threadIdx.x % kSlotRows, parts = threads / kSlotRows;
   for (int e = threadIdx.x / kSlotRows * chunks + mine; e < experts; e += parts * chunks) {
     ExpertSlots const of = routed[e];
@@ -317,7 +318,7 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_experts(__grid_constant__ 
 #pragma unroll
       for (int& slot : slots) slot = slot < p.route.experts ? slot : -1;
     }
-    // One branch by their type, before all of them.
+    // One branch on the weights' type, before all loads.
     auto const load_weights = [&](DataType type) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) weights[j] = load_float(p.weights, type, position + j);

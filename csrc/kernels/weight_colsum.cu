@@ -228,12 +228,12 @@ Status launch_weight_colsum(PackedWeight const& weight, bool of_zeros, bool foll
                             Stream stream) {
   int const tiles = int(padded_k(weight.k) / kKPerTile), n_pad = int(padded_rows(weight.n));
   int const bits = info(weight.format).bits, windows = compensation_windows(tiles, bits);
-  PackedWeight at = weight;
-  place_colsums(&at, colsums);
+  PackedWeight placed = weight;
+  place_colsums(&placed, colsums);
   Params const p{weight,
-                 const_cast<uint8_t*>(at.sums),
-                 const_cast<void*>(at.sum_scales),
-                 const_cast<float*>(at.total_colsum),
+                 const_cast<uint8_t*>(placed.sums),
+                 const_cast<void*>(placed.sum_scales),
+                 const_cast<float*>(placed.total_colsum),
                  tiles,
                  windows,
                  weight.group_size == -1 ? tiles : weight.group_size / kKPerTile,

@@ -234,7 +234,7 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
   hopper::wait_until_read(barriers.empty_panels, ring);
 }
 
-// The same rows read through an index, by one of kIndexWarps warps.
+// produce_panels() for rows that are read through an index, by one of kIndexWarps warps.
 template <class C>
 __device__ __forceinline__ void produce_panels_by_index(uint8_t* shared, Barriers<C>& barriers,
                                                         typename C::Params const& p, int warp) {

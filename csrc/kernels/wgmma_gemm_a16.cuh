@@ -30,9 +30,9 @@ namespace {
 
 using hopper::StoredScales;
 
-// Scale: of weight scales, where registers are so few that their type is a constant (which
-// saves four warpgroups 4 % of their time on an H200); or void. kGrouped: rows of x and
-// weights are experts'.
+// Scale: the type of the weight's scales where it is a constant, which four warpgroups need for
+// lack of registers (docs/tuning-notes.md); void where it is known at run time. kGrouped: rows of x
+// and weights are experts'.
 template <class Element_, class Format, int kBlockM, bool kZeros, class Scale = void,
           int kWarpgroups = 2, bool kGrouped_ = false>
 struct Config : hopper::TileConfig<Format::kBits, kBlockM, 2, true, false, false, kZeros,

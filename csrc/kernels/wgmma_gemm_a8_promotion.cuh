@@ -70,7 +70,7 @@ struct Config
           : ByWidth<bool>(true, false)[Format::kBits] && kBlockM == 176 && !kZeros &&
                 !kAsymmetric && (kPromotion == Promotion::kBlock || kPromotion == Promotion::kTap);
   // Whether promote() multiplies by the weight's scale first: each kernel is faster with one of the
-  // two orders (by 2 to 5 %, measured on an H200).
+  // two orders (docs/tuning-notes.md).
   static constexpr bool kWeightScaleFirst =
       kPrepareScales || ByWidth<bool>(false, true)[Format::kBits];
   // Whether the arguments of store() are pinned, which gives the best schedule of these tiles' main
@@ -298,8 +298,8 @@ __device__ __forceinline__ void promote_biased(int sixteen, float const (&x_row)
 // Compensation of zero points of whole rows of x in a stage: one more product, whose second operand
 // is the zero point in each of 32 columns and whose first is -(sum of a row's weights), spread over
 // as many bytes. Sums beyond the range of bytes are handled by subtract(), if a row of the warp has
-// one. All of it is exact. (Sums that start from -za * colsum, as with block zero points, take up
-// to 6 % more time here, measured on an H200.)
+// one. All of it is exact. It is faster here than sums that start from -za * colsum, which block
+// zero points use (docs/tuning-notes.md).
 template <class C>
 class ZeroPointProduct {
  public:

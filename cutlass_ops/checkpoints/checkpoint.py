@@ -32,7 +32,7 @@ class Quantized:
     read: Callable[[], QuantizedWeight]
 
     def with_bias(self, bias: Entry) -> Quantized:
-        """The same with a bias that the file has beside it."""
+        """The entry with a bias that the file has in another tensor."""
         read = self.read
         return replace(
             self,

@@ -28,7 +28,7 @@ Q6_K   256    210    128 bytes of low halves, 64 of  (d sc) (q - 32), each sc fo
 =====  =====  =====  ==============================  =============================================
 
 Byte i of 16 holds element i in its low half and element i + 16 in its high half; of Q4_K's and
-Q5_K's 128, each 32 hold two groups of 32 in that way. Of Q2_K's and Q3_K's 64, each 32 hold four
+Q5_K's 128, each 32 hold two groups of 32 in that way. Each 32 of Q2_K's and Q3_K's 64 hold four
 runs of 32 elements, the first in their lowest two bits. Q2_K, Q3_K and Q6_K become groups of 16,
 the others groups of 32. All of that is exact (Q6_K's d sc has at most 18 bits, and with q - 32 23),
 but for the offsets of Q4_1 and Q4_K, which are rounded to fp32, once.

@@ -168,8 +168,8 @@ def _entries(path: Path, blob: _Blob, operator: Mapping[str, Any]) -> list[Entry
         first, gamma, beta, *_ = external
         parts = (("gamma", first, gamma), ("beta", first + gamma, beta))
         return [
-            _floats(path, blob, f"{name}.{part}", name, at, (size // 4,), size, 4)
-            for part, at, size in parts
+            _floats(path, blob, f"{name}.{part}", name, offset, (size // 4,), size, 4)
+            for part, offset, size in parts
             if size
         ]
     return _linear(path, blob, name, main, external)
@@ -180,7 +180,7 @@ def _floats(
     blob: _Blob,
     name: str,
     source: str,
-    at: int,
+    offset: int,
     shape: tuple[int, ...],
     size: int,
     each: int,
@@ -200,7 +200,7 @@ def _floats(
         shape=shape,
         nbytes=size,
         dtype=dtype,
-        values=lambda: blob.read(source, at, math.prod(shape), dtype).view(shape),
+        values=lambda: blob.read(source, offset, math.prod(shape), dtype).view(shape),
     )
 
 
@@ -240,7 +240,7 @@ class _Linear:
 
     @property
     def bits(self) -> int:
-        """Of the codes that the values make: 4 where they fit."""
+        """Bits of the codes that the values make: 4 where they fit."""
         return 4 if self.values[0] >= -8 and self.values[-1] <= 7 else 8
 
     @property
@@ -516,7 +516,9 @@ def _head(
             f"its weight has {dimensions} dimensions in {len(head)} bytes; 1 to 4 are possible",
             name,
         )
-    sizes = [int.from_bytes(head[at : at + each], "little") for at in range(1, values_at, each)]
+    sizes = [
+        int.from_bytes(head[start : start + each], "little") for start in range(1, values_at, each)
+    ]
     if sizes[0] != shape[0] or math.prod(sizes) != math.prod(shape):
         raise CheckpointError(path, f"its weight says {sizes}, its layer {list(shape)}", name)
     count = head[values_at] or 256

@@ -84,7 +84,7 @@ def _quantized_fields(bits: int, group_size: int, parts: dict[str, str]) -> dict
 
 
 def describe_packed(info: PackedInfo) -> dict[str, Any]:
-    """The same of a packed file or directory."""
+    """Describe a packed file or directory."""
     tensors = []
     for name, (n, k, bits, group_size) in info.weights.items():
         parts = {part: dtype_name(dtype) for part, (dtype, _) in info.parts[name].items()}

@@ -44,12 +44,12 @@ class PackedConfig:
 
     @classmethod
     def get_name(cls) -> str:
-        """As ``quant_method`` has it."""
+        """The name that ``quant_method`` gives."""
         return QUANT_METHOD
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Of x."""
+        """The dtypes of x."""
         return [torch.float16, torch.bfloat16]
 
     @classmethod

@@ -139,7 +139,7 @@ def extended(kind: type[Any], part: type[Any]) -> type[Any]:
 
 
 def changed(method: Any, kind: type[Any]) -> Any:
-    """The same object of another class."""
+    """An object of class ``kind`` with the attributes of ``method``."""
     other = object.__new__(kind)
     other.__dict__.update(method.__dict__)
     return other

@@ -80,7 +80,7 @@ class StackedWeight:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return self.matrices[0][0].bits
 
     @property

@@ -286,7 +286,7 @@ class Reordered:
     Attributes:
         path: the file or directory written.
         weights: packed ones, by name: ``(n, k, bits, group_size)``; of the whole model, where ranks
-            have slices. Of experts, n is E * N, each N rounded up to 64.
+            have slices. For experts n is E * N, each N rounded up to 64.
         tensors: names of the copied ones.
         source_bytes, packed_bytes: sizes of the checkpoint's files and of the written ones.
         files: the packed files, all ranks'.

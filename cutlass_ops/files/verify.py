@@ -226,7 +226,7 @@ def _matrices(
 def _unpacked(
     name: str, weight: PackedWeight | PackedExperts
 ) -> Iterator[tuple[str, QuantizedWeight]]:
-    """The same, unpacked."""
+    """The weight, or each expert, unpacked, with its name."""
     if isinstance(weight, PackedWeight):
         yield name, weight.unpack()
     else:

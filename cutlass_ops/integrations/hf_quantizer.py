@@ -253,8 +253,8 @@ class CutlassOpsQuantizer(HfQuantizer):
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Take ``packed_config.GUARD`` out of the configuration."""
-        # Of transformers' hooks only this one runs after the configuration is read and before the
-        # files are looked for.
+        # transformers has no other hook between reading the configuration and looking for the
+        # files.
         if getattr(config, GUARD_KEY, None) == GUARD:
             delattr(config, GUARD_KEY)
         return config

@@ -76,7 +76,7 @@ class ExpertWeights(PackedBuffers):
         )
 
     def state_format(self) -> dict[str, Any]:
-        """As of other weights, and whether rows are of gate and up in eights."""
+        """The format of other weights, and whether rows are of gate and up in eights."""
         return {**super().state_format(), "gated": self._packed.gated}
 
     def forward(self) -> PackedExperts:

@@ -160,7 +160,7 @@ class MixedLinear(WeightBuffers):
         )
 
     def state_format(self) -> dict[str, Any]:
-        """As its base class has it, and whether the weight is gated."""
+        """The base class's format, and whether the weight is gated."""
         form = super().state_format()
         if not self._packed.gated:
             return form

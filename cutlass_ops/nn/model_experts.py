@@ -81,7 +81,7 @@ class ExpertsForm:
         return slice(self.sizes[2]), slice(self.sizes[2], None)
 
     def parameter_shape(self, product: str) -> tuple[int, int, int]:
-        """Of a product's parameter."""
+        """The shape of a product's parameter."""
         experts, n, k = self.shape(product)
         return (experts, k, n) if self.transposed else (experts, n, k)
 

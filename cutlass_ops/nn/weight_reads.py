@@ -103,8 +103,8 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class _Facts(NamedTuple):
-    """Of a method: whether ``.weight`` is in it, the methods of ``self`` that it calls, and whether
-    it looks at ``_is_quantized``.
+    """What a method does: whether it reads ``.weight``, which methods of ``self`` it calls, and
+    whether it looks at ``_is_quantized``.
     """
 
     reads: bool

@@ -148,10 +148,10 @@ def _pixels(
     found, scale = torch.zeros(stop - start, 1, dtype=torch.int64, device="cpu"), 1
     for i in reversed(range(len(space))):
         taps = torch.arange(weight.kernel_size[i], device="cpu") * geometry.dilation[i]
-        at = (rest % shape[1 + i] * geometry.stride[i] - geometry.padding[i])[:, None] + taps
+        position = (rest % shape[1 + i] * geometry.stride[i] - geometry.padding[i])[:, None] + taps
         rest = rest // shape[1 + i]
-        missing = (at < 0) | (at >= space[i])
-        found = (at[:, :, None] * scale + found[:, None]).flatten(1)
+        missing = (position < 0) | (position >= space[i])
+        found = (position[:, :, None] * scale + found[:, None]).flatten(1)
         outside = (missing[:, :, None] | outside[:, None]).flatten(1)
         scale *= space[i]
     found = found + rest[:, None] * scale

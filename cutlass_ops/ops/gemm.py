@@ -103,8 +103,8 @@ def mixed_gemm(
     A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves
     infinities where they come out).
 
-    A CPU has the reference's bits with any number of threads, but for an x that is not quantised.
-    Of that, kernels for AVX2 and AVX-512 multiply five rows and more in fused multiply-adds. In
+    A CPU has the reference's bits with any number of threads, but for an x that is not quantised:
+    kernels for AVX2 and AVX-512 multiply five rows and more of it in fused multiply-adds. In
     bf16, where the CPU has products of that (AVX512_BF16), a kernel multiplies up to 31 rows by
     codes of 4 bits, and scales sums in fp32. From 32 rows on (16 with 8 bits) torch multiplies the
     weight's values, which are dequantised in panels and rounded once to bf16. All of these sum in

@@ -89,7 +89,7 @@ def _gradients(
     """Gradients of x, of the bias (fp32) and of the residual; an empty tensor where
     one is not wanted.
     """
-    # Of 16 bits where x and the result are of the same; the CPU computes in fp32, as
+    # 16 bits where x and the result have the same dtype of 16 bits; the CPU computes in fp32, as
     # the reference does.
     compute = torch.float32 if grad.is_cpu else torch.promote_types(dtype, grad.dtype)
     of_residual = grad

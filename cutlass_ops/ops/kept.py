@@ -30,7 +30,7 @@ class _Form(NamedTuple):
 
 
 #: By the packed codes, then by a form's name and where the other tensors lie.
-_kept: Any = WeakTensorKeyDictionary()
+_FORMS: Any = WeakTensorKeyDictionary()
 
 
 def _others(weight: PackedWeight, parts: tuple[str, ...]) -> tuple[Tensor, ...]:
@@ -73,7 +73,7 @@ def form(
     others = _others(weight, parts)
     if not _recorded((weight.codes, *others)):
         return make()
-    forms = _kept.setdefault(weight.codes, {})
+    forms = _FORMS.setdefault(weight.codes, {})
     key = (name, *((tensor.data_ptr(), tensor.dtype) for tensor in others))
     versions = tuple(tensor._version for tensor in (weight.codes, *others))
     known = cast("_Form | None", forms.get(key))

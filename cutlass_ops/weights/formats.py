@@ -15,16 +15,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .. import _C
+
 BITS = (4, 8)
 
 #: What ``config.json`` calls a packed model's quantisation.
 QUANT_METHOD = "cutlass_ops"
 
-#: Name of the packed order, and version of the files that hold it: version 1 has no
-#: checksums; version 3 is 2 with experts whose rows of gate and up are in eights, and version 4
+#: Name of the packed order, and versions of the files that hold it, of ``layout.h``: version 1 has
+#: no checksums; version 3 is 2 with experts whose rows of gate and up are in eights, and version 4
 #: with gated matrices; each is written where there are any.
-LAYOUT_NAME = "cutlass_ops.slab64"
-LAYOUT_VERSION, GATED_EXPERTS_VERSION, GATED_VERSION = 2, 3, 4
+LAYOUT_NAME = _C.layout_name
+LAYOUT_VERSION = _C.layout_version
+GATED_EXPERTS_VERSION = _C.gated_experts_layout_version
+GATED_VERSION = _C.gated_layout_version
 LAYOUT_VERSIONS = (1, LAYOUT_VERSION, GATED_EXPERTS_VERSION, GATED_VERSION)
 
 #: NormalFloat4: 16 quantiles of the normal distribution (QLoRA, arXiv 2305.14314), the values

@@ -109,7 +109,7 @@ class PackedExperts:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return self.weight.bits
 
     @property

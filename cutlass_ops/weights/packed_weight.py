@@ -178,7 +178,9 @@ class ColumnSums:
 
 
 #: The column sums that are kept, by the weight that they are of (:meth:`PackedWeight._key`).
-_kept: weakref.WeakValueDictionary[tuple[Any, ...], ColumnSums] = weakref.WeakValueDictionary()
+_COLUMN_SUMS: weakref.WeakValueDictionary[tuple[Any, ...], ColumnSums] = (
+    weakref.WeakValueDictionary()
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -395,8 +397,8 @@ class PackedWeight:
             self.gpu,
             {name: getattr(self, name) for name in PARTS},
         )
-        if self._sums is None and _kept:
-            object.__setattr__(self, "_sums", _kept.get(self._key()))
+        if self._sums is None and _COLUMN_SUMS:
+            object.__setattr__(self, "_sums", _COLUMN_SUMS.get(self._key()))
         if self._sums is not None and self._sums.current():
             native.set_sums(self._sums.memory.data_ptr())
             object.__setattr__(self, "_reads_sums", True)
@@ -452,7 +454,7 @@ class PackedWeight:
             _C.weight_colsum(native, sums.memory.data_ptr(), stream.cuda_stream)
             stream.synchronize()  # other streams may read them
             sums.versions = versions
-        _kept[self._key()] = sums
+        _COLUMN_SUMS[self._key()] = sums
         object.__setattr__(self, "_sums", sums)
         self.check_sums()
 
@@ -524,7 +526,7 @@ class PackedWeight:
         """Rows ``start`` to ``stop`` as a weight; ``start`` is a multiple of 64, ``stop`` one or N.
 
         Row panels of 64 are the outermost order of the codes, which are shared; group
-        vectors are copied. Of a gated weight: ``eights.row_panels``.
+        vectors are copied. For a gated weight see ``eights.row_panels``.
         """
         self.check_plain("row_panels")
         panel_bytes = self.codes.numel() // formats.padded_rows(self.n)

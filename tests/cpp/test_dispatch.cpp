@@ -96,8 +96,8 @@ TEST(Dispatch, ChoosesTheTileThatFitsTheRows) {
         }
 }
 
-// wgmma_decode_fold16 applies scales of another type than x's in fp32, and is slow where weights are
-// large; decode_gemm takes up to eight rows.
+// wgmma_decode_fold16 applies scales of another type than x's in fp32, which is slow where weights
+// are large; decode_gemm takes up to eight rows.
 TEST(Dispatch, ComparesTilesWithDecodingForScalesOfAnotherType) {
   Device h100 = kHopper;
   h100.memory_bandwidth = 3352;

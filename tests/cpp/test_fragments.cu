@@ -30,10 +30,11 @@ constexpr int kChunkCodes = kRowsPerPanel * kKPerTile;
 std::vector<uint32_t> chunk_of_digits(int bits, int digit) {
   std::vector<uint32_t> chunk(size_t(k_tile_bytes(bits)) / 4);
   for (int index = 0; index < kChunkCodes; ++index) {
-    CodePosition const at = code_position(index / kKPerTile, index % kKPerTile, kKPerTile, bits);
+    CodePosition const position =
+        code_position(index / kKPerTile, index % kKPerTile, kKPerTile, bits);
     int const code = (index >> bits * digit) - (1 << (bits - 1));
     uint32_t const field = uint32_t(code) & ((1u << bits) - 1);
-    chunk[size_t(at.byte) / 4] |= field << (at.byte % 4 * 8 + at.shift);
+    chunk[size_t(position.byte) / 4] |= field << (position.byte % 4 * 8 + position.shift);
   }
   return chunk;
 }

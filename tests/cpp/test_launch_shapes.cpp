@@ -102,8 +102,8 @@ TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
   EXPECT_EQ(stages(8, 28672, 4096, ActQuant::kBlock), 3);
 }
 
-// The next launch's CTAs start beside those of decode_gemm, unless the launch is long.
-TEST(Dispatch, LeavesNoRoomBesideTheCtasOfALongDecodingLaunch) {
+// CTAs of the next launch find shared memory while decode_gemm runs, unless its launch is long.
+TEST(Dispatch, LongLaunchesOfDecodeGemmRequestOverHalfTheSharedMemory) {
   KernelSpec const& spec = *find_kernel("decode_gemm");
   auto const leaves_room = [&](int n, int k, int bits, Device const& device) {
     GemmProblem const p = problem(1, n, k, bits);
@@ -328,7 +328,7 @@ TEST(Splits, DependOnShapesAlone) {
   }
 }
 
-TEST(Splits, OfABatchInvariantProductAreThoseOf128Rows) {
+TEST(Splits, BatchInvariantProductsHaveTheSlicesOf128Rows) {
   for (Device const& device : kDevices)
     for (int bits : {4, 8})
       for (auto [n, k] : {std::pair(4096, 4096), std::pair(28672, 4096), std::pair(192, 576)}) {

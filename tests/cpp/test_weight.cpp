@@ -41,11 +41,11 @@ struct Source {
   float value(int row, int column) const {
     int const groups =
         weight.group_size == -1 ? 1 : (weight.k + weight.group_size - 1) / weight.group_size;
-    int const at = row * groups + (weight.group_size == -1 ? 0 : column / weight.group_size);
+    int const group = row * groups + (weight.group_size == -1 ? 0 : column / weight.group_size);
     int const code = codes[size_t(row * weight.k + column)];
-    if (weight.codebook) return scales[at] * codebook[code];
-    int const zero = weight.zeros ? zeros[at] : 1 << (info(weight.format).bits - 1);
-    return scales[at] * float(code - zero) + (weight.offsets ? offsets[at] : 0.0f);
+    if (weight.codebook) return scales[group] * codebook[code];
+    int const zero = weight.zeros ? zeros[group] : 1 << (info(weight.format).bits - 1);
+    return scales[group] * float(code - zero) + (weight.offsets ? offsets[group] : 0.0f);
   }
 };
 

@@ -46,9 +46,9 @@ constexpr int most_cut(int taps, int padding, int dilation) {
   int const cut = (padding + dilation - 1) / dilation;
   return cut < taps ? cut : taps;
 }
-// Pixels of the result differ by the taps that lie outside of x: begin and end of them along height
-// and width. Of a pixel with so many cut, the class is ((begin_y * (most_y + 1) + end_y) *
-// (most_x + 1) + begin_x) * (most_x + 1) + end_x.
+// Pixels of the result differ by the number of taps that lie outside of x at the begin and the end
+// of height and width. The class of a pixel is ((begin_y * (most_y + 1) + end_y) * (most_x + 1) +
+// begin_x) * (most_x + 1) + end_x.
 constexpr int64_t border_classes(int most_y, int most_x) {
   return int64_t(most_y + 1) * (most_y + 1) * (most_x + 1) * (most_x + 1);
 }

@@ -70,8 +70,8 @@ struct MoeProblem {
   int architecture = 0;  // as in GemmProblem
 };
 
-// How the products of experts are launched: by tiles of rows of one expert, as many as the product's
-// block_m.
+// How the products of experts are launched: a tile has at most block_m rows of one expert, and each
+// product has a separate block_m.
 struct MoePlan {
   char const* kernel = nullptr;  // of gate and up
   bool routes = true;            // positions are sorted by expert first; otherwise CTAs find

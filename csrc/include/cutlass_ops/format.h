@@ -20,9 +20,9 @@ struct FormatInfo {
   int table_bytes;      // of the kernels' look-up table in shared memory; 0: they have none
 };
 
-// What csrc/formats/ says of a format. Null: there is no format with this number.
+// What csrc/formats/ says of a format, or null if no format has this number.
 FormatInfo const* find_format(Format format);
-// The same, of a format that there is.
+// find_format() for a format that is known to exist.
 FormatInfo const& info(Format format);
 
 }  // namespace cutlass_ops

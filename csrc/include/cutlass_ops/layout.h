@@ -1,6 +1,5 @@
 // THE order of packed weights: "slab64". One index formula, used by the host packer and by every
-// kernel. It is the same in packed files of layout_version 1 to 4, whose metadata differs
-// (cutlass_ops/weights/formats.py).
+// kernel. It is the same in packed files of every layout version below, whose metadata differs.
 //
 // Weights are operand A of every matrix instruction (rows of W are the instruction's M), so that a
 // lane's fragment of weights goes from memory to registers by one 16-byte load, without shared
@@ -61,6 +60,12 @@
 #endif
 
 namespace cutlass_ops {
+
+// What packed files call the order and its version. A file has the version of what it holds: plain
+// weights, experts whose rows of gate and up are in eights, or other gated weights. Version 1 is
+// kLayoutVersion without checksums.
+inline constexpr char kLayoutName[] = "cutlass_ops.slab64";
+inline constexpr int kLayoutVersion = 2, kGatedExpertsLayoutVersion = 3, kGatedLayoutVersion = 4;
 
 inline constexpr int kRowsPerPanel = 64;
 inline constexpr int kKPerTile = 128;

@@ -90,8 +90,8 @@ Status quantized_values(QuantizedValues const& problem, Stream stream);
 
 // The column sums of a weight (zero_compensation.h), colsum_bytes(weight) bytes from an address
 // that is a multiple of 16, which place_colsums() then attaches to the weight, so that products
-// need not compute them. Of groups of 128 or more, without offsets or a code book, and without zero
-// points at 8 bits.
+// need not compute them. The weight has groups of 128 or more, no offsets, no code book, and no
+// zero points at 8 bits.
 Status weight_colsum(PackedWeight const& weight, void* colsums, Stream stream);
 
 // Codes to the order of layout.h, all of packed_bytes(n, k, bits) written and padding zero, and

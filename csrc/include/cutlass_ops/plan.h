@@ -28,8 +28,8 @@ struct WorkspaceLayout {
 // separate cluster. Where fewer clusters remain than tiles, each computes the last slices of
 // `tiles_per_cluster` tiles, one after another, and these slices are shorter in proportion.
 struct StreamKTail {
-  // Starting another last slice costs a cluster as much as so many K tiles, some 4 us (measured on
-  // an H200 with 128 to 176 rows of x).
+  // Starting another last slice costs a cluster as much time as so many K tiles
+  // (docs/tuning-notes.md).
   static constexpr int kStartTiles = 6;
 
   int parts = 1, tiles_per_cluster = 1;

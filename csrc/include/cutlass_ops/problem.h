@@ -1,9 +1,9 @@
 // The problems of the operators as plain data: pointers, sizes and types, all owned by the caller.
 //
 // The product is y[M, N] = act(x[M, K] @ W[N, K]^T + bias[N]) + residual[M, N]. N, K and the
-// weight's format belong to the weight; M to the activations. Of a gated weight, whose rows are
-// those of two weights gate and up, it is
-// y[M, N / 2] = act(x @ gate^T + bias of gate) * (x @ up^T + bias of up) + residual[M, N / 2].
+// weight's format belong to the weight; M to the activations. A gated weight has the rows of two
+// weights, gate and up, and its product is
+//   y[M, N / 2] = act(x @ gate^T + bias of gate) * (x @ up^T + bias of up) + residual[M, N / 2].
 #pragma once
 
 #include <cstddef>
@@ -72,15 +72,16 @@ struct QuantizedActivations {
   // The range of all x, [2] on the device, for a kernel that quantises x with one scale.
   uint32_t* range = nullptr;
 
-  // What mixed_gemm makes of them, or has made instead of codes, for a kernel that multiplies
-  // 16-bit floats: their values, [m][k_pad] in the order of columns.
+  // The values of x in 16 bits, [m][k_pad] in the order of columns, for a kernel that multiplies
+  // floats. mixed_gemm computes them from the codes, or in place of codes.
   void* upcast = nullptr;
   DataType upcast_type = DataType::kNone;  // kFloat16 or kBFloat16
   bool upcast_row_scales = false;  // they include a row's one scale, too, which is otherwise
                                    // left to its sums
 
-  // What mixed_gemm makes of zero points, or of sums of codes where there are none, for a kernel
-  // that compensates zero points of many blocks at once (zero_compensation.h).
+  // The operand with which a kernel compensates zero points of many blocks at once
+  // (zero_compensation.h). mixed_gemm computes it from the zero points, or without these from sums
+  // of codes.
   void* zero_values = nullptr;
   float* zero_scales = nullptr;
 };

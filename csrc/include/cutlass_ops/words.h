@@ -19,8 +19,8 @@ void unpack_along_k(uint32_t const* words, int64_t n_stride, int64_t k_stride, u
 void unpack_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stride,
                     int const (&order)[8], uint8_t* codes, int64_t n, int64_t k, int threads = 0);
 
-// What becomes of the two codes of 4 bits in byte i of a run of bytes: places 2 i and 2 i + 1 (in
-// turn), or i and run + i.
+// Where the low and the high 4 bits of byte i of a run of bytes go: to places 2 i and 2 i + 1 (in
+// turn), or to i and run + i.
 enum class ByteOrder { low_high_in_turn, high_low_in_turn, low_then_high, high_then_low };
 
 // Block b of `bytes`, at b * stride, holds `size` bytes of codes in runs of `run`, which divides

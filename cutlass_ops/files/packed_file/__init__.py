@@ -40,7 +40,7 @@ The experts of a model's layer are two weights, named as transformers names the 
 whatever names the checkpoint had.
 
 Files that ``save_pretrained`` of transformers or diffusers wrote are recognised by the
-``config.json`` beside them. Of the table they have ``format``, ``weights``, ``kernels`` and
+``config.json`` beside them. They have the table's ``format``, ``weights``, ``kernels`` and
 ``experts``, the last three of the whole model in each shard. Where they lack these, ``config.json``
 has bits and group size, and N and K are those of ``bias`` and ``perm`` or, without them, those of
 the padded matrix.
