@@ -57,8 +57,9 @@ struct SlotTile {
   }
 };
 
-// The tiles of at most kMostFoundPositions positions, which are slots then, found by a CTA from
-// their ids: experts in the order of their first positions, and rows in that of theirs.
+// The tiles of at most kMostFoundPositions positions, which each CTA finds from their ids. Positions
+// are the slots then; experts come in the order of their first positions, and an expert's rows in
+// the order of their positions.
 class FoundTiles {
   static constexpr int kWarps = kMostFoundPositions / 32;  // each counts 32 positions
 
@@ -72,8 +73,8 @@ class FoundTiles {
     for (int i = threadIdx.x; i < experts; i += threads) counts[i] = make_uint2(0, 0);
   }
 
-  // By all threads of the CTA. share_of(count): of so many tiles, this CTA's in `tiles`: the first
-  // one's number and how many there are.
+  // By all threads of the CTA. share_of(count) returns which of `count` tiles are this CTA's, to be
+  // stored in `tiles`: the number of the first, and how many there are.
   template <class ShareOf>
   __device__ __forceinline__ static void store(RouteProblem const& route, uint2* counts,
                                                SlotTile* tiles, ShareOf share_of) {
@@ -150,7 +151,7 @@ struct RowPieces {
   RowPieces() = default;
 };
 
-// Four sums of neighbouring features from n on to outputs of a row of the tile.
+// The epilogue of four neighbouring features, from n on, of a row of the tile.
 __device__ __forceinline__ void finish_group(float (&v)[4], int x_row, int n, SlotTile const& tile,
                                              Groups const& groups, EpilogueParams const& p) {
   if (x_row >= tile.rows || n >= p.n) return;
@@ -183,10 +184,11 @@ __device__ __forceinline__ void finish_gated(float (&v)[4], float const* row_sca
 #pragma unroll
   for (float& x : v) x = nan_unless_finite(x);
   if (groups.bias) {
-    int64_t const at = int64_t(tile.expert) * groups.row_panels * kRowsPerPanel + row + lane / 4;
+    int64_t const bias_row =
+        int64_t(tile.expert) * groups.row_panels * kRowsPerPanel + row + lane / 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float const bias = load_float(groups.bias, groups.bias_type, at + h * 8);
+      float const bias = load_float(groups.bias, groups.bias_type, bias_row + h * 8);
       v[2 * h] += bias, v[2 * h + 1] += bias;
     }
   }

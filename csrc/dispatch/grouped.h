@@ -15,14 +15,14 @@ struct alignas(16) StoredTile {
 
 constexpr int kSlotRows = 16;  // an expert's slots begin at a multiple
 
-// Rows of x of a tile, of the kernels for more rows of an expert than the decode kernels' 16: of
-// 16-bit x, and of int8. Of 32 rows there is wgmma_fold16 alone.
+// BLOCK_M of the kernels for more rows of an expert than the decode kernels' 16: for 16-bit x, and
+// for int8 x. Only wgmma_fold16 has tiles of 32 rows.
 constexpr int kGroupedHeights[] = {32, 64, 96, 144, 208},
               kGroupedInt8Heights[] = {64, 96, 144, 176};
 constexpr int kLeastExactHeight = 64;  // of wgmma_gemm_a16
 
-// Positions, and experts, for which the decode kernels find their tiles from the ids, at most; slots
-// are positions then.
+// The most positions, and experts, for which the decode kernels find their tiles from the ids;
+// positions are then the slots.
 constexpr int kMostFoundPositions = 256, kMostFoundExperts = 1024;
 // Shared memory for that: counts of each expert's positions, a byte for each warp of them.
 constexpr int kFoundTilesBytes = kMostFoundExperts * (kMostFoundPositions / 32);

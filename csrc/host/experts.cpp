@@ -55,7 +55,7 @@ int most_tiles(RouteProblem const& r, int height) {
   int64_t const positions = r.positions(), touched = std::min<int64_t>(r.experts, positions);
   return int(touched + (positions - touched) / height);
 }
-// Those of gate and up, and where down's are of another height, these.
+// Whether the tiles of down have a table of their own.
 bool has_two_tables(MoePlan const& plan) { return plan.gate_up.block_m != plan.down.block_m; }
 int stored_tiles(RouteProblem const& r, MoePlan const& plan) {
   return most_tiles(r, plan.gate_up.block_m) +
@@ -85,7 +85,7 @@ int arrivals(MoePlan const& plan) {
 
 MoeLayout lay_out(MoeProblem const& p, MoePlan const& plan) {
   int const slots = plan.slots;
-  MoeLayout at;
+  MoeLayout layout;
   RouteProblem const& r = p.route;
   int const hidden = p.gate_up.stack.k, intermediate = p.down.stack.k;
   bool const quantizes = p.act_quant != ActQuant::kNone,
@@ -96,28 +96,30 @@ MoeLayout lay_out(MoeProblem const& p, MoePlan const& plan) {
   size_t const table_ints = size_t(stored_tiles(r, plan)) * 4 + 8 + size_t(slots) +
                             size_t(r.positions()) +
                             (size_t(r.experts) + 1) * size_t(route_chunks(r));
-  at.x = plan.routes ? align_256(table_ints * sizeof(int) + 64) : 0;
-  at.x_values = at.x + align_256(size_t(x_slots) * padded_k(hidden) * 2);
-  at.x_scales = at.x_values;
+  layout.x = plan.routes ? align_256(table_ints * sizeof(int) + 64) : 0;
+  layout.x_values = layout.x + align_256(size_t(x_slots) * padded_k(hidden) * 2);
+  layout.x_scales = layout.x_values;
   if (quantizes)
-    at.x_scales += quantized_bytes(gathers_first ? slots : rounded_rows(r.tokens), hidden,
-                                   p.gate_up.stack.group_size)
-                       .total();
-  at.hidden =
-      at.x_scales + (quantizes ? align_256(size_t(x_slots) *
-                                           scale_blocks(p, plan, p.gate_up.stack) * sizeof(float))
-                               : 0);
-  at.hidden_stride = ceil_div(intermediate, 8) * 8;
-  size_t const hidden_bytes = align_256(size_t(slots) * at.hidden_stride * 2);
-  at.hidden_gathered = at.hidden + hidden_bytes;
-  at.hidden_values = at.hidden_gathered + (p.down.perm ? hidden_bytes : 0);
-  at.outputs =
-      at.hidden_values +
+    layout.x_scales += quantized_bytes(gathers_first ? slots : rounded_rows(r.tokens), hidden,
+                                       p.gate_up.stack.group_size)
+                           .total();
+  layout.hidden =
+      layout.x_scales +
+      (quantizes
+           ? align_256(size_t(x_slots) * scale_blocks(p, plan, p.gate_up.stack) * sizeof(float))
+           : 0);
+  layout.hidden_stride = ceil_div(intermediate, 8) * 8;
+  size_t const hidden_bytes = align_256(size_t(slots) * layout.hidden_stride * 2);
+  layout.hidden_gathered = layout.hidden + hidden_bytes;
+  layout.hidden_values = layout.hidden_gathered + (p.down.perm ? hidden_bytes : 0);
+  layout.outputs =
+      layout.hidden_values +
       (quantizes ? quantized_bytes(slots, intermediate, p.down.stack.group_size).total() : 0);
-  at.slices = at.outputs + align_256(size_t(slots) * hidden * sizeof(float));
-  at.arrived = at.slices + align_256(std::max(slice_bytes(plan.gate_up), slice_bytes(plan.down)));
-  at.total = at.arrived + align_256(size_t(arrivals(plan)) * sizeof(int));
-  return at;
+  layout.slices = layout.outputs + align_256(size_t(slots) * hidden * sizeof(float));
+  layout.arrived =
+      layout.slices + align_256(std::max(slice_bytes(plan.gate_up), slice_bytes(plan.down)));
+  layout.total = layout.arrived + align_256(size_t(arrivals(plan)) * sizeof(int));
+  return layout;
 }
 
 Status unsupported_experts(std::string const& what) {
@@ -253,8 +255,9 @@ GroupedGemm product_of(PackedExperts const& experts, bool gated) {
   return gemm;
 }
 
-// Whether tiles of 16 rows multiply int8 codes on Hopper: with 4 bits in groups of 64 too, and of 32
-// where a row of x has one scale: with one a block, sums of so few columns take longer than values do.
+// Whether tiles of 16 rows multiply int8 codes on Hopper: with 4 bits in groups of 64 or more, and
+// of 32 where x has one scale a row. With one scale a block, sums of 32 columns take longer than the
+// product of 16-bit values.
 bool decodes_codes(MoeProblem const& p) {
   return multiplies_codes(p, [&](PackedWeight const& w) {
     int const least = code_bits(w) == 8 ? kKPerTile : p.act_quant == ActQuant::kToken ? 32 : 64;
@@ -288,8 +291,8 @@ int most_decode_rows(MoeProblem const& p, Device const& device) {
     return !nibbles                          ? kCodesOf8BitsRows
            : p.act_quant == ActQuant::kToken ? most.tokens
                                              : most.blocks;
-  // Tiles of 32 rows have 512 features: where a product's features do not fill them, tiles of 16 are
-  // faster for longer.
+  // Tiles of 32 rows have 512 features. Where these would be badly filled, tiles of 16 rows are
+  // faster up to more rows.
   double wanted = 0, used = 0;
   for (GroupedGemm const* gemm : {&gate_up, &down}) {
     int const features = gemm->groups.row_panels * kRowsPerPanel,
@@ -304,8 +307,8 @@ int most_decode_rows(MoeProblem const& p, Device const& device) {
   return used > 1.15 * wanted ? std::min(2 * rows, kMostDecodeRows) : rows;
 }
 
-// Rows of an expert on average up to which int8 codes with scales of blocks are multiplied as 16-bit
-// floats where weights have 4 bits, in tiles of 32 rows: those of int8 products have 64 or more.
+// Average rows of an expert up to which int8 codes with scales of blocks and 4-bit weights are
+// multiplied as 16-bit floats in tiles of 32 rows; int8 tiles have at least 64.
 constexpr int kMostRowsOfValues = 24;
 
 // Whether tiles of more than 16 rows multiply int8 codes on Hopper.
@@ -325,9 +328,9 @@ bool decodes(MoeProblem const& p, Device const& device) {
   return positions <= most_decode_rows(p, device) * touched;
 }
 
-// BLOCK_M of gate and up, and of down: smaller tiles waste fewer rows of an expert; larger ones decode
-// its weights less often, but their features may fill one product's badly. Tiles of 16 and of 32 rows
-// are both products': they are not as exact.
+// BLOCK_M of gate and up, and of down. Smaller tiles waste fewer rows of an expert; larger ones
+// decode its weights less often, but a product may fill their features badly. Both products have
+// tiles of 16 or 32 rows, or neither has, because these are less exact.
 std::pair<int, int> tile_heights(MoeProblem const& p, Device const& device) {
   if (decodes(p, device)) return {WgmmaDecodeShape::kBlockM, WgmmaDecodeShape::kBlockM};
   bool const int8 = multiplies_int8_tiles(p);
@@ -577,7 +580,7 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   Status status = check_addresses(
       {{"the workspace", workspace.data, kWorkspaceBytes, plan.workspace > 0}, {"out", p.out, 2}});
   if (!status.ok()) return status;
-  MoeLayout const at = lay_out(p, plan);
+  MoeLayout const layout = lay_out(p, plan);
   auto* const base = static_cast<uint8_t*>(workspace.data);
   RouteProblem const& r = p.route;
   int const slots = plan.slots, hidden = p.gate_up.stack.k, intermediate = p.down.stack.k;
@@ -590,7 +593,8 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
       table.tables[1] = {tiles + most_tiles(r, plan.gate_up.block_m), ints + 1, plan.down.block_m};
     table.used = ints + 2, table.position = ints + 8, table.of_position = table.position + slots;
     table.counts = table.of_position + r.positions(), table.chunks = route_chunks(r);
-    table.arrived = reinterpret_cast<int*>(base + at.arrived), table.arrived_count = arrivals(plan);
+    table.arrived = reinterpret_cast<int*>(base + layout.arrived),
+    table.arrived_count = arrivals(plan);
     status = launch_assign_slots(r, table, stream);
   }
 
@@ -604,7 +608,7 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   auto const quantize = [&](void const* x, int64_t stride, int rows) {
     if (!status.ok()) return;
     status = quantize_rows(p, plan, x, stride, rows, hidden, p.gate_up.stack.group_size,
-                           base + at.x_values, false, stream, &quantized);
+                           base + layout.x_values, false, stream, &quantized);
     gate_up.x = quantized.values, gate_up.x_stride = padded_k(hidden),
     gate_up.x_scales = quantized.scales;
     gate_up.x_rows = quantized.stride;
@@ -614,13 +618,13 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
     GatherProblem gather;
     gather.x = gate_up.x, gather.x_stride = gate_up.x_stride, gather.perm = p.gate_up.perm,
     gather.k = hidden;
-    gather.out = base + at.x, gather.out_stride = padded_k(hidden);
+    gather.out = base + layout.x, gather.out_stride = padded_k(hidden);
     if (quantizes_first && plan.int8)  // pairs of codes
       gather.x_stride /= 2, gather.out_stride /= 2, gather.k = int(gather.x_stride);
     if (gate_up.x_scales) {
       gather.scales = gate_up.x_scales, gather.scale_stride = gate_up.x_rows;
       gather.blocks = scale_blocks(p, plan, p.gate_up.stack);
-      gather.out_scales = reinterpret_cast<float*>(base + at.x_scales),
+      gather.out_scales = reinterpret_cast<float*>(base + layout.x_scales),
       gather.out_scale_stride = slots;
     }
     if (status.ok()) status = launch_gather_rows(r, table, gather, slots, stream);
@@ -634,11 +638,11 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   gate_up.x_type = gate_up.out_type = down.x_type = p.x_type;
   gate_up.rows = down.rows = down.x_rows = slots;
   if (plan.int8) gate_up.x_codes = down.x_codes = p.act_quant;
-  gate_up.out = base + at.hidden;
+  gate_up.out = base + layout.hidden;
   for (GroupedGemm* gemm : {&gate_up, &down}) {
     TileTable const& tiles = table.tables[gemm == &down && has_two_tables(plan)];
     gemm->groups.tiles = tiles.tiles, gemm->groups.count = tiles.count, gemm->groups.route = r,
-    gemm->slices = reinterpret_cast<float*>(base + at.slices);
+    gemm->slices = reinterpret_cast<float*>(base + layout.slices);
   }
   gate_up.arrived = table.arrived, down.arrived = table.arrived + plan.gate_up.grid_x;
   gate_up.groups.written = quantizes || plan.gathers, down.groups.written = true;
@@ -646,25 +650,25 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   gate_up.groups.bounds = {p.activation, p.clamp_low, p.clamp_high};
   if (status.ok()) status = launch_product(gate_up, plan, plan.gate_up, stream);
 
-  down.x = gate_up.out, down.x_stride = at.hidden_stride;
+  down.x = gate_up.out, down.x_stride = layout.hidden_stride;
   if (p.down.perm) {
     GatherProblem columns;
     columns.x = down.x, columns.x_stride = down.x_stride, columns.in_slots = true,
     columns.perm = p.down.perm;
     columns.k = intermediate, columns.out_stride = down.x_stride;
-    columns.out = base + at.hidden_gathered;
+    columns.out = base + layout.hidden_gathered;
     if (status.ok()) status = launch_gather_rows(r, table, columns, slots, stream);
     down.x = columns.out;
   }
   if (quantizes) {
     if (status.ok())
       status = quantize_rows(p, plan, down.x, down.x_stride, slots, intermediate,
-                             p.down.stack.group_size, base + at.hidden_values,
+                             p.down.stack.group_size, base + layout.hidden_values,
                              plan.down.wgmma_decode.cluster > 0, stream, &quantized);
     down.x = quantized.values, down.x_stride = padded_k(intermediate),
     down.x_scales = quantized.scales;
   }
-  down.out = base + at.outputs, down.out_type = outputs_type(p, plan);
+  down.out = base + layout.outputs, down.out_type = outputs_type(p, plan);
   if (status.ok()) status = launch_product(down, plan, plan.down, stream);
   if (status.ok()) {
     status = launch_sum_experts(r, table, down.out, down.out_type, p.down.n, p.topk_weights,

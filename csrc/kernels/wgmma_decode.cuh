@@ -24,8 +24,8 @@
 //
 //   wgmma_decode         codes minus zero points, exactly; after a tile, or with int8 x a group of
 //                        32 or 64 columns, sum = fma(its sum, weight scale, sum), as in
-//                        wgmma_gemm_a16.cu. Zero points of int8 x take away so many sums of the
-//                        tile's weights, which eight columns of ones with x's make on the way
+//                        wgmma_gemm_a16.cu. Zero points of int8 x are compensated by sums of the
+//                        tile's weights, which eight more columns of operand B, of ones, make
 //   wgmma_decode_fold16  the weights' values, rounded to the 16 bits of x (device/fold.cuh): one
 //                        set of sums over all of K
 #pragma once
@@ -69,8 +69,8 @@ __device__ __forceinline__ bool ends_with_x_row_scales(Params const& p) {
   return C::kInt8 && !C::kQuantizes && p.x_row_stride == 0;
 }
 
-// Scales of the rows of experts' x that are applied to sums, or null: those of codes with one a row,
-// and those of their values.
+// The scales of experts' rows of x that are applied to sums, or null: of codes with one scale a
+// row, and of their values.
 __device__ __forceinline__ float const* end_scales(Params const& p) {
   return p.x_row_stride == 0 ? p.x_row_scales : nullptr;
 }
@@ -87,8 +87,9 @@ __device__ __forceinline__ uint64_t columns_from(uint64_t x, uint32_t by) {
 // A tile's products of codes with 16-bit x and their promotion. `releases`: whether this lane
 // arrives at the barrier of stages that were read.
 template <class C, int kRowPanels>
-__device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& at, uint32_t table,
-                                               Params const& p, bool releases, uint64_t* empty,
+__device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& address,
+                                               uint32_t table, Params const& p, bool releases,
+                                               uint64_t* empty,
                                                float (&sums)[kRowPanels][C::kSums]) {
   int const next_group =
       p.weight_rows.count > 1 ? p.shape.most_row_panels * kRowsPerPanel * C::kScaleBytes : 0;
@@ -98,7 +99,7 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
 #pragma unroll
     for (int j = 0; j < C::kWords / 4; ++j) {
       uint32_t v[4];
-      load_shared(at.units + step / C::kSteps * C::kChunk + step % C::kSteps * C::kStepBytes +
+      load_shared(address.units + step / C::kSteps * C::kChunk + step % C::kSteps * C::kStepBytes +
                       j * kUnitBytes,
                   v);
 #pragma unroll
@@ -106,7 +107,7 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
     }
   };
   load(0);
-  next_stored.load(at.scales);
+  next_stored.load(address.scales);
 #pragma unroll
   for (int row_panel = 0; row_panel < kRowPanels; ++row_panel) {
     float products[C::kColumns / 2];
@@ -115,7 +116,7 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
       uint32_t two = 0;
       asm volatile("ld.shared.u16 %0, [%1];"
                    : "=r"(two)
-                   : "r"(at.zeros + row_panel * kRowsPerPanel));
+                   : "r"(address.zeros + row_panel * kRowsPerPanel));
       if constexpr (C::kZeros) zero = C::Decode::zero_constants(int8_t(two), int8_t(two >> 8));
     }
 #pragma unroll
@@ -149,7 +150,7 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
         stored = next_stored;
         int const next_row_panel = step + C::kGroupSteps < C::kSteps ? row_panel : row_panel + 1;
         if (next_row_panel < kRowPanels)
-          next_stored.load(at.scales + next_row_panel * kRowsPerPanel * C::kScaleBytes +
+          next_stored.load(address.scales + next_row_panel * kRowsPerPanel * C::kScaleBytes +
                            (next_row_panel == row_panel ? next_group : 0));
       }
       cute::warpgroup_wait<0>();
@@ -170,8 +171,8 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
 // A tile's products of codes with int8 x and their promotion, in kGroups groups: where there are
 // registers, a group's products are promoted while the next one's are made.
 template <class C, int kRowPanels, int kGroups>
-__device__ __forceinline__ void multiply_int8(uint64_t x, StageAddress const& at, Params const& p,
-                                              bool releases, uint64_t* empty,
+__device__ __forceinline__ void multiply_int8(uint64_t x, StageAddress const& address,
+                                              Params const& p, bool releases, uint64_t* empty,
                                               float (&sums)[kRowPanels][C::kSums]) {
   constexpr int kPieces = C::kPieces / kGroups,  // MMAs of 32 columns in a group
       kSets = kGroups > 1 && kRowPanels < (C::kZeros ? 2 : 3) ? 2 : 1;  // of registers
@@ -182,20 +183,20 @@ __device__ __forceinline__ void multiply_int8(uint64_t x, StageAddress const& at
 #pragma unroll
     for (int j = 0; j < C::kWords / 4; ++j) {
       uint32_t v[4];
-      load_shared(at.units + row_panel * C::kChunk + j * kUnitBytes, v);
+      load_shared(address.units + row_panel * C::kChunk + j * kUnitBytes, v);
 #pragma unroll
       for (int r = 0; r < 4; ++r) words[4 * j + r] = v[r];
     }
   };
   auto const multiply = [&](int row_panel, int group) {
     int const set = group % kSets;
-    stored[set].load(at.scales + (row_panel * kRowsPerPanel + group * rows) * C::kScaleBytes);
+    stored[set].load(address.scales + (row_panel * kRowsPerPanel + group * rows) * C::kScaleBytes);
     decode::RowConstants zero = {};
     if constexpr (C::kZeros) {
       uint32_t two;
       asm volatile("ld.shared.u16 %0, [%1];"
                    : "=r"(two)
-                   : "r"(at.zeros + row_panel * kRowsPerPanel + group * rows));
+                   : "r"(address.zeros + row_panel * kRowsPerPanel + group * rows));
       zero = C::Decode::zero_constants(int8_t(two), int8_t(two >> 8));
     }
 #pragma unroll
@@ -233,12 +234,12 @@ __device__ __forceinline__ void multiply_int8(uint64_t x, StageAddress const& at
       for (int tb = 0; tb < C::kMBlocks; ++tb) {
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                      : "=f"(x_row_scales[tb][0]), "=f"(x_row_scales[tb][1])
-                     : "r"(at.x_rows + group * C::kBlockM * 4 + tb * 32));
+                     : "r"(address.x_rows + group * C::kBlockM * 4 + tb * 32));
         if constexpr (C::kXRowZeros) {
           uint32_t zeros_of_two;
           asm volatile("ld.shared.u16 %0, [%1];"
                        : "=r"(zeros_of_two)
-                       : "r"(at.x_row_zeros + tb * 8));
+                       : "r"(address.x_row_zeros + tb * 8));
           x_row_zeros[tb][0] = int8_t(zeros_of_two), x_row_zeros[tb][1] = int8_t(zeros_of_two >> 8);
         }
       }
@@ -285,8 +286,9 @@ __device__ __forceinline__ void multiply_int8(uint64_t x, StageAddress const& at
 // A tile's products of values, 32 columns at a time: more operands would need more registers than
 // two CTAs per SM leave. kGroupsOf16: 32 columns have the scales of two groups.
 template <class C, int kRowPanels, bool kGroupsOf16>
-__device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& at, uint32_t table,
-                                                Params const& p, bool releases, uint64_t* empty,
+__device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& address,
+                                                uint32_t table, Params const& p, bool releases,
+                                                uint64_t* empty,
                                                 float (&sums)[kRowPanels][C::kSums]) {
   using Fold = typename C::Fold;
   constexpr int kGroups = C::kSteps * Fold::kGroups;  // of 32 columns
@@ -310,13 +312,14 @@ __device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& 
     int const row_panel = i / kGroups, group = i % kGroups, step = group / Fold::kGroups,
               part = group % Fold::kGroups;
     if (part < Fold::kLoads)
-      codes.load_part(at.units + row_panel * C::kChunk + step * C::kStepBytes, part);
+      codes.load_part(address.units + row_panel * C::kChunk + step * C::kStepBytes, part);
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       uint32_t const row =
           row_panel * kRowsPerPanel + (kGroupsOf16 ? kVectors * group + j : group >> shift) * rows;
-      vectors[j].load(
-          {at.scales + row * p.scale_bytes, at.offsets + row * p.offset_bytes, at.zeros + row}, p);
+      vectors[j].load({address.scales + row * p.scale_bytes, address.offsets + row * p.offset_bytes,
+                       address.zeros + row},
+                      p);
     }
   };
   load(0);
@@ -395,14 +398,14 @@ __device__ __forceinline__ void finish_piece(float (&v)[4], int n, int m_block,
   if (p.groups.gated) {
     finish_gated(v, end_scales(p), m_block * 8, n, tile, p.groups, p.epilogue);
   } else {
-    FeaturesOfRow at(v, m_block);
-    if (end_scales(p) && at.x_row < tile.rows)
-      at.scale(p.x_row_scales[row_of_slot(p.groups, tile.slots[at.x_row])]);
-    finish_group(at.sums, at.x_row, n + at.feature, tile, p.groups, p.epilogue);
+    FeaturesOfRow features(v, m_block);
+    if (end_scales(p) && features.x_row < tile.rows)
+      features.scale(p.x_row_scales[row_of_slot(p.groups, tile.slots[features.x_row])]);
+    finish_group(features.sums, features.x_row, n + features.feature, tile, p.groups, p.epilogue);
   }
 }
 
-// The same without gate and bias, straight from the lanes that have the sums: while other warps
+// Stores a piece without gate and bias straight from the lanes that have the sums: while other warps
 // wait for weights, scattered stores cost less than the exchange between lanes that would coalesce
 // them.
 __device__ __forceinline__ void store_piece(float const* v, int n, int m_block,
@@ -423,7 +426,7 @@ __device__ __forceinline__ void store_piece(float const* v, int n, int m_block,
 }
 
 // A warp's position in the ring of stages.
-struct RingPlace {
+struct RingPosition {
   int stage;
   uint32_t phase;
 
@@ -437,7 +440,7 @@ struct RingPlace {
 // tiles, and those to the blocks that end with them, or, where row panels are dealt, to outputs.
 template <class C, int kRowPanels>
 __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Params const& p,
-                                        Part const& part, int warp, int first, RingPlace& place,
+                                        Part const& part, int warp, int first, RingPosition& ring,
                                         SlotTile const& tile) {
   int const lane = threadIdx.x % 32, block = warp % 4, set = p.shape.sets > 1 ? warp / 4 : 0;
   float sums[kRowPanels][C::kSums] = {};
@@ -445,20 +448,20 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
   uint32_t row = first * kRowsPerPanel + lane / 4 * 8 + block * 2;  // in the order of group vectors
   uint32_t x_at = cute::cast_smem_ptr_to_uint(shared), base = x_at + p.shape.weights,
            weight_bytes = p.shape.weight_bytes;
-  StageAddress at{base + first * C::kChunk + block * (C::kChunk / 4) + lane * kLaneBytes,
-                  base + p.shape.scales + row * p.scale_bytes,
-                  0,
-                  base + p.shape.zeros + row,
-                  base + p.shape.x_row_scales + lane % 4 * 8,
-                  base + p.shape.x_row_scales + C::kXRowScaleBytes + lane % 4 * 2};
+  StageAddress address{base + first * C::kChunk + block * (C::kChunk / 4) + lane * kLaneBytes,
+                       base + p.shape.scales + row * p.scale_bytes,
+                       0,
+                       base + p.shape.zeros + row,
+                       base + p.shape.x_row_scales + lane % 4 * 8,
+                       base + p.shape.x_row_scales + C::kXRowScaleBytes + lane % 4 * 2};
   uint64_t* full = barriers.full;
-  asm volatile("" : "+r"(x_at), "+r"(at.units), "+r"(at.scales));
+  asm volatile("" : "+r"(x_at), "+r"(address.units), "+r"(address.scales));
   if (!C::kFolds) asm volatile("" : "+l"(full));
   if (C::kFolds && (C::kZeros || C::kOffsets)) asm volatile("" : "+r"(row));
-  if (C::kInt8 && !C::kGrouped) asm volatile("" : "+r"(at.x_rows));
-  if (C::kXRowZeros) asm volatile("" : "+r"(at.x_row_zeros));
-  int& stage = place.stage;
-  uint32_t& phase = place.phase;
+  if (C::kInt8 && !C::kGrouped) asm volatile("" : "+r"(address.x_rows));
+  if (C::kXRowZeros) asm volatile("" : "+r"(address.x_row_zeros));
+  int& stage = ring.stage;
+  uint32_t& phase = ring.phase;
   int to_quantize = warp / 4 + C::kWarpgroups;
 #pragma unroll 1
   for (int i = set; i < part.tiles; i += p.shape.sets) {
@@ -484,8 +487,9 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     uint64_t const x = uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 |
                        __shfl_sync(~0u, (x_at + stage * C::kXStride) >> 4 & 0x3fff, 0);
     TransactionBarrier::wait(full + stage, phase);
-    StageAddress here{at.units + offset, at.scales + offset, 0,
-                      at.zeros + offset, at.x_rows + offset, at.x_row_zeros + offset};
+    StageAddress here{
+        address.units + offset, address.scales + offset, 0,
+        address.zeros + offset, address.x_rows + offset, address.x_row_zeros + offset};
     if (C::kFolds) {  // from the scales': registers
       here.offsets =
           here.scales + (p.shape.offsets - p.shape.scales) + row * (p.offset_bytes - p.scale_bytes);
@@ -511,7 +515,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     } else {
       multiply_int8<C, kRowPanels, 4>(x, here, p, releases, empty, sums);
     }
-    place.advance(p.shape);
+    ring.advance(p.shape);
   }
   if (C::kDeals && p.shape.dealt && !p.groups.gated) {
 #pragma unroll
@@ -546,12 +550,12 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     for (int tb = 0; tb < C::kMBlocks; ++tb) {
       int piece = block * C::kMBlocks + tb, to = piece >> log_pieces;
       float const* v = &sums[row_panel][tb * 4];
-      int place =
+      int index =
           ((from * part.row_panels + first + row_panel) << log_pieces) + piece - (to << log_pieces);
       if (p.shape.cluster == 1) {
-        received[place * 32 + lane] = make_float4(v[0], v[1], v[2], v[3]);
+        received[index * 32 + lane] = make_float4(v[0], v[1], v[2], v[3]);
       } else {
-        store_remote(received + place * 32 + lane, make_float4(v[0], v[1], v[2], v[3]),
+        store_remote(received + index * 32 + lane, make_float4(v[0], v[1], v[2], v[3]),
                      &barriers.sums, to);
       }
     }
@@ -559,11 +563,11 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
 
 __device__ __forceinline__ void finish(float (&v)[4], int n, int m_block, float const* row_scales,
                                        EpilogueParams const& p) {
-  FeaturesOfRow at(v, m_block);
-  if (row_scales && at.x_row < p.m) at.scale(row_scales[at.x_row]);
-  n += at.feature;
-  if (at.x_row >= p.m || n >= p.n) return;
-  store_outputs(at.sums, at.x_row, n, p);
+  FeaturesOfRow features(v, m_block);
+  if (row_scales && features.x_row < p.m) features.scale(row_scales[features.x_row]);
+  n += features.feature;
+  if (features.x_row >= p.m || n >= p.n) return;
+  store_outputs(features.sums, features.x_row, n, p);
 }
 
 // A thread's part of either kernel.
@@ -651,7 +655,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
     if (warp / 4 < part.tiles)
       quantize<C>(cute::cast_smem_ptr_to_uint(shared), warp / 4, 0, barriers.full, p);
   }
-  RingPlace place{p.shape.sets > 1 ? warp / 4 : 0, 0};
+  RingPosition ring{p.shape.sets > 1 ? warp / 4 : 0, 0};
   bool more = false;
   do {
     int first = 0, count = part.row_panels;
@@ -664,9 +668,9 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
     switch (count) {
       case 0:
         if (C::kDeals && p.shape.dealt) {  // a stage is free when all warpgroups have arrived
-          for (int i = 0; i < part.tiles; ++i, place.advance(p.shape)) {
-            TransactionBarrier::wait(&barriers.full[place.stage], place.phase);
-            if (threadIdx.x % 32 == 0) ClusterBarrier::arrive(&barriers.empty[place.stage]);
+          for (int i = 0; i < part.tiles; ++i, ring.advance(p.shape)) {
+            TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+            if (threadIdx.x % 32 == 0) ClusterBarrier::arrive(&barriers.empty[ring.stage]);
           }
         } else {
           cute::cluster_arrive_relaxed();
@@ -674,14 +678,14 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
         }
         break;
       case 1:
-        consume<C, 1>(shared, barriers, p, part, warp, first, place, tile);
+        consume<C, 1>(shared, barriers, p, part, warp, first, ring, tile);
         break;
       case 2:
-        consume<C, 2>(shared, barriers, p, part, warp, first, place, tile);
+        consume<C, 2>(shared, barriers, p, part, warp, first, ring, tile);
         break;
       case 3:
         if constexpr (C::kMostRowPanels >= 3)
-          consume<C, 3>(shared, barriers, p, part, warp, first, place, tile);
+          consume<C, 3>(shared, barriers, p, part, warp, first, ring, tile);
         break;
     }
     if constexpr (C::kDeals)

@@ -54,8 +54,8 @@ struct StageConfig {
   static constexpr int kXRowBytes = kQuantizes ? 0 : kXBytes + kXRowScaleBytes + kXRowZeroBytes;
   // K-slices of 16 columns, 32 with int8, that are multiplied together in a step; steps of a tile.
   static constexpr int kPieces = 4, kSteps = kInt8 ? 1 : 2;
-  // Lanes of a warpgroup that arrive when they have read a stage: all of them where racecheck does
-  // not understand that one lane arrives for its warp, but for experts', whose stages go on from
+  // Lanes of a warpgroup that arrive when they have read a stage. All of them with int8 x, since
+  // racecheck misreads one arrival a warp; one of each warp for experts, whose stages go on from
   // one tile to the next.
   static constexpr int kReaders = kInt8 && !kGrouped ? 128 : 4;
   // of a row block
@@ -91,8 +91,8 @@ struct Config
   using Scale = Scale_;
   static constexpr bool kFolds = false, kCodebook = Format::kTableBytes > 0, kZeros = kZeros_,
                         kOffsets = false, kDeals = kGrouped_, kShortGroups = kShortGroups_;
-  // Row panels that are assigned together. A part of a tile takes as long as the warpgroup with most
-  // row panels, so shares that began anywhere would make the other warpgroups wait.
+  // Row panels that are assigned together. A part of a tile takes as long as the warpgroup with
+  // most row panels, so shares that began anywhere would make the other warpgroups wait.
   static constexpr int kPanelsPerRun = WgmmaDecodeShape::warpgroups(kOneCta_);
   static constexpr int kScaleBytes = sizeof(Scale);
   static constexpr bool kIntegers = kQuantizes_ || std::is_same_v<Element_, int8_t>;
@@ -141,8 +141,9 @@ struct Params {
   RowPieces rows;  // of experts' x
 };
 
-constexpr int kCodeRun = 2048;  // bytes of codes that are a dimension of their map, whose boxes are
-                                // of 256 words at most
+// Bytes of the inner dimension of the codes' tensor map: a box has at most 256 elements in one, here
+// 64-bit words.
+constexpr int kCodeRun = 2048;
 
 // Barriers of stages: all copies have arrived; all has been read; x has arrived and must still be
 // quantised.
@@ -156,8 +157,9 @@ struct Barriers {
 struct Dealt {
   int begin, end, first_tile;
 
-  // The row panels of a cluster in one tile, or an equal share of the panels of all `tiles`. A share
-  // is whole runs of `length` row panels of a tile, unless a CTA would have more row panels for that.
+  // The row panels of a cluster in one tile, or an equal share of the panels of all `tiles`. A
+  // share is whole runs of `length` row panels of a tile, unless a CTA would have more row panels
+  // for that.
   __device__ __forceinline__ Dealt(Params const& p, int tiles, int length) {
     int const index = blockIdx.x >> p.log_cluster, row_panels = p.groups.row_panels;
     if (p.shape.dealt) {

@@ -18,7 +18,7 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
   if constexpr (C::kGrouped) {
     int const row_panel = part.expert * p.groups.row_panels + part.first_row_panel;
     int const bytes = p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0);
-    if (p.shape.dealt) {  // of as many row panels as there are, which no box of a map can be
+    if (p.shape.dealt) {  // the number of row panels varies, which a map's box cannot
       int const rows = part.row_panels * kRowsPerPanel;
       TransactionBarrier::arrive_and_expect_tx(
           full, part.row_panels * C::kChunk + p.weight_rows.count * rows * bytes);
@@ -29,9 +29,9 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
 #pragma unroll 1
       for (int i = 0; i < p.weight_rows.count; ++i) {
         int64_t const from = int64_t(group + i) * p.n_pad + row_panel * kRowsPerPanel;
-        auto const copy = [&](void const* vectors, int at, int size) {
+        auto const copy = [&](void const* vectors, int offset, int size) {
           cute::SM90_BULK_COPY_G2S::copy(static_cast<uint8_t const*>(vectors) + from * size, full,
-                                         to + at + i * features * size, rows * size);
+                                         to + offset + i * features * size, rows * size);
         };
         copy(w.scales, p.shape.scales, p.scale_bytes);
         if (offsets) copy(w.offsets, p.shape.offsets, p.offset_bytes);
@@ -87,10 +87,10 @@ __device__ __forceinline__ void copy_x_rows(uint8_t* to, uint8_t* to_scales, uin
                                  to + panel * C::kPanelBytes,
                                  tile * kKPerTile + panel * (kKPerTile / 2), 0);
   if (C::kInt8 && !C::kQuantizes) {
-    int64_t const at = int64_t(tile) * p.x_row_stride;
-    cute::SM90_BULK_COPY_G2S::copy(p.x_row_scales + at, full, to_scales, C::kXRowScaleBytes);
+    int64_t const first = int64_t(tile) * p.x_row_stride;
+    cute::SM90_BULK_COPY_G2S::copy(p.x_row_scales + first, full, to_scales, C::kXRowScaleBytes);
     if (C::kXRowZeros)
-      cute::SM90_BULK_COPY_G2S::copy(p.x_row_zeros + at, full, to_scales + C::kXRowScaleBytes,
+      cute::SM90_BULK_COPY_G2S::copy(p.x_row_zeros + first, full, to_scales + C::kXRowScaleBytes,
                                      C::kXRowZeroBytes);
   }
 }
