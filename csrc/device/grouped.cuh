@@ -57,9 +57,9 @@ struct SlotTile {
   }
 };
 
-// The tiles of at most kMostFoundPositions positions, which each CTA finds from their ids. Positions
-// are the slots then; experts come in the order of their first positions, and an expert's rows in
-// the order of their positions.
+// The tiles of at most kMostFoundPositions positions, which each CTA finds from their ids.
+// Positions are the slots then; experts come in the order of their first positions, and an expert's
+// rows in the order of their positions.
 class FoundTiles {
   static constexpr int kWarps = kMostFoundPositions / 32;  // each counts 32 positions
 

@@ -55,7 +55,7 @@ int most_tiles(RouteProblem const& r, int height) {
   int64_t const positions = r.positions(), touched = std::min<int64_t>(r.experts, positions);
   return int(touched + (positions - touched) / height);
 }
-// Whether the tiles of down have a table of their own.
+// Whether the tiles of down have another table than those of gate and up.
 bool has_two_tables(MoePlan const& plan) { return plan.gate_up.block_m != plan.down.block_m; }
 int stored_tiles(RouteProblem const& r, MoePlan const& plan) {
   return most_tiles(r, plan.gate_up.block_m) +
@@ -256,8 +256,8 @@ GroupedGemm product_of(PackedExperts const& experts, bool gated) {
 }
 
 // Whether tiles of 16 rows multiply int8 codes on Hopper: with 4 bits in groups of 64 or more, and
-// of 32 where x has one scale a row. With one scale a block, sums of 32 columns take longer than the
-// product of 16-bit values.
+// of 32 where x has one scale a row. With one scale a block, sums of 32 columns take longer than
+// the product of 16-bit values.
 bool decodes_codes(MoeProblem const& p) {
   return multiplies_codes(p, [&](PackedWeight const& w) {
     int const least = code_bits(w) == 8 ? kKPerTile : p.act_quant == ActQuant::kToken ? 32 : 64;

@@ -405,9 +405,9 @@ __device__ __forceinline__ void finish_piece(float (&v)[4], int n, int m_block,
   }
 }
 
-// Stores a piece without gate and bias straight from the lanes that have the sums: while other warps
-// wait for weights, scattered stores cost less than the exchange between lanes that would coalesce
-// them.
+// Stores a piece without gate and bias straight from the lanes that have the sums: while other
+// warps wait for weights, scattered stores cost less than the exchange between lanes that would
+// coalesce them.
 __device__ __forceinline__ void store_piece(float const* v, int n, int m_block,
                                             SlotTile const& tile, Params const& p) {
   int const lane = threadIdx.x % 32;

@@ -141,8 +141,8 @@ struct Params {
   RowPieces rows;  // of experts' x
 };
 
-// Bytes of the inner dimension of the codes' tensor map: a box has at most 256 elements in one, here
-// 64-bit words.
+// Bytes of the inner dimension of the codes' tensor map: a box has at most 256 elements in one,
+// here 64-bit words.
 constexpr int kCodeRun = 2048;
 
 // Barriers of stages: all copies have arrived; all has been read; x has arrived and must still be
