@@ -22,9 +22,9 @@
 #include "cutlass_ops/ops.h"
 #include "cutlass_ops/zero_compensation.h"
 #include "dispatch/cost.h"
+#include "dispatch/launchers.h"
 #include "dispatch/problem.h"
 #include "dispatch/spec.h"
-#include "kernels/kernels.h"
 
 using namespace cutlass_ops;
 

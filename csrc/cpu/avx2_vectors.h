@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "cpu/avx2_mantissa.h"
+#include "formats/avx2_mantissa.h"
 #include "formats/formats.h"
 
 namespace cutlass_ops {

@@ -8,8 +8,8 @@
 #include "device/grouped.cuh"
 #include "device/hopper.cuh"
 #include "device/hopper_x_rows.cuh"
+#include "dispatch/ctas.h"
 #include "dispatch/problem.h"
-#include "kernels/ctas.h"
 
 namespace cutlass_ops::hopper {
 

@@ -4,8 +4,8 @@
 
 #include "cutlass_ops/layout.h"
 #include "device/scalar.cuh"
+#include "dispatch/conv_int8.h"
 #include "dispatch/problem.h"
-#include "kernels/conv_int8.h"
 
 namespace cutlass_ops {
 

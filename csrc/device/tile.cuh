@@ -9,7 +9,7 @@
 #include "device/image_tiles.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
-#include "kernels/ctas.h"
+#include "dispatch/ctas.h"
 
 namespace cutlass_ops {
 

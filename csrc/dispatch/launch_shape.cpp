@@ -4,9 +4,9 @@
 
 #include "cutlass_ops/zero_compensation.h"
 #include "dispatch/cost.h"
+#include "dispatch/ctas.h"
 #include "dispatch/decode_shape.h"
 #include "dispatch/problem.h"
-#include "kernels/ctas.h"
 
 namespace cutlass_ops {
 namespace {

@@ -4,10 +4,10 @@
 
 #include "dispatch/cost.h"
 #include "dispatch/launch_shape.h"
+#include "dispatch/launchers.h"
 #include "dispatch/problem.h"
 #include "dispatch/spec.h"
 #include "formats/formats.h"
-#include "kernels/kernels.h"
 
 namespace cutlass_ops {
 namespace {

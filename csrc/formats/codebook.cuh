@@ -4,7 +4,7 @@
 #include "cutlass_ops/format.h"
 #include "device/decode.cuh"
 #ifdef __AVX2__
-#include "cpu/avx2_mantissa.h"
+#include "formats/avx2_mantissa.h"
 #endif
 
 namespace cutlass_ops {

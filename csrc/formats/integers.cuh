@@ -5,7 +5,7 @@
 #include "device/decode.cuh"
 #include "formats/width.h"
 #ifdef __AVX2__
-#include "cpu/avx2_mantissa.h"
+#include "formats/avx2_mantissa.h"
 #endif
 
 namespace cutlass_ops {

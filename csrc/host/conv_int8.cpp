@@ -12,8 +12,8 @@
 
 #include "cutlass_ops/conv.h"
 #include "dispatch/checks.h"
+#include "dispatch/conv_int8.h"
 #include "dispatch/problem.h"
-#include "kernels/conv_int8.h"
 
 namespace cutlass_ops {
 namespace {

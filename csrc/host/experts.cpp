@@ -15,9 +15,9 @@
 #include "dispatch/decode_shape.h"
 #include "dispatch/grouped.h"
 #include "dispatch/launch_shape.h"
+#include "dispatch/launchers.h"
 #include "dispatch/problem.h"
 #include "formats/formats.h"
-#include "kernels/kernels.h"
 
 namespace cutlass_ops {
 namespace {

@@ -7,8 +7,8 @@
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/zero_compensation.h"
 #include "dispatch/checks.h"
+#include "dispatch/launchers.h"
 #include "dispatch/problem.h"
-#include "kernels/kernels.h"
 
 #if CUTLASS_OPS_CUDA
 #include <cuda_runtime_api.h>

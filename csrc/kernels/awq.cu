@@ -27,7 +27,7 @@
 #include "device/launch.cuh"
 #include "device/mma.cuh"
 #include "device/scalar.cuh"
-#include "kernels/kernels.h"
+#include "dispatch/launchers.h"
 
 namespace cutlass_ops {
 namespace {

@@ -19,7 +19,7 @@
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
-#include "kernels/ctas.h"
+#include "dispatch/ctas.h"
 
 namespace cutlass_ops {
 namespace {

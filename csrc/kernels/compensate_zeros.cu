@@ -3,7 +3,7 @@
 #include "device/launch.cuh"
 #include "device/quantize.cuh"
 #include "device/zero_values.cuh"
-#include "kernels/kernels.h"
+#include "dispatch/launchers.h"
 
 namespace cutlass_ops {
 namespace {

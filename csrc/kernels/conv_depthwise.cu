@@ -30,7 +30,7 @@
 #include "device/image_tiles.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
-#include "kernels/kernels.h"
+#include "dispatch/launchers.h"
 
 namespace cutlass_ops {
 namespace {

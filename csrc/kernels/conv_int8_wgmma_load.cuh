@@ -4,7 +4,7 @@
 #include <cutlass/arch/barrier.h>
 
 #include "device/hopper.cuh"
-#include "kernels/conv_int8.h"
+#include "dispatch/conv_int8.h"
 
 namespace cutlass_ops {
 namespace {

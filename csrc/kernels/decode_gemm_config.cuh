@@ -12,9 +12,9 @@
 #include "device/tile.cuh"
 #include "dispatch/checks.h"
 #include "dispatch/decode_shape.h"
+#include "dispatch/launchers.h"
 #include "dispatch/problem.h"
 #include "formats/formats.h"
-#include "kernels/kernels.h"
 
 // for other GPUs the kernels have no bodies, which read the members of Config
 #pragma nv_diag_suppress 177

@@ -9,9 +9,9 @@
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
+#include "dispatch/launchers.h"
 #include "dispatch/problem.h"
 #include "formats/formats.h"
-#include "kernels/kernels.h"
 
 namespace cutlass_ops {
 namespace {

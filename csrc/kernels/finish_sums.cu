@@ -2,8 +2,8 @@
 // outputs a thread.
 #include "device/epilogue.cuh"
 #include "device/launch.cuh"
+#include "dispatch/launchers.h"
 #include "dispatch/problem.h"
-#include "kernels/kernels.h"
 
 namespace cutlass_ops {
 namespace {

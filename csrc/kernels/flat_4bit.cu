@@ -20,7 +20,7 @@
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/scalar.cuh"
-#include "kernels/kernels.h"
+#include "dispatch/launchers.h"
 
 namespace cutlass_ops {
 namespace {

@@ -6,8 +6,8 @@
 //   its outputs          |    0..7   |   8..15   | ...
 #include "device/epilogue.cuh"
 #include "device/launch.cuh"
+#include "dispatch/launchers.h"
 #include "dispatch/problem.h"
-#include "kernels/kernels.h"
 
 namespace cutlass_ops {
 namespace {

@@ -20,9 +20,9 @@
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
+#include "dispatch/ctas.h"
 #include "dispatch/problem.h"
 #include "formats/formats.h"
-#include "kernels/ctas.h"
 
 #pragma nv_diag_suppress 177  // not every kernel reads every member of its Config
 

@@ -32,8 +32,8 @@
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
+#include "dispatch/ctas.h"
 #include "formats/formats.h"
-#include "kernels/ctas.h"
 
 namespace cutlass_ops {
 namespace {

@@ -7,8 +7,8 @@
 // transposition by shuffles.
 #include "cutlass_ops/layout.h"
 #include "device/launch.cuh"
+#include "dispatch/launchers.h"
 #include "formats/width.h"
-#include "kernels/kernels.h"
 
 namespace cutlass_ops {
 namespace {

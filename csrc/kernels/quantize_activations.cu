@@ -43,7 +43,7 @@
 #include "device/quantize.cuh"
 #include "device/upcast.cuh"
 #include "device/zero_values.cuh"
-#include "kernels/kernels.h"
+#include "dispatch/launchers.h"
 
 namespace cutlass_ops {
 namespace {

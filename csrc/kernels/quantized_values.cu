@@ -11,8 +11,8 @@
 #include "device/epilogue.cuh"
 #include "device/launch.cuh"
 #include "device/quantize.cuh"
+#include "dispatch/launchers.h"
 #include "dispatch/problem.h"
-#include "kernels/kernels.h"
 
 namespace cutlass_ops {
 namespace {

@@ -5,8 +5,8 @@
 #include "cutlass_ops/layout.h"
 #include "device/grouped.cuh"
 #include "device/launch.cuh"
+#include "dispatch/launchers.h"
 #include "dispatch/problem.h"
-#include "kernels/kernels.h"
 
 namespace cutlass_ops {
 namespace {

@@ -4,7 +4,7 @@
 #include "cutlass_ops/layout.h"
 #include "device/epilogue.cuh"
 #include "device/launch.cuh"
-#include "kernels/kernels.h"
+#include "dispatch/launchers.h"
 
 namespace cutlass_ops {
 namespace {

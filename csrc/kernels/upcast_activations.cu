@@ -4,7 +4,7 @@
 // columns of a row.
 #include "device/launch.cuh"
 #include "device/upcast.cuh"
-#include "kernels/kernels.h"
+#include "dispatch/launchers.h"
 
 namespace cutlass_ops {
 namespace {

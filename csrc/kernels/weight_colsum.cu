@@ -11,8 +11,8 @@
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/scalar.cuh"
+#include "dispatch/launchers.h"
 #include "formats/formats.h"
-#include "kernels/kernels.h"
 
 namespace cutlass_ops {
 namespace {

@@ -11,9 +11,9 @@
 #include "device/quantize.cuh"
 #include "device/tensor_map.cuh"
 #include "device/tile.cuh"
+#include "dispatch/launchers.h"
 #include "dispatch/problem.h"
 #include "formats/formats.h"
-#include "kernels/kernels.h"
 
 // for other GPUs the kernels have no bodies, which read the members of Config
 #pragma nv_diag_suppress 177

@@ -24,7 +24,7 @@
 
 #include "device/fold.cuh"
 #include "device/hopper_gemm.cuh"
-#include "kernels/ctas.h"
+#include "dispatch/ctas.h"
 
 // for other GPUs the kernels have no bodies, which read the members of Config
 #pragma nv_diag_suppress 177

@@ -6,8 +6,8 @@
 
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
+#include "dispatch/ctas.h"
 #include "formats/formats.h"
-#include "kernels/ctas.h"
 
 // for other GPUs the kernels have no bodies, which read the members of Config
 #pragma nv_diag_suppress 177

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "cutlass_ops/conv.h"
+#include "dispatch/conv_int8.h"
 #include "dispatch_problems.h"
-#include "kernels/conv_int8.h"
 
 namespace cutlass_ops {
 namespace {

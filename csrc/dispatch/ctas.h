@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cutlass_ops/layout.h"
-#include "kernels/kernels.h"
+#include "dispatch/launchers.h"
 
 namespace cutlass_ops {
 
