@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "cpu/cpu_kernels.h"
 #include "formats/avx2_mantissa.h"
 #include "formats/formats.h"
 

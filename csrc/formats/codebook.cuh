@@ -60,7 +60,8 @@ namespace {
 template <>
 struct Avx2Decoder<formats::Codebook> {
   __m256 low, high;  // by stored codes: values of 8 .. 15, then of 0 .. 7
-  explicit Avx2Decoder(CpuProduct const& p)
+  template <class Product>
+  explicit Avx2Decoder(Product const& p)
       : low(_mm256_loadu_ps(p.codebook + 8)), high(_mm256_loadu_ps(p.codebook)) {}
   template <int kElement>
   __m256 value(__m256i words, __m256) const {

@@ -102,7 +102,8 @@ namespace {
 
 template <>
 struct Avx2Decoder<formats::E4m3> {
-  explicit Avx2Decoder(CpuProduct const&) {}
+  template <class Product>
+  explicit Avx2Decoder(Product const&) {}
   template <int kElement>
   __m256 value(__m256i words, __m256) const {
     if constexpr (kElement < 3) words = _mm256_slli_epi32(words, 24 - 8 * kElement);

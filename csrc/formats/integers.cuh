@@ -83,7 +83,8 @@ namespace {
 
 template <>
 struct Avx2Decoder<formats::Int4> {
-  explicit Avx2Decoder(CpuProduct const&) {}
+  template <class Product>
+  explicit Avx2Decoder(Product const&) {}
   template <int kElement>
   __m256 value(__m256i words, __m256 zero) const {
     if constexpr (kElement == 3) words = _mm256_srli_epi32(words, 8);
@@ -94,7 +95,8 @@ struct Avx2Decoder<formats::Int4> {
 
 template <>
 struct Avx2Decoder<formats::Int8> {
-  explicit Avx2Decoder(CpuProduct const&) {}
+  template <class Product>
+  explicit Avx2Decoder(Product const&) {}
   template <int kElement>
   __m256 value(__m256i words, __m256 zero) const {
     if constexpr (kElement > 1) words = _mm256_srli_epi32(words, 16);
