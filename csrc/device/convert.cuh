@@ -1,5 +1,5 @@
 // Words of 4-bit or 8-bit integers to pairs of fp16 or bf16, in plain or interleaved order, signed
-// or unsigned. For tensors that are not in the packed order (device/decode.cuh decodes packed
+// or unsigned. For tensors that are not in the packed order (formats/decode.cuh decodes packed
 // ones).
 //
 // As there, a converter is pure 32-bit assembly (`bits`, host and device, tested exhaustively on
@@ -14,7 +14,7 @@
 // 2, 1, 3][i], so that pairs stand sixteen bits apart.
 #pragma once
 
-#include "device/decode.cuh"
+#include "formats/decode.cuh"
 
 namespace cutlass_ops::decode {
 

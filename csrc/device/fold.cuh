@@ -6,9 +6,9 @@
 
 #include <type_traits>
 
-#include "device/decode.cuh"
 #include "device/hopper.cuh"
 #include "device/scalar.cuh"
+#include "formats/decode.cuh"
 
 namespace cutlass_ops {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cutlass_ops/format.h"
-#include "device/decode.cuh"
+#include "formats/decode.cuh"
 #ifdef __AVX2__
 #include "formats/avx2_mantissa.h"
 #endif

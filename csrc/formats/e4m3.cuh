@@ -14,7 +14,7 @@
 #include <cmath>
 
 #include "cutlass_ops/format.h"
-#include "device/decode.cuh"
+#include "formats/decode.cuh"
 #ifdef __AVX2__
 #include "formats/avx2_mantissa.h"
 #endif

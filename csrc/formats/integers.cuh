@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cutlass_ops/format.h"
-#include "device/decode.cuh"
+#include "formats/decode.cuh"
 #include "formats/width.h"
 #ifdef __AVX2__
 #include "formats/avx2_mantissa.h"
@@ -43,7 +43,7 @@ struct Integers {
 #endif
 };
 
-// Decoders (device/decode.cuh):
+// Decoders (formats/decode.cuh):
 //   Decoder         to 16-bit floats, less zero points, exact
 //   BiasedDecoder   to subnormal fp16 with a bias, which the caller takes from sums
 //   Int8Decoder     to int8, less zero points if kZeros and kZerosFitInt8

@@ -6,7 +6,7 @@
 //   x        16 tiles of K at a time in shared memory, in the order of operand B's registers
 //   weights  from memory to registers, half a tile (64 features x 64 columns) by four 16-byte loads
 //            a lane, the next tile's in flight
-//   decode   by look-up in a table in shared memory (device/decode.cuh), to the book's value
+//   decode   by look-up in a table in shared memory (formats/decode.cuh), to the book's value
 //            rounded to x's type
 //   multiply mma.sync m16n8k16, fp32 sums of exact products. A look-up gives rows g and g + 8 for
 //            one column, an operand wants two columns of one row. So that nothing is exchanged, the
@@ -16,10 +16,10 @@
 //
 // Every warp has different features, so that sums are added only where K is split
 // (splitk_reduce.cu).
-#include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
 #include "dispatch/ctas.h"
+#include "formats/decode.cuh"
 
 namespace cutlass_ops {
 namespace {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cutlass_ops/layout.h"
-#include "device/decode.cuh"
 #include "device/epilogue.cuh"
 #include "device/even_partition.cuh"
 #include "device/hopper.cuh"
@@ -14,6 +13,7 @@
 #include "dispatch/decode_shape.h"
 #include "dispatch/launchers.h"
 #include "dispatch/problem.h"
+#include "formats/decode.cuh"
 #include "formats/formats.h"
 
 // for other GPUs the kernels have no bodies, which read the members of Config

@@ -6,11 +6,11 @@
 // each has eight neighbours of a row for a 16-byte store, and together whole lines. The arithmetic
 // is the reference's: (q - z) * s, c * s + o or value(q) * s, each operation rounded to fp32 by
 // itself, then one rounding to the output's type.
-#include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
 #include "dispatch/launchers.h"
 #include "dispatch/problem.h"
+#include "formats/decode.cuh"
 #include "formats/formats.h"
 
 namespace cutlass_ops {

@@ -17,10 +17,10 @@
 // in a range are searched cut by cut.
 #include <cute/arch/util.hpp>
 
-#include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/scalar.cuh"
 #include "dispatch/launchers.h"
+#include "formats/decode.cuh"
 
 namespace cutlass_ops {
 namespace {

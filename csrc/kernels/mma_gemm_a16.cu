@@ -17,11 +17,11 @@
 // A real offset o adds o * sum x. The tensor cores compute sum x, too, by an mma whose operand A is
 // x and whose operand B is all ones. (The registers of two B fragments of x, in another order, are
 // one A fragment.)
-#include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
 #include "dispatch/ctas.h"
 #include "dispatch/problem.h"
+#include "formats/decode.cuh"
 #include "formats/formats.h"
 
 #pragma nv_diag_suppress 177  // not every kernel reads every member of its Config

@@ -29,10 +29,10 @@
 // rows whose outputs it holds. For sum q operand A is x: the registers of two B fragments of x, in
 // another order, are one A fragment. Columns beyond K hold activations equal to za, so they add (za
 // - za)(c - zc) = 0, whatever the weights' padding is.
-#include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
 #include "dispatch/ctas.h"
+#include "formats/decode.cuh"
 #include "formats/formats.h"
 
 namespace cutlass_ops {

@@ -8,10 +8,10 @@
 #include <algorithm>
 
 #include "cutlass_ops/zero_compensation.h"
-#include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/scalar.cuh"
 #include "dispatch/launchers.h"
+#include "formats/decode.cuh"
 #include "formats/formats.h"
 
 namespace cutlass_ops {

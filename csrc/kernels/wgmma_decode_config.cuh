@@ -3,7 +3,6 @@
 
 #include <type_traits>
 
-#include "device/decode.cuh"
 #include "device/even_partition.cuh"
 #include "device/fold.cuh"
 #include "device/grouped.cuh"
@@ -13,6 +12,7 @@
 #include "device/tile.cuh"
 #include "dispatch/launchers.h"
 #include "dispatch/problem.h"
+#include "formats/decode.cuh"
 #include "formats/formats.h"
 
 // for other GPUs the kernels have no bodies, which read the members of Config

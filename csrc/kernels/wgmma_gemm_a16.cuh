@@ -17,9 +17,9 @@
 // wgmma_gemm_a16.cu has the instances for a weight, wgmma_gemm_a16_grouped.cu those for experts.
 #pragma once
 
-#include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
 #include "dispatch/ctas.h"
+#include "formats/decode.cuh"
 #include "formats/formats.h"
 
 // for other GPUs the kernels have no bodies, which read the members of Config

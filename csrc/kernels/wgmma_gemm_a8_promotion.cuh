@@ -4,9 +4,9 @@
 
 #include <algorithm>
 
-#include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
 #include "dispatch/ctas.h"
+#include "formats/decode.cuh"
 #include "formats/formats.h"
 
 // for other GPUs the kernels have no bodies, which read the members of Config

@@ -1,4 +1,4 @@
-// The vector instructions of device/decode.cuh on the host, in double. Their operands are 16-bit
+// The vector instructions of formats/decode.cuh on the host, in double. Their operands are 16-bit
 // floats and their results integers below 2^8, so that double is exact, and so are the
 // instructions, provided that the results are integers of that size, which the tests check.
 #pragma once

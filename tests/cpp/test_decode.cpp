@@ -1,4 +1,4 @@
-// The bit tricks of device/decode.cuh, exhaustively: every code at every place of a word, with
+// The bit tricks of formats/decode.cuh, exhaustively: every code at every place of a word, with
 // every zero point. The place of a code in a word is restated here, from the table in layout.h.
 #include <gtest/gtest.h>
 
@@ -7,8 +7,8 @@
 #include <cstring>
 #include <vector>
 
-#include "device/decode.cuh"
 #include "emulate.h"
+#include "formats/decode.cuh"
 #include "formats/e4m3.cuh"
 
 namespace cutlass_ops::decode {

@@ -1,4 +1,4 @@
-// The decoders of device/decode.cuh on the device: their PTX and their vector instructions, for
+// The decoders of formats/decode.cuh on the device: their PTX and their vector instructions, for
 // every code at every place of a word with every zero point. test_decode.cpp does the same with the
 // host's half of them.
 #include <cuda_bf16.h>

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "cutlass_ops/layout.h"
-#include "device/decode.cuh"
 #include "emulate.h"
+#include "formats/decode.cuh"
 
 namespace cutlass_ops {
 namespace {

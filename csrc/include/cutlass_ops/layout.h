@@ -45,7 +45,7 @@
 //     long as both operands share it. So one order serves fp16, bf16 and int8 activations.
 //   - Rows interleaved inside a byte, g low and g+8 high: w & 0xf0f0f0f0 is row g+8 and
 //     (w << 4) & 0xf0f0f0f0 row g, both as int8 bytes 16 * c. And 2t+8 stands between 2t and 2t+1,
-//     which so lie sixteen bits apart: one AND makes a half2 of them (device/decode.cuh).
+//     which so lie sixteen bits apart: one AND makes a half2 of them (formats/decode.cuh).
 //
 // Codes are stored centred, c = q - 2^(bits-1), in two's complement: padding is zero bytes, and
 // 8-bit words are int8 fragments as they stand.
