@@ -75,6 +75,23 @@ def test_rooms_import_only_what_is_below_them() -> None:
     assert wrong == []
 
 
+# Folders of csrc, from the ground up; ``include`` is the public API, "cutlass_ops/NAME.h".
+FOLDERS = ("include", "formats", "dispatch", "host", "cpu", "device", "kernels", "bindings")
+
+
+def test_folders_of_csrc_include_only_what_is_below_them() -> None:
+    csrc, wrong = PACKAGE.parent / "csrc", []
+    for path in sorted(csrc.rglob("*")):
+        if path.suffix not in {".h", ".cuh", ".cpp", ".cu", ".inc"}:
+            continue
+        folder = path.relative_to(csrc).parts[0]
+        for header in re.findall(r'#include "([^"/]+)/', path.read_text()):
+            below = "include" if header == "cutlass_ops" else header
+            if below in FOLDERS and FOLDERS.index(below) > FOLDERS.index(folder):
+                wrong.append(f"{path.relative_to(csrc)} includes {below}")
+    assert wrong == []
+
+
 def test_the_guide_names_files_that_exist() -> None:
     """Each path in docs/contributing.md, from the repository's root or the package's; a name alone,
     anywhere in the sources.
