@@ -8,8 +8,8 @@ namespace cutlass_ops {
 namespace {
 
 // Floats of eight codes. A decoder is made of the product (CpuProduct, csrc/cpu/cpu_kernels.h),
-// takes words of four codes, two rows of them in the order of lanes, and has `value<e>` of code e of
-// each word, less zero points.
+// takes words of four codes, two rows of them in the order of lanes, and has `value<e>` of code e
+// of each word, less zero points.
 template <class Format>
 struct Avx2Decoder;
 
