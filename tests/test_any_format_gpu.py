@@ -75,6 +75,7 @@ def weight(
         )
         codes = (magnitudes + 128 * integers(0, 2, (n, k), rng)).to(torch.uint8)
         return replace(plain, codes=codes, book=torch.tensor(formats.E4M3, device=GPU))
+    assert kind == "codebook", f"{kind} has no case"
     book = (
         integers(-16, 17, (16,), rng).float() / 8
         if exact
