@@ -487,6 +487,7 @@ class ConvPlan:
     block_n: int
     cluster_size: int
     slices: int
+    turns: bool
     windows: bool
     overlaps: bool
     ctas_per_sm: int

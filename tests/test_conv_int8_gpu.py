@@ -164,7 +164,8 @@ def both(
 
         found = conv_int8.launch(x, weight, geometry, scales, call, choose)
         plan = plans[len(results)]
-        results.append((f"{plan.kernel} {plan.block_m} {plan.block_n} {plan.cluster_size}", found))
+        form = f"{plan.block_m} {plan.block_n} {plan.cluster_size} {plan.windows} {plan.turns}"
+        results.append((f"{plan.kernel} {form}", found))
         if len(results) == len(plans):
             break
     expected = reference_conv.conv_int8(
@@ -404,7 +405,9 @@ def test_zero_points_of_one_weight_do_not_change_another() -> None:
     ("c", "n", "kernel", "size", "batch"),
     [
         (64, 64, 3, 56, 8),
+        (64, 64, 3, 57, 17),
         (64, 256, 1, 56, 8),
+        (200, 128, 3, 41, 21),
         (512, 512, 3, 7, 64),
         (320, 320, 3, 64, 2),
         (256, 256, 3, 40, 16),
@@ -446,7 +449,17 @@ def test_numbers_at_their_limits(device: str, groups: int) -> None:
     for x_scale, y_scale in ((3e38, 1.2e-38), (1.2e-38, 3e38), (1.0, 1e-30)):
         for w_scale in (1.0, 1e30, -1.0, 0.0):
             weight = packed(ones, torch.full((n,), w_scale, device="cuda"))
-            both(x, weight, geometry, device, x_scale=x_scale, y_scale=y_scale, y_zero_point=7)
+            for y_zero, dtype in ((7, torch.int8), (-128, torch.int8), (255, torch.uint8)):
+                both(
+                    x,
+                    weight,
+                    geometry,
+                    device,
+                    x_scale=x_scale,
+                    y_scale=y_scale,
+                    y_zero_point=y_zero,
+                    out_dtype=dtype,
+                )
     ends = torch.tensor([2**31 - 1, -(2**31), 5, -5] * 8, dtype=torch.int32, device="cuda")
     both(x, unit, geometry, device, bias=ends, x_zero_point=5, out_dtype=torch.int32)
     both(x, unit, geometry, device, bias=ends, x_zero_point=5, x_scale=1e-7)

@@ -167,6 +167,7 @@ def layer(row: tuple[Any, ...], zero: int) -> dict[str, Any]:
                 "block_m": plan.block_m,
                 "block_n": plan.block_n,
                 "cluster": plan.cluster_size,
+                "turns": plan.turns,
                 "windows": plan.windows,
                 "slices": plan.slices,
                 "us": round(microseconds(call, inputs), 2),

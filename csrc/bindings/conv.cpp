@@ -143,6 +143,7 @@ void register_conv(py::module_& m) {
       .def_readonly("block_n", &ConvPlan::block_n)
       .def_readonly("cluster_size", &ConvPlan::cluster_size)
       .def_readonly("slices", &ConvPlan::slices)
+      .def_readonly("turns", &ConvPlan::turns)
       .def_readonly("windows", &ConvPlan::windows)
       .def_readonly("overlaps", &ConvPlan::overlaps)
       .def_readonly("ctas_per_sm", &ConvPlan::ctas_per_sm)

@@ -111,18 +111,29 @@ struct ChannelVectors {
   int bias;
 };
 
-// Two bytes of each of four groups of 8 channels -> 8 bytes of one, in lanes of fours: lane t has
-// group t.
+// Two values at once: y's are the low bytes of the halves of the result. Other instructions than
+// above, fewer: integers are clamped and shifted in pairs of 16 bits. The conversion to integers
+// saturates, and so does that to 16 bits; bounds are smaller.
+__device__ __forceinline__ uint32_t requantize_two(ConvParams const& p, int first, int second,
+                                                   float first_factor, float second_factor) {
+  int const low = __float2int_rn(__fmul_rn(__int2float_rn(first), first_factor)),
+            high = __float2int_rn(__fmul_rn(__int2float_rn(second), second_factor));
+  uint32_t both;
+  asm("cvt.pack.sat.s16.s32 %0, %1, %2;" : "=r"(both) : "r"(high), "r"(low));
+  both = __vmins2(__vmaxs2(both, p.low_twice), p.high_twice);
+  return __viaddmax_s16x2(both, p.zero_twice, 0x80008000u);  // an addition
+}
+
+// The low bytes of the halves of four groups of 8 channels -> 8 bytes of one, in lanes of fours:
+// lane t has group t.
 __device__ __forceinline__ uint2 exchange_pairs(uint32_t (&pairs)[4], int t) {
-  uint32_t const even = __byte_perm(pairs[0], pairs[2], 0x5410),
-                 odd = __byte_perm(pairs[1], pairs[3], 0x5410);
+  uint32_t const even = __byte_perm(pairs[0], pairs[2], 0x6420),
+                 odd = __byte_perm(pairs[1], pairs[3], 0x6420);
   uint32_t const own = t % 2 ? odd : even, other = __shfl_xor_sync(~0u, t % 2 ? even : odd, 1);
-  // of lanes t & ~1 and t | 1
-  uint32_t const first = t % 2 ? other : own, second = t % 2 ? own : other;
-  // groups t % 2, + 2
-  uint32_t const low = __byte_perm(first, second, 0x5410),
-                 high = __byte_perm(first, second, 0x7632);
-  uint32_t const kept = t < 2 ? low : high, found = __shfl_xor_sync(~0u, t < 2 ? high : low, 2);
+  // Groups t % 2 and t % 2 + 2, of lanes t & ~1 and t | 1.
+  uint32_t const low = t % 2 ? 0x1054 : 0x5410, high = t % 2 ? 0x3276 : 0x7632;
+  uint32_t const kept = __byte_perm(own, other, t < 2 ? low : high),
+                 found = __shfl_xor_sync(~0u, __byte_perm(own, other, t < 2 ? high : low), 2);
   return t < 2 ? make_uint2(kept, found) : make_uint2(found, kept);
 }
 

@@ -11,6 +11,7 @@ struct ConvParams {
   int out_height = 0, out_width = 0;
   int pixels = 0;  // of the result
   float low = 0, high = 0;
+  unsigned low_twice = 0, high_twice = 0, zero_twice = 0;  // and y's zero point, as two int16
   bool whole_vectors = false;  // outputs are bytes, of which 8 neighbours are stored at once
   // Whether taps outside of x are loaded as zeros where they count as its zero point; and the most
   // that are cut along each axis.
@@ -33,26 +34,30 @@ struct ConvWindow {
   constexpr int bytes() const { return (pixels() * 128 + 1023) / 1024 * 1024; }
 };
 
-// conv_int8_wgmma.cu: Hopper (sm_90a alone), 128 pixels x 64, 128, 160 or 256 channels.
+// conv_int8_wgmma.cu: Hopper (sm_90a alone), 128 pixels x 64, 128 or 160 channels.
 struct ConvWgmmaTile {
-  static constexpr int kWarpgroups = 2, kBlockM = 64 * kWarpgroups;  // that multiply 64 pixels each
+  static constexpr int kWarpgroups = 2, kBlockM = 128;  // warpgroups that multiply
   static constexpr int kBlockK = 128;  // bytes of one tap: a line of the 128-byte swizzle
   static constexpr int kMostStages = 8;
   static constexpr int kStagedInts = 2 * 16 * 8;
   static constexpr int kBarrierBytes = (2 * (kMostStages + ConvWindow::kBuffers) + 1) * 8;
   static constexpr int kMostSlices = 4;
+  static constexpr int kPatches = kBlockM / (ConvWindow::kPatch * ConvWindow::kPatch);  // of a tile
 
   int block_n, cluster_size;  // CTAs of a cluster share weights
   bool windows;
   bool slices;  // a cluster's CTAs take a slice of the channels of one tile each
+  bool turns;   // the warpgroups multiply tiles in turn, or each half of the pixels of every tile
+  // Warpgroups that multiply a tile.
+  constexpr int sharing() const { return turns ? 1 : kWarpgroups; }
   // A loading warpgroup gives registers to the two that multiply, or a single warp loads.
-  constexpr bool moves_registers() const { return block_n > 128; }
+  constexpr bool moves_registers() const { return block_n / sharing() > 64; }
   constexpr int threads() const { return 2 * 128 + (moves_registers() ? 128 : 32); }
-  constexpr int ctas_per_sm() const { return block_n > 128 ? 1 : 2; }
+  constexpr int ctas_per_sm() const { return moves_registers() ? 1 : 2; }
   constexpr int pixel_bytes() const { return windows ? 0 : kBlockM * kBlockK; }  // of a stage
   constexpr int stage_bytes() const { return pixel_bytes() + block_n * kBlockK; }
   constexpr int window_bytes(ConvWindow const& window) const {
-    return windows ? ConvWindow::kBuffers * kWarpgroups * window.bytes() : 0;
+    return windows ? ConvWindow::kBuffers * kPatches * window.bytes() : 0;
   }
   // Factors and biases of the tile's channels, for each warpgroup; two buffers for stores of each
   // warp; and barriers.
@@ -71,9 +76,9 @@ struct ConvWgmmaTile {
   }
 };
 constexpr ConvWgmmaTile kConvWgmmaTiles[] = {
-    {64, 1, false, false},  {128, 1, false, false}, {160, 2, false, false},
-    {256, 2, false, false}, {64, 1, false, true},   {64, 2, true, false},
-    {128, 2, true, false},  {160, 2, true, false},  {64, 1, true, true}};
+    {64, 1, false, false, false}, {64, 1, false, false, true},   {128, 1, false, false, false},
+    {128, 1, false, false, true}, {160, 2, false, false, false}, {64, 1, false, true, false},
+    {64, 1, true, false, true},   {160, 2, true, false, false},  {64, 1, true, true, false}};
 Status launch_conv_int8_wgmma(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
 // gemm_int8_collective.cu: Hopper (sm_90a alone), products with rows of whole vectors of bytes.

@@ -127,9 +127,8 @@ __device__ __forceinline__ void store_row(Params const& p, int (&sums)[kFragment
       for (int i = 0; i < 4; ++i) {
         uint4 const v = *reinterpret_cast<uint4 const*>(vectors + (j + i) * 8);  // of two channels
         int const* const own = sums[j + i] + half * 2;
-        int const first = requantize(p, wrapping_add(own[0], int(v.y)), __uint_as_float(v.x));
-        int const second = requantize(p, wrapping_add(own[1], int(v.w)), __uint_as_float(v.z));
-        pairs[i] = __byte_perm(uint32_t(first), uint32_t(second), 0x0040);
+        pairs[i] = requantize_two(p, wrapping_add(own[0], int(v.y)), wrapping_add(own[1], int(v.w)),
+                                  __uint_as_float(v.x), __uint_as_float(v.z));
       }
       uint2 const bytes = exchange_pairs(pairs, t);
       if (there && j * 8 + t * 8 < channels) *reinterpret_cast<uint2*>(out + j * 8) = bytes;

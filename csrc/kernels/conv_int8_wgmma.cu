@@ -5,21 +5,21 @@
 // tap and block. The pixels of x come from one of two sources:
 //   taps     the stage also holds the pixels under the tap. TMA's im2col mode collects them in the
 //            order of the result's pixels, with zeros where there are none
-//   windows  the 64 pixels of a warpgroup are a patch of 8 x 8 in one image. All pixels under all
-//            taps of the patch are loaded once a block of channels, as a box of the image. The
-//            operand of a tap is eight lines of eight pixels inside it. wgmma can read them in
-//            place: the 128-byte swizzle is a function of the address, so an operand may begin
-//            at any pixel, and the stride from line to line is a field of the descriptor. With
-//            3 x 3 taps a tile needs 200 pixels instead of 1152. Only for strides of 1
+//   windows  64 pixels are a patch of 8 x 8 in one image. All pixels under all taps of the patch
+//            are loaded once a block of channels, as a box of the image. The operand of a tap is
+//            eight lines of eight pixels inside it. wgmma can read them in place: the 128-byte
+//            swizzle is a function of the address, so an operand may begin at any pixel, and the
+//            stride from line to line is a field of the descriptor. With 3 x 3 taps a tile needs
+//            200 pixels instead of 1152. Only for strides of 1
 // A block of at most 64 channels, the last of a tap, has lines of 64 bytes in the 64-byte swizzle:
 // TMA would fill the missing half of 128 bytes with zeros at 8 bytes a clock.
 //
-// All operands stay in shared memory. One warp loads; two warpgroups multiply 64 pixels each. The
-// CTAs of a cluster take neighbouring pixels, and each loads a part of the weights for both; or,
-// where there are few tiles, they share one tile, and each multiplies a slice of its channels. CTAs
-// take tiles in turn, channels fastest, so that concurrent CTAs share pixels in L2, and load the
-// next tile's stages while they store the current tile. Where two CTAs share an SM, one multiplies
-// while the other stores.
+// All operands stay in shared memory. One warp loads; two warpgroups multiply, in turn a tile each,
+// so that one stores while the other multiplies, or, where an SM has few tiles, 64 pixels each of
+// every tile. The CTAs of a cluster take neighbouring pixels, and each loads a part of the weights
+// for both; or, where there are few tiles, they share one tile, and each multiplies a slice of its
+// channels. CTAs take tiles in turn, channels fastest, so that concurrent CTAs share pixels in L2,
+// and load the next tile's stages while they store the current tile.
 //
 // The zero point of x is taken from the sums afterwards (requantize.cuh), as if no tap lay outside
 // of x, and put back for those that do. Outputs of four lanes are exchanged, so that a lane stores
@@ -42,6 +42,16 @@ __device__ __forceinline__ void multiply_step(uint64_t a, uint64_t b, uint32_t* 
   Mma::fma(a, b, sums[I]...);
 }
 
+// The sums of a tile that a warpgroup has.
+template <class C>
+using Sums = uint32_t[C::kBands][C::kSums];
+
+template <class C>
+__device__ __forceinline__ void fence_sums(Sums<C>& sums) {
+#pragma unroll
+  for (auto& band : sums) fence_registers(band);
+}
+
 // The main loop of a warpgroup. Sums are those of one tile.
 template <class C>
 struct Multiplier {
@@ -51,7 +61,7 @@ struct Multiplier {
   uint8_t const* stages;
   Barriers& barriers;
   Params const& p;
-  int const warpgroup, blocks;  // of channels
+  int const first, blocks;  // the first of its bands in a tile; of channels
   Ring ring, buffer{ConvWindow::kBuffers};
   int previous = -1, read = -1;  // a stage, and a window, to be released after its last products
 
@@ -68,61 +78,82 @@ struct Multiplier {
     }
   }
 
-  // The first so many steps of 32 channels of a stage. `pixels`: of a window.
+  // Leaves out the stages of a tile of the other warpgroup.
+  __device__ __forceinline__ void skip_tile() {
+    ring.advance(blocks * p.problem.weight.height * p.problem.weight.width);
+    if constexpr (C::kLoadsWindows) buffer.advance(blocks);
+  }
+
+  // The first so many steps of 32 channels of a stage. `pixels`: of the bands, where those of all
+  // taps are loaded at once.
   template <int kCount>
-  __device__ __forceinline__ void multiply_stage(uint32_t (&sums)[C::kSums], uint64_t pixels = 0) {
+  __device__ __forceinline__ void multiply_stage(Sums<C>& sums, uint64_t (&pixels)[C::kBands]) {
     constexpr int kLine = kCount <= 2 ? 64 : ConvWgmmaTile::kBlockK;
     uint8_t const* const stage = stages + ring.stage * C::kStageBytes;
-    if constexpr (!C::kLoadsWindows)
-      pixels = uniform_operand_descriptor<kLine>(stage + warpgroup * 64 * kLine);
+    if constexpr (!C::kLoadsWindows) {
+#pragma unroll
+      for (int i = 0; i < C::kBands; ++i)
+        pixels[i] = uniform_operand_descriptor<kLine>(stage + (first + i) * 64 * kLine);
+    }
     uint64_t const weights = uniform_operand_descriptor<kLine>(stage + C::kPixelBytes);
     TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-    fence_registers(sums);
+    fence_sums<C>(sums);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kCount; ++step) {
-      multiply_step<typename C::Mma>(pixels + step * 2, weights + step * 2, sums,
-                                     std::make_index_sequence<C::kSums>{});
+#pragma unroll
+      for (int i = 0; i < C::kBands; ++i)
+        multiply_step<typename C::Mma>(pixels[i] + step * 2, weights + step * 2, sums[i],
+                                       std::make_index_sequence<C::kSums>{});
     }
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<1>();
     if (previous >= 0) release();
-    fence_registers(sums);
+    fence_sums<C>(sums);
     previous = ring.stage;
     ring.advance();
   }
 
   // All taps of a block of channels.
   template <int kCount>
-  __device__ __forceinline__ void multiply_taps(uint32_t (&sums)[C::kSums]) {
+  __device__ __forceinline__ void multiply_taps(Sums<C>& sums) {
     ConvProblem const& problem = p.problem;
+    uint64_t pixels[C::kBands];
     if constexpr (C::kLoadsWindows) {
       constexpr int kLine = kCount <= 2 ? 64 : ConvWgmmaTile::kBlockK;
       constexpr int kStep = kLine / 16;  // of descriptors, from pixel to pixel
-      uint64_t const first = uniform_operand_descriptor<kLine>(
-          windows + (buffer.stage * C::kWarpgroups + warpgroup) * p.window.bytes(), p.window.width);
+      uint64_t corners[C::kBands];
+#pragma unroll
+      for (int i = 0; i < C::kBands; ++i)
+        corners[i] = uniform_operand_descriptor<kLine>(
+            windows + (buffer.stage * C::Tile::kPatches + first + i) * p.window.bytes(),
+            p.window.width);
       TransactionBarrier::wait(&barriers.window_full[buffer.stage], buffer.phase);
 #pragma unroll 1
       for (int i = 0; i < problem.weight.height; ++i) {
         int step = i * problem.dilation[0] * p.window.width * kStep;
 #pragma unroll 1
-        for (int j = 0; j < problem.weight.width; ++j, step += problem.dilation[1] * kStep)
-          multiply_stage<kCount>(sums, first + step);
+        for (int j = 0; j < problem.weight.width; ++j, step += problem.dilation[1] * kStep) {
+#pragma unroll
+          for (int band = 0; band < C::kBands; ++band) pixels[band] = corners[band] + step;
+          multiply_stage<kCount>(sums, pixels);
+        }
       }
       read = buffer.stage;
       buffer.advance();
     } else {
 #pragma unroll 1
       for (int tap = problem.weight.height * problem.weight.width; tap > 0; --tap)
-        multiply_stage<kCount>(sums);
+        multiply_stage<kCount>(sums, pixels);
     }
   }
 
-  // A tile; of the last block of channels, kLast steps.
+  // A tile; of the last block of channels, kLast steps. `next`: the named barrier where the other
+  // warpgroup waits for its turn; 0: there is none.
   template <int kLast>
-  __device__ __forceinline__ void multiply_tile(uint32_t (&sums)[C::kSums]) {
+  __device__ __forceinline__ void multiply_tile(Sums<C>& sums, int next) {
     previous = -1;
-    fence_registers(sums);
+    fence_sums<C>(sums);
     if constexpr (kLast == kSteps) {
 #pragma unroll 1
       for (int block = 0; block < blocks; ++block) multiply_taps<kSteps>(sums);
@@ -131,8 +162,9 @@ struct Multiplier {
       for (int block = 1; block < blocks; ++block) multiply_taps<kSteps>(sums);
       multiply_taps<kLast>(sums);
     }
+    if (C::kTurns && next) cutlass::arch::NamedBarrier::arrive(256, next);
     cute::warpgroup_wait<0>();
-    fence_registers(sums);
+    fence_sums<C>(sums);
     release();
   }
 };
@@ -183,7 +215,7 @@ __device__ __forceinline__ void add_cut_taps(uint32_t (&sums)[C::kSums], Params 
   constexpr int kAtOnce =
       C::kBlockN == 64 ? 8 : 4;  // loads of a half: there are registers for them
   int const lane = threadIdx.x % 32, channel = tile.first_n + lane % 4 * 2;
-  int const group_n = tile.end_n - p.problem.weight.n / p.problem.groups;
+  int const group_n = tile.end_n - p.group_channels;
   int const* cut[2];
   bool cuts[2];
 #pragma unroll
@@ -235,9 +267,8 @@ __device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums],
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t const* const own = sums + (j + i) * 4 + half * 2;
-        int const first = requantize(p, int(own[0] + v[1]), __uint_as_float(v[0]));
-        int const second = requantize(p, int(own[1] + v[3]), __uint_as_float(v[2]));
-        pairs[half][i] = __byte_perm(first, second, 0x0040);
+        pairs[half][i] = requantize_two(p, int(own[0] + v[1]), int(own[1] + v[3]),
+                                        __uint_as_float(v[0]), __uint_as_float(v[2]));
       }
     }
 #pragma unroll
@@ -302,11 +333,13 @@ __device__ __forceinline__ void store_any(uint32_t (&sums)[C::kSums], ChannelVec
   }
 }
 
+// `band`: of 64 pixels of the tile.
 template <class C>
 __device__ __forceinline__ void store(uint32_t (&sums)[C::kSums], ChannelVectors const* vectors,
-                                      int* staging, Params const& p, Tile<C> const& tile) {
+                                      int* staging, Params const& p, Tile<C> const& tile,
+                                      int band) {
   int const warp = threadIdx.x / 32;
-  RowPixels<C> const rows(p, tile.first_row + warp / 4 * 64);
+  RowPixels<C> const rows(p, tile.first_row + band * 64);
   int const pixel = rows(p, warp % 4 * 16 + int(threadIdx.x) % 32 / 2);
   if (p.cuts_taps) add_cut_taps<C>(sums, p, tile, pixel >= 0 ? border_class(p, pixel) : 0);
   if (p.whole_vectors) {
@@ -315,6 +348,9 @@ __device__ __forceinline__ void store(uint32_t (&sums)[C::kSums], ChannelVectors
     store_any<C>(sums, vectors, staging + warp * C::Tile::kStagedInts, p, tile, pixel);
   }
 }
+
+// Named barriers, two each.
+constexpr int kOwnBarriers = 1, kTurnBarriers = 3;
 
 template <class C>
 __device__ __forceinline__ void multiply_tiles(uint8_t const* windows, uint8_t const* stages,
@@ -325,30 +361,40 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* windows, uint8_t c
   int const thread = threadIdx.x % 128;
   vectors += warpgroup * C::kBlockN;
   Blocks<C> const blocks(p, rank);
-  Multiplier<C> multiplier{windows,       stages, barriers, p, warpgroup, blocks.end - blocks.first,
+  int const band = C::kTurns ? 0 : warpgroup;
+  Multiplier<C> multiplier{windows,       stages, barriers, p, band, blocks.end - blocks.first,
                            Ring{p.stages}};
   int const last_steps = blocks.end == p.k_blocks ? p.last_steps : Multiplier<C>::kSteps;
-  int const first = blockIdx.x / cluster_size<C>(p), step = gridDim.x / cluster_size<C>(p);
-  bool const keeps = step % p.n_tiles == 0;  // all tiles of a CTA have the same channels
+  int const clusters = gridDim.x / cluster_size<C>(p),
+            step = C::kTurns ? C::kWarpgroups * clusters : clusters,
+            first = blockIdx.x / cluster_size<C>(p) + (C::kTurns ? warpgroup * clusters : 0);
+  if (C::kTurns && warpgroup > 0) multiplier.skip_tile();
+  bool const keeps =
+      step % p.n_tiles.divisor == 0;  // all tiles of a warpgroup have the same channels
   for (int index = first; index < p.tiles; index += step) {
     Tile<C> const tile(p, index, rank);
-    uint32_t sums[C::kSums] = {};
+    Sums<C> sums = {};
     // Prefetched to L1 during the main loop, which has few registers.
 #pragma unroll
     for (int i = 0; i < kColumns; ++i)
       prefetch_channel(p.problem, min(tile.first_n + i * 128 + thread, tile.end_n - 1));
+    // A wait for a stage tells apart two phases, so all stages of the tile before must be full.
+    if (C::kTurns && index >= clusters)
+      cutlass::arch::NamedBarrier::sync(256, kTurnBarriers + warpgroup);
+    int const next = index + clusters < p.tiles ? kTurnBarriers + (warpgroup ^ 1) : 0;
     if (last_steps == 1) {
-      multiplier.template multiply_tile<1>(sums);
+      multiplier.template multiply_tile<1>(sums, next);
     } else if (last_steps == 2) {
-      multiplier.template multiply_tile<2>(sums);
+      multiplier.template multiply_tile<2>(sums, next);
     } else {
-      multiplier.template multiply_tile<4>(sums);
+      multiplier.template multiply_tile<4>(sums, next);
     }
+    if constexpr (C::kTurns) multiplier.skip_tile();
     if constexpr (C::kSlices) {
-      if (!add_slices<C>(sums, windows, barriers, p, rank)) return;
+      if (!add_slices<C>(sums[0], windows, barriers, p, rank)) return;
     }
     // The last tile's vectors have been read.
-    cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup);
+    cutlass::arch::NamedBarrier::sync(128, kOwnBarriers + warpgroup);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       int const n = min(tile.first_n + i * 128 + thread, tile.end_n - 1);
@@ -358,8 +404,9 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* windows, uint8_t c
                                      compensated_bias(p.problem, n, scale)};
       }
     }
-    cutlass::arch::NamedBarrier::sync(128, 1 + warpgroup);
-    store<C>(sums, vectors, staging, p, tile);
+    cutlass::arch::NamedBarrier::sync(128, kOwnBarriers + warpgroup);
+#pragma unroll
+    for (int i = 0; i < C::kBands; ++i) store<C>(sums[i], vectors, staging, p, tile, band + i);
   }
 }
 
@@ -379,11 +426,11 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
     for (int i = 0; i < p.stages; ++i) {
       TransactionBarrier::init(&barriers.full[i], 1);
       ClusterBarrier::init(&barriers.empty[i],
-                           C::kCluster * C::kWarpgroups * 4);  // the warps that multiply
+                           C::kCluster * C::kTile.sharing() * 4);  // the warps that multiply
     }
     for (int i = 0; C::kLoadsWindows && i < ConvWindow::kBuffers; ++i) {
       TransactionBarrier::init(&barriers.window_full[i], 1);
-      ClusterBarrier::init(&barriers.window_empty[i], C::kWarpgroups * 4);
+      ClusterBarrier::init(&barriers.window_empty[i], C::kTile.sharing() * 4);
     }
     if constexpr (C::kSlices) {
       TransactionBarrier::init(&barriers.sums, 1);
@@ -468,16 +515,18 @@ Status launch_config(ConvParams const& params, ConvPlan const& plan, Stream stre
   Params p;
   static_cast<ConvParams&>(p) = params;
   p.stages = plan.stages;
-  p.group_tiles = ceil_div(w.n / problem.groups, C::kBlockN),
-  p.n_tiles = problem.groups * p.group_tiles;
+  p.group_channels = w.n / problem.groups;
+  int const group_tiles = ceil_div(p.group_channels, C::kBlockN),
+            n_tiles = problem.groups * group_tiles;
+  p.group_tiles = group_tiles, p.n_tiles = n_tiles;
   p.tile_pixels = std::min(C::kBlockM, params.pixels);
   p.slices = plan.slices, p.window = ConvWindow(problem);
-  p.patches[0] = ceil_div(params.out_width, ConvWindow::kPatch);
-  p.patches[1] = ceil_div(params.out_height, ConvWindow::kPatch);
-  p.patches[2] = problem.batch * p.patches[0] * p.patches[1];
+  int const width = ceil_div(params.out_width, ConvWindow::kPatch),
+            height = ceil_div(params.out_height, ConvWindow::kPatch);
+  p.patches[0] = width, p.patches[1] = height, p.all_patches = problem.batch * width * height;
   int const rows =
-      C::kLoadsWindows ? p.patches[2] * ConvWindow::kPatch * ConvWindow::kPatch : params.pixels;
-  p.tiles = ceil_div(rows, C::kCluster * C::kBlockM) * p.n_tiles;
+      C::kLoadsWindows ? p.all_patches * ConvWindow::kPatch * ConvWindow::kPatch : params.pixels;
+  p.tiles = ceil_div(rows, C::kCluster * C::kBlockM) * n_tiles;
   p.k_blocks = ceil_div(w.channels, ConvWgmmaTile::kBlockK);
   p.last_steps = ceil_div(w.channels - (p.k_blocks - 1) * ConvWgmmaTile::kBlockK, 32);
   Maps maps;
@@ -492,16 +541,16 @@ template <bool kUnsigned, bool kLoadsWindows>
 Status launch_source(ConvParams const& params, ConvPlan const& plan, Stream stream) {
   if (plan.slices > 1)
     return launch_config<Config<kUnsigned, 64, 1, kLoadsWindows, true>>(params, plan, stream);
-  if constexpr (!kLoadsWindows) {
-    if (plan.block_n == 256)
-      return launch_config<Config<kUnsigned, 256, 2, false>>(params, plan, stream);
-  }
   if (plan.block_n == 160)
     return launch_config<Config<kUnsigned, 160, 2, kLoadsWindows>>(params, plan, stream);
-  constexpr int kCluster = kLoadsWindows ? 2 : 1;
-  if (plan.block_n == 64)
-    return launch_config<Config<kUnsigned, 64, kCluster, kLoadsWindows>>(params, plan, stream);
-  return launch_config<Config<kUnsigned, 128, kCluster, kLoadsWindows>>(params, plan, stream);
+  if constexpr (!kLoadsWindows) {
+    if (plan.block_n == 128 && plan.turns)
+      return launch_config<Config<kUnsigned, 128, 1, false, false, true>>(params, plan, stream);
+    if (plan.block_n == 128)
+      return launch_config<Config<kUnsigned, 128, 1, false>>(params, plan, stream);
+    if (!plan.turns) return launch_config<Config<kUnsigned, 64, 1, false>>(params, plan, stream);
+  }
+  return launch_config<Config<kUnsigned, 64, 1, kLoadsWindows, false, true>>(params, plan, stream);
 }
 
 template <bool kUnsigned>

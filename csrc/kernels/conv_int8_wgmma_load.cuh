@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cutlass/arch/barrier.h>
+#include <cutlass/fast_math.h>
 
 #include "device/hopper.cuh"
 #include "dispatch/conv_int8.h"
@@ -11,11 +12,13 @@ namespace {
 
 struct Params : ConvParams {
   int stages;
-  int n_tiles, group_tiles;  // of all output channels; of a group of the convolution
-  int tiles;                 // of a cluster
+  cutlass::FastDivmod n_tiles, group_tiles;  // of all output channels; of a group
+  int group_channels;                        // output channels of a group
+  int tiles;                                 // of a cluster
   int k_blocks, last_steps;  // of a tap's channels; of 32 of them, in the last block
   ConvWindow window;
-  int patches[3];   // along width and height; of all images
+  cutlass::FastDivmod patches[2];  // along width and height
+  int all_patches;                 // of all images
   int slices;       // of the channels of a tile, where a cluster's CTAs take one each
   int tile_pixels;  // of a tile that are loaded: of kBlockM, those that there are at all
 };
@@ -25,16 +28,19 @@ struct Maps {
   CUtensorMap pixels[2], weights[2];
 };
 
-template <bool kUnsigned_, int kBlockN_, int kCluster_, bool kLoadsWindows_, bool kSlices_ = false>
+template <bool kUnsigned_, int kBlockN_, int kCluster_, bool kLoadsWindows_, bool kSlices_ = false,
+          bool kTurns_ = false>
 struct Config {
   using Tile = ConvWgmmaTile;
-  static constexpr Tile kTile = {kBlockN_, kCluster_, kLoadsWindows_, kSlices_};
-  static constexpr bool kUnsigned = kUnsigned_, kLoadsWindows = kLoadsWindows_, kSlices = kSlices_;
+  static constexpr Tile kTile = {kBlockN_, kCluster_, kLoadsWindows_, kSlices_, kTurns_};
+  static constexpr bool kUnsigned = kUnsigned_, kLoadsWindows = kLoadsWindows_, kSlices = kSlices_,
+                        kTurns = kTurns_;
   static constexpr int kWarpgroups = Tile::kWarpgroups, kBlockM = Tile::kBlockM;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kCluster = kCluster_;  // CTAs that share weights
   static constexpr int kPixelBytes = kTile.pixel_bytes(), kStageBytes = kTile.stage_bytes();
-  static constexpr int kSums = kBlockN / 2;  // of a thread
+  static constexpr int kBands = kBlockM / 64 / kTile.sharing();  // of 64 pixels, of a warpgroup
+  static constexpr int kSums = kBlockN / 2;                      // of a thread and band
   using Mma = decltype(cute::SM90::GMMA::ss_op_selector<
                        std::conditional_t<kUnsigned, uint8_t, int8_t>, int8_t, int32_t,
                        cute::Shape<cute::_64, cute::Int<kBlockN>, cute::_32>>());
@@ -54,16 +60,20 @@ struct Ring {
   __device__ __forceinline__ void advance() {
     if (++stage == stages) stage = 0, phase ^= 1;
   }
+  __device__ __forceinline__ void advance(int steps) {
+    int const turns = (stage + steps) / stages;
+    stage += steps - turns * stages, phase ^= turns & 1;
+  }
 };
 
 // The first pixel of a patch of the result, by the patch's number.
 struct Patch {
   int x, y, image;
   __device__ __forceinline__ Patch(Params const& p, int index) {
-    int const line = index / p.patches[0];
-    x = (index - line * p.patches[0]) * ConvWindow::kPatch;
-    image = line / p.patches[1];
-    y = (line - image * p.patches[1]) * ConvWindow::kPatch;
+    int line;
+    p.patches[0](line, x, index);
+    p.patches[1](image, y, line);
+    x *= ConvWindow::kPatch, y *= ConvWindow::kPatch;
   }
 };
 
@@ -87,12 +97,12 @@ template <class C>
 struct Tile {
   int first_row, group, first_n, end_n;  // rows are pixels of the result, or of its patches
   __device__ __forceinline__ Tile(Params const& p, int index, int rank) {
-    int const row = index / p.n_tiles, column = index - row * p.n_tiles,
-              channels = p.problem.weight.n / p.problem.groups;
+    int row, column, tile;
+    p.n_tiles(row, column, index);
+    p.group_tiles(group, tile, column);
     first_row = (row * C::kCluster + (C::kSlices ? 0 : rank)) * C::kBlockM;
-    group = column / p.group_tiles;
-    first_n = group * channels + (column - group * p.group_tiles) * C::kBlockN;
-    end_n = (group + 1) * channels;
+    first_n = group * p.group_channels + tile * C::kBlockN;
+    end_n = (group + 1) * p.group_channels;
   }
 };
 
@@ -108,7 +118,7 @@ struct RowPixels {
       Patch const patch(p, index);
       first = (patch.image * p.out_height + patch.y) * p.out_width + patch.x;
       columns = p.out_width - patch.x;
-      lines = index < p.patches[2] ? p.out_height - patch.y : 0;
+      lines = index < p.all_patches ? p.out_height - patch.y : 0;
     }
   }
   // The pixel of a row; -1 where there is none.
@@ -154,13 +164,13 @@ class WindowLoader {
       ConvProblem const& problem = p_.problem;
       bool const narrow = block_ == p_.k_blocks - 1 && p_.last_steps <= 2;
       uint64_t* const full = &barriers_.window_full[ring_.stage];
-      uint8_t* const to = windows_ + ring_.stage * C::kWarpgroups * p_.window.bytes();
+      uint8_t* const to = windows_ + ring_.stage * C::Tile::kPatches * p_.window.bytes();
       TransactionBarrier::arrive_and_expect_tx(
-          full, C::kWarpgroups * p_.window.pixels() * (narrow ? 64 : ConvWgmmaTile::kBlockK));
+          full, C::Tile::kPatches * p_.window.pixels() * (narrow ? 64 : ConvWgmmaTile::kBlockK));
 #pragma unroll
-      for (int i = 0; i < C::kWarpgroups; ++i) {
+      for (int i = 0; i < C::Tile::kPatches; ++i) {
         int const number = tile.first_row / 64 + i;
-        Patch const patch(p_, min(number, p_.patches[2] - 1));
+        Patch const patch(p_, min(number, p_.all_patches - 1));
         cute::SM90_TMA_LOAD_4D::copy(
             &maps_.pixels[narrow], full, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
             to + i * p_.window.bytes(),

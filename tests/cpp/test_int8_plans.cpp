@@ -114,7 +114,7 @@ TEST(Int8Plans, LoadWindowsWhereStridesAre1) {
     std::vector<ConvPlan> const plans = windows(p);
     EXPECT_EQ(plans.size(), all) << taps;
     for (ConvPlan const& plan : plans) {
-      ConvWgmmaTile const tile{plan.block_n, plan.cluster_size, true, false};
+      ConvWgmmaTile const tile{plan.block_n, plan.cluster_size, true, false, plan.turns};
       EXPECT_GE(plan.stages, 3);
       EXPECT_LE(plan.ctas_per_sm * (tile.shared_bytes(plan.stages, ConvWindow(p)) + 1024),
                 228 * 1024);
@@ -141,9 +141,8 @@ TEST(Int8Plans, WaitWhereOneSmMayGetTheLongerCtas) {
     p.stride[0] = p.stride[1] = 2, p.padding[0] = p.padding[1] = 0;
     p.height = 3, p.width = 2 * 128 * tiles + 1;
     std::vector<ConvPlan> plans = of_kernel("conv_int8_wgmma", int8_plans(p));
-    return *std::find_if(plans.begin(), plans.end(), [](ConvPlan const& plan) {
-      return plan.block_n == 128 && plan.cluster_size == 1;
-    });
+    return *std::find_if(plans.begin(), plans.end(),
+                         [](ConvPlan const& plan) { return plan.block_n == 128 && !plan.turns; });
   };
   for (int tiles : {100, 132, 264, 528}) EXPECT_TRUE(first(tiles, 128).overlaps) << tiles;
   EXPECT_FALSE(first(392, 128).overlaps);  // three an SM, of which CTAs have one or two

@@ -111,6 +111,7 @@ struct ConvPlan {
   int64_t predicted_clocks = 0;  // 0: not predicted
   bool windows = false;  // x is loaded as the windows of patches of the result, not tap by tap
   bool overlaps = true;  // CTAs may start while the previous kernel in the stream still runs
+  bool turns = false;    // each warpgroup multiplies a tile in turn, or a part of every one
 };
 
 // The order of codes that the kernels read: by taps if each output channel has one input channel,
