@@ -273,14 +273,14 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
 
   // Clocks of an SM. It multiplies 4096 pairs of codes a clock, and its shared memory moves 128
   // bytes a clock: TMA writes pixels and weights, unless a window has the pixels of all taps; wgmma
-  // reads the pixels, and the weights once for each warpgroup. The other constants are fitted to
-  // every plan of 36 layers on an H100 (docs/tuning-notes.md): kBegin, the begin and the end of a
-  // tile, which only another CTA of the SM hides; kStore, a stored line of 32 channels; kChannels,
-  // channels other than those of the CTA's last tile; kLaunch and kClusters, a launch without and
-  // with clusters; kSlice, the sums of a slice; kAlone, the least time of a tap of a block where an
-  // SM has one CTA.
+  // reads the pixels, and the weights once for each warpgroup. Channels that the last tile lacks are
+  // filled with zeros, 8 bytes a clock. The other constants are fitted to every plan of 36 layers on
+  // an H100 (docs/tuning-notes.md): kBegin, the begin and the end of a tile, which only another CTA
+  // of the SM hides; kStore, a stored line of 32 channels; kChannels, channels other than those of
+  // the CTA's last tile; kLaunch and kClusters, a launch without and with clusters; kSlice, the sums
+  // of a slice; kAlone, the least time of a tap of a block where an SM has one CTA.
   constexpr int kPairs = 4096, kMovedBytes = 128, kBegin = 3900, kStore = 450, kChannels = 400,
-                kLaunch = 1100, kClusters = 2000, kSlice = 1000, kAlone = 380;
+                kLaunch = 1100, kClusters = 2000, kSlice = 1000, kAlone = 380, kFilledBytes = 8;
   int64_t const taps = int64_t(w.height) * w.width;
   int64_t const blocks = ceil_div(ceil_div(w.channels, ConvWgmmaTile::kBlockK), slices);
   int64_t const channels = std::min<int64_t>(w.channels, blocks * ConvWgmmaTile::kBlockK);
@@ -289,25 +289,31 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
   int64_t const written = tile.windows ? 0 : std::min<int64_t>(p.pixels(), ConvWgmmaTile::kBlockM);
   int64_t const lines =
       written + ConvWgmmaTile::kBlockM + (1 + ConvWgmmaTile::kWarpgroups) * int64_t(tile.block_n);
-  int64_t const block = std::max(lines * ConvWgmmaTile::kBlockK / kMovedBytes,
-                                 int64_t(plan.ctas_per_sm == 1 ? kAlone : 0));
+  int64_t const alone = plan.ctas_per_sm == 1 ? kAlone : 0;
+  int64_t const group_tiles = n_tiles / p.groups;
+  int64_t const filled = (group_tiles * tile.block_n - w.n / p.groups) * ConvWgmmaTile::kBlockK /
+                         kFilledBytes / group_tiles;
+  if (tile.turns) {
+    // While a warpgroup stores a tile, the other multiplies the next one, if that takes so long. An
+    // SM receives 64 bytes a clock from L2. The other constants are fitted to 35 layers on an H200.
+    constexpr int kReceivedBytes = 64, kTurnLaunch = 3000, kTurnBegin = 2000, kTurnStore = 960;
+    double const slower = tile.windows ? 1.2 : 1.14;  // than the bounds
+    int64_t const received =
+        taps * blocks * ConvWgmmaTile::kBlockK * (written + tile.block_n) / kReceivedBytes;
+    int64_t const main =
+        std::max(int64_t(slower * double(std::max(multiply, received))), taps * blocks * alone) +
+        taps * blocks * filled;
+    int64_t const store = kTurnBegin + kTurnStore * tile.block_n / 32;
+    plan.predicted_clocks =
+        kTurnLaunch + main + (of_sm - 1) * std::max(main, (main + store) / 2) + store;
+    return plan;
+  }
+  int64_t const block = std::max(lines * ConvWgmmaTile::kBlockK / kMovedBytes, alone) + filled;
   int64_t const end =
       kBegin + kStore * tile.block_n / 32 + (at_once % n_tiles == 0 ? 0 : kChannels);
   plan.predicted_clocks = of_sm * std::max(multiply, taps * blocks * block) +
                           ceil_div(of_sm, plan.ctas_per_sm) * end + kLaunch +
                           (cluster_size > 1 ? kClusters : 0) + (slices - 1) * kSlice;
-  if (!tile.turns) return plan;
-  // While a warpgroup stores a tile, the other multiplies the next one, if that takes so long. An
-  // SM receives 64 bytes a clock from L2. Fitted on an H200.
-  constexpr int kReceivedBytes = 64, kTurnLaunch = 3000, kTurnBegin = 2000, kTurnStore = 960;
-  constexpr double kSlower = 1.14;  // than either bound
-  int64_t const received = taps * ceil_div(channels, 64) * 64 * (written + tile.block_n);
-  auto const main =
-      std::max(int64_t(kSlower * double(std::max(multiply, received / kReceivedBytes))),
-               taps * blocks * kAlone);
-  int64_t const store = kTurnBegin + kTurnStore * tile.block_n / 32;
-  plan.predicted_clocks =
-      kTurnLaunch + main + (of_sm - 1) * std::max(main, (main + store) / 2) + store;
   return plan;
 }
 

@@ -148,6 +148,17 @@ TEST(Int8Plans, WaitWhereOneSmMayGetTheLongerCtas) {
   EXPECT_FALSE(first(392, 128).overlaps);  // three an SM, of which CTAs have one or two
 }
 
+TEST(Int8Plans, TakeTurnsWhereAnSmHasManyTiles) {
+  auto const turns = [](int batch, int channels, int n, int taps) {
+    ConvPlan const plan = int8_plans(int8_images(batch, channels, n, taps)).front();
+    EXPECT_EQ(plan.kernel, std::string("conv_int8_wgmma"));
+    return plan.turns;
+  };
+  EXPECT_TRUE(turns(1000, 128, 128, 3));
+  EXPECT_TRUE(turns(1000, 64, 64, 3));
+  EXPECT_FALSE(turns(100, 2048, 128, 1));
+}
+
 TEST(Int8Plans, SliceTheChannelsOfFewTiles) {
   auto const slices = [](ConvProblem const& p) {
     std::vector<ConvPlan> plans = int8_plans(p);
@@ -166,7 +177,7 @@ TEST(Int8Plans, SliceTheChannelsOfFewTiles) {
         EXPECT_EQ(plan.grid, ceil_div(1280, plan.block_n) * (plan.windows ? 4 : 2) * plan.slices);
         EXPECT_EQ(plan.cluster_size, plan.slices);
         EXPECT_LE(plan.slices, ceil_div(channels, 128));
-        ConvWgmmaTile const tile{plan.block_n, 1, plan.windows, true};
+        ConvWgmmaTile const tile{plan.block_n, 1, plan.windows, true, false};
         EXPECT_LE((plan.slices - 1) * ConvWgmmaTile::slice_bytes(plan.block_n),
                   tile.shared_bytes(plan.stages, ConvWindow(p)) - tile.other_bytes());
       }
