@@ -272,13 +272,14 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
   plan.overlaps = plan.ctas_per_sm * of_cta <= of_sm;
 
   // Clocks of an SM. It multiplies 4096 pairs of codes a clock, and its shared memory moves 128
-  // bytes a clock: TMA writes pixels and weights, unless a window has the pixels of all taps; wgmma
-  // reads the pixels, and the weights once for each warpgroup. Channels that the last tile lacks are
-  // filled with zeros, 8 bytes a clock. The other constants are fitted to every plan of 36 layers on
-  // an H100 (docs/tuning-notes.md): kBegin, the begin and the end of a tile, which only another CTA
-  // of the SM hides; kStore, a stored line of 32 channels; kChannels, channels other than those of
-  // the CTA's last tile; kLaunch and kClusters, a launch without and with clusters; kSlice, the sums
-  // of a slice; kAlone, the least time of a tap of a block where an SM has one CTA.
+  // bytes a clock: TMA writes pixels and weights, unless a window has the pixels of all taps;
+  // wgmma reads the pixels, and the weights once for each warpgroup. Channels that the last tile
+  // lacks are filled with zeros, 8 bytes a clock. The other constants are fitted to every plan of
+  // 36 layers on an H100 (docs/tuning-notes.md): kBegin, the begin and the end of a tile, which
+  // only another CTA of the SM hides; kStore, a stored line of 32 channels; kChannels, channels
+  // other than those of the CTA's last tile; kLaunch and kClusters, a launch without and with
+  // clusters; kSlice, the sums of a slice; kAlone, the least time of a tap of a block where an SM
+  // has one CTA.
   constexpr int kPairs = 4096, kMovedBytes = 128, kBegin = 3900, kStore = 450, kChannels = 400,
                 kLaunch = 1100, kClusters = 2000, kSlice = 1000, kAlone = 380, kFilledBytes = 8;
   int64_t const taps = int64_t(w.height) * w.width;
