@@ -111,9 +111,9 @@ struct ChannelVectors {
   int bias;
 };
 
-// Two values at once: y's are the low bytes of the halves of the result. Other instructions than
-// above, fewer: integers are clamped and shifted in pairs of 16 bits. The conversion to integers
-// saturates, and so does that to 16 bits; bounds are smaller.
+// requantize() of two values, by fewer instructions: the low bytes of the halves of the result are
+// the two y. Integers are clamped, and the zero point is added, in pairs of 16 bits. Conversions to
+// 32 and then to 16 bits saturate, so values beyond them stay beyond the bounds.
 __device__ __forceinline__ uint32_t requantize_two(ConvParams const& p, int first, int second,
                                                    float first_factor, float second_factor) {
   int const low = __float2int_rn(__fmul_rn(__int2float_rn(first), first_factor)),
@@ -121,7 +121,7 @@ __device__ __forceinline__ uint32_t requantize_two(ConvParams const& p, int firs
   uint32_t both;
   asm("cvt.pack.sat.s16.s32 %0, %1, %2;" : "=r"(both) : "r"(high), "r"(low));
   both = __vmins2(__vmaxs2(both, p.low_twice), p.high_twice);
-  return __viaddmax_s16x2(both, p.zero_twice, 0x80008000u);  // an addition
+  return __viaddmax_s16x2(both, p.zero_twice, 0x80008000u);  // the maximum with -2^15: the sum
 }
 
 // The low bytes of the halves of four groups of 8 channels -> 8 bytes of one, in lanes of fours:

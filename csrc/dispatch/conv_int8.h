@@ -11,7 +11,8 @@ struct ConvParams {
   int out_height = 0, out_width = 0;
   int pixels = 0;  // of the result
   float low = 0, high = 0;
-  unsigned low_twice = 0, high_twice = 0, zero_twice = 0;  // and y's zero point, as two int16
+  // Each bound, and the zero point of y, in both halves of 32 bits.
+  unsigned low_twice = 0, high_twice = 0, zero_twice = 0;
   bool whole_vectors = false;  // outputs are bytes, of which 8 neighbours are stored at once
   // Whether taps outside of x are loaded as zeros where they count as its zero point; and the most
   // that are cut along each axis.
@@ -36,7 +37,7 @@ struct ConvWindow {
 
 // conv_int8_wgmma.cu: Hopper (sm_90a alone), 128 pixels x 64, 128 or 160 channels.
 struct ConvWgmmaTile {
-  static constexpr int kWarpgroups = 2, kBlockM = 128;  // warpgroups that multiply
+  static constexpr int kWarpgroups = 2, kBlockM = 128;  // that multiply; pixels
   static constexpr int kBlockK = 128;  // bytes of one tap: a line of the 128-byte swizzle
   static constexpr int kMostStages = 8;
   static constexpr int kStagedInts = 2 * 16 * 8;

@@ -288,8 +288,6 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
   int64_t const multiply =
       taps * ceil_div(channels, 32) * 32 * ConvWgmmaTile::kBlockM * tile.block_n / kPairs;
   int64_t const written = tile.windows ? 0 : std::min<int64_t>(p.pixels(), ConvWgmmaTile::kBlockM);
-  int64_t const lines =
-      written + ConvWgmmaTile::kBlockM + (1 + ConvWgmmaTile::kWarpgroups) * int64_t(tile.block_n);
   int64_t const alone = plan.ctas_per_sm == 1 ? kAlone : 0;
   int64_t const group_tiles = n_tiles / p.groups;
   int64_t const filled = (group_tiles * tile.block_n - w.n / p.groups) * ConvWgmmaTile::kBlockK /
@@ -309,6 +307,8 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
         kTurnLaunch + main + (of_sm - 1) * std::max(main, (main + store) / 2) + store;
     return plan;
   }
+  int64_t const lines =
+      written + ConvWgmmaTile::kBlockM + (1 + ConvWgmmaTile::kWarpgroups) * int64_t(tile.block_n);
   int64_t const block = std::max(lines * ConvWgmmaTile::kBlockK / kMovedBytes, alone) + filled;
   int64_t const end =
       kBegin + kStore * tile.block_n / 32 + (at_once % n_tiles == 0 ? 0 : kChannels);

@@ -60,7 +60,7 @@ struct Multiplier {
   uint8_t const* stages;
   Barriers& barriers;
   Params const& p;
-  int const first, blocks;  // the first of its bands in a tile; of channels
+  int const first, blocks;  // of its bands of 64 pixels in a tile; of channels
   Ring ring, buffer{ConvWindow::kBuffers};
   int previous = -1, read = -1;  // a stage, and a window, to be released after its last products
 
@@ -161,7 +161,7 @@ struct Multiplier {
       for (int block = 1; block < blocks; ++block) multiply_taps<kSteps>(sums);
       multiply_taps<kLast>(sums);
     }
-    if (C::kTurns && next) cutlass::arch::NamedBarrier::arrive(256, next);
+    if (C::kTurns && next) cutlass::arch::NamedBarrier::arrive(C::kWarpgroups * 128, next);
     cute::warpgroup_wait<0>();
     fence_sums<C>(sums);
     release();
@@ -206,7 +206,7 @@ __device__ __forceinline__ bool add_slices(uint32_t (&sums)[C::kSums], uint8_t c
 
 // ---- tiles
 
-// Named barriers, two each.
+// Named barriers, two each: for the threads of a warpgroup, and where it waits for its turn.
 constexpr int kOwnBarriers = 1, kTurnBarriers = 3;
 
 template <class C>
@@ -237,7 +237,7 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* windows, uint8_t c
       prefetch_channel(p.problem, min(tile.first_n + i * 128 + thread, tile.end_n - 1));
     // A wait for a stage tells apart two phases, so all stages of the tile before must be full.
     if (C::kTurns && index >= clusters)
-      cutlass::arch::NamedBarrier::sync(256, kTurnBarriers + warpgroup);
+      cutlass::arch::NamedBarrier::sync(C::kWarpgroups * 128, kTurnBarriers + warpgroup);
     int const next = index + clusters < p.tiles ? kTurnBarriers + (warpgroup ^ 1) : 0;
     if (last_steps == 1) {
       multiplier.template multiply_tile<1>(sums, next);
