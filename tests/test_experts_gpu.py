@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_cases import cached_allocator
 from torch import Tensor
 
 import cutlass_ops as co
@@ -434,8 +435,9 @@ def test_row_panels_that_are_dealt_to_all_ctas(kind: str, act_quant: str) -> Non
         product = partial(co.mixed_moe, act_quant=act_quant)
         product(*on_gpu)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = product(*on_gpu)
+        if cached_allocator():  # else there is no memory for a graph
+            with torch.cuda.graph(graph):
+                captured = product(*on_gpu)
         of_one = torch.randint(7, 8, ids.shape)
         for routing in (
             torch.randint(-1, 96, ids.shape, generator=random),
@@ -452,8 +454,9 @@ def test_row_panels_that_are_dealt_to_all_ctas(kind: str, act_quant: str) -> Non
                 check(found, expected, torch.float16)
             else:
                 check_quantised(found, expected)
-            graph.replay()
-            assert torch.equal(captured, found)
+            if cached_allocator():
+                graph.replay()
+                assert torch.equal(captured, found)
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,9 @@ __device__ __forceinline__ int compensated_bias(ConvProblem const& p, int n, flo
 }
 
 // Which taps of a pixel of the result lie outside of x (conv.h, border_classes()). 0: none.
-__device__ __forceinline__ int border_class(ConvParams const& p, int pixel) {
+__device__ __forceinline__ int border_class(ConvParams const& p, int line, int column) {
   ConvProblem const& problem = p.problem;
-  int const row = pixel / p.out_width, place[2] = {row % p.out_height, pixel - row * p.out_width};
+  int const place[2] = {line, column};
   int number = 0;
 #pragma unroll
   for (int axis = 0; axis < 2; ++axis) {

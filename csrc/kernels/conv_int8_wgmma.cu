@@ -380,6 +380,7 @@ Status launch_config(ConvParams const& params, ConvPlan const& plan, Stream stre
   p.slices = plan.slices, p.window = ConvWindow(problem);
   int const width = ceil_div(params.out_width, ConvWindow::kPatch),
             height = ceil_div(params.out_height, ConvWindow::kPatch);
+  p.columns = params.out_width, p.lines = params.out_height;
   p.patches[0] = width, p.patches[1] = height, p.all_patches = problem.batch * width * height;
   int const rows =
       C::kLoadsWindows ? p.all_patches * ConvWindow::kPatch * ConvWindow::kPatch : params.pixels;

@@ -5,6 +5,7 @@
 #include <cutlass/fast_math.h>
 
 #include "device/hopper.cuh"
+#include "device/requantize.cuh"
 #include "dispatch/conv_int8.h"
 
 namespace cutlass_ops {
@@ -17,8 +18,9 @@ struct Params : ConvParams {
   int tiles;                                 // of a cluster
   int k_blocks, last_steps;  // of a tap's channels; of 32 of them, in the last block
   ConvWindow window;
-  cutlass::FastDivmod patches[2];  // along width and height
-  int all_patches;                 // of all images
+  cutlass::FastDivmod columns, lines;  // of the result
+  cutlass::FastDivmod patches[2];      // along width and height
+  int all_patches;                     // of all images
   int slices;       // of the channels of a tile, where a cluster's CTAs take one each
   int tile_pixels;  // of a tile that are loaded: of kBlockM, those that there are at all
 };
@@ -126,6 +128,17 @@ struct RowPixels {
     if constexpr (!C::kLoadsWindows) return first + row < p.pixels ? first + row : -1;
     int const x = row % kPatch, y = row / kPatch;
     return x < columns && y < lines ? first + y * p.out_width + x : -1;
+  }
+  // The border class of a row that has a pixel.
+  __device__ __forceinline__ int border(Params const& p, int row) const {
+    int line, column, image;
+    if constexpr (C::kLoadsWindows) {
+      line = p.out_height - lines + row / kPatch, column = p.out_width - columns + row % kPatch;
+    } else {
+      p.columns(line, column, first + row);
+      p.lines(image, line, line);
+    }
+    return border_class(p, line, column);
   }
 };
 

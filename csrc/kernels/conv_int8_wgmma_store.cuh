@@ -1,7 +1,6 @@
 // What conv_int8_wgmma.cu does with the sums of a tile.
 #pragma once
 
-#include "device/requantize.cuh"
 #include "kernels/conv_int8_wgmma_load.cuh"
 
 namespace cutlass_ops {
@@ -12,8 +11,8 @@ namespace {
 template <class C>
 __device__ __forceinline__ void add_cut_taps(uint32_t (&sums)[C::kSums], Params const& p,
                                              Tile<C> const& tile, int number) {
-  constexpr int kAtOnce =
-      C::kBlockN == 64 ? 8 : 4;  // loads of a half: there are registers for them
+  // Loads of a half: there are registers for them.
+  constexpr int kAtOnce = C::kBlockN == 64 && !C::kTurns ? 8 : 4;
   int const lane = threadIdx.x % 32, channel = tile.first_n + lane % 4 * 2;
   int const group_n = tile.end_n - p.group_channels;
   int const* cut[2];
@@ -81,33 +80,6 @@ __device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums],
   }
 }
 
-// Four neighbouring outputs of a row, or `count` of them.
-__device__ __forceinline__ void finish_four(Params const& p, int const (&sums)[4],
-                                            ChannelVectors const* vectors, int64_t index,
-                                            int count) {
-  int y[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    ChannelVectors const v = vectors[i];
-    int const acc = wrapping_add(sums[i], v.bias);
-    y[i] = p.problem.out_type == ConvOutput::kInt32 ? acc : requantize(p, acc, v.factor);
-  }
-  if (p.whole_vectors) {
-    *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.problem.out) + index) =
-        __byte_perm(__byte_perm(y[0], y[1], 0x0040), __byte_perm(y[2], y[3], 0x0040), 0x5410);
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (i >= count) break;
-    if (p.problem.out_type == ConvOutput::kInt32) {
-      static_cast<int*>(p.problem.out)[index + i] = y[i];
-    } else {
-      static_cast<uint8_t*>(p.problem.out)[index + i] = uint8_t(y[i]);
-    }
-  }
-}
-
 // 16 rows of a warp with any outputs, through shared memory, which needs few registers. A lane has
 // four channels of row lane / 2, which is `pixel`.
 template <class C>
@@ -129,7 +101,12 @@ __device__ __forceinline__ void store_any(uint32_t (&sums)[C::kSums], ChannelVec
     if (pixel < 0 || n >= tile.end_n) continue;
     int4 const found = *reinterpret_cast<int4 const*>(staged + lane * 4);
     int const acc[4] = {found.x, found.y, found.z, found.w};
-    finish_four(p, acc, vectors + channel, line + n, tile.end_n - n);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (n + i >= tile.end_n) break;
+      ChannelVectors const v = vectors[channel + i];
+      store_output(p, line + n + i, wrapping_add(acc[i], v.bias), v.factor);
+    }
   }
 }
 
@@ -140,8 +117,11 @@ __device__ __forceinline__ void store(uint32_t (&sums)[C::kSums], ChannelVectors
                                       int band) {
   int const warp = threadIdx.x / 32;
   RowPixels<C> const rows(p, tile.first_row + band * 64);
-  int const pixel = rows(p, warp % 4 * 16 + int(threadIdx.x) % 32 / 2);
-  if (p.cuts_taps) add_cut_taps<C>(sums, p, tile, pixel >= 0 ? border_class(p, pixel) : 0);
+  int const row = warp % 4 * 16 + int(threadIdx.x) % 32 / 2, pixel = rows(p, row);
+  if (p.cuts_taps) {
+    int const number = pixel >= 0 ? rows.border(p, row) : 0;
+    if (__any_sync(~0u, number)) add_cut_taps<C>(sums, p, tile, number);
+  }
   if (p.whole_vectors) {
     store_vectors<C>(sums, vectors, p, tile, rows);
   } else {
