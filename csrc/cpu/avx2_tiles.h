@@ -89,10 +89,10 @@ struct TileMemory {
   // sums of a scale block's runs, floats or integers
   alignas(64) int32_t pending[kMostRows][kRowsPerPanel];
 
-  void clear(int rows, bool with_offsets) {
+  void clear(CpuProduct const& p, int rows) {
     std::memset(total, 0, size_t(rows) * sizeof total[0]);
-    std::memset(pending, 0, size_t(rows) * sizeof pending[0]);
-    if (with_offsets) std::memset(offsets, 0, size_t(rows) * sizeof offsets[0]);
+    if (p.block > p.run()) std::memset(pending, 0, size_t(rows) * sizeof pending[0]);
+    if (p.weight.offsets) std::memset(offsets, 0, size_t(rows) * sizeof offsets[0]);
   }
 };
 
@@ -519,7 +519,7 @@ template <class Tiles>
 void multiply_tiles(CpuProduct const& p, int panel, int first, int rows) {
   constexpr int kBits = Tiles::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
   std::unique_ptr<TileMemory> const memory(new TileMemory);
-  memory->clear(rows, p.weight.offsets);
+  memory->clear(p, rows);
   uint8_t const* const chunks = codes_of_panel<kBits>(p, panel);
   Prefetch prefetch(chunks);
   Tiles tiles(p);

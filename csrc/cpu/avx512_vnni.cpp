@@ -16,9 +16,12 @@ constexpr int kVnniRowsTogether = 3, kMostVnniRows = 3;
 // Sums of longer blocks exceed 32 bits.
 bool fits_32_bits(CpuProduct const& p) { return p.block <= kColumnsOf32Bits; }
 
+// Whether codes are decoded once for all rows of integers.
+bool decodes_once(CpuProduct const& p) { return fits_32_bits(p) && p.m > kMostVnniRows; }
+
 void multiply_any_integers(CpuProduct const& p, int panel, int first, int rows) {
   if (!fits_32_bits(p)) return multiply_few(p, panel, first, rows);
-  if (p.m > kMostVnniRows) {
+  if (decodes_once(p)) {
     return with_width(info(p.weight.format).bits, [&](auto width) {
       multiply_wide_panel<decltype(width)::kBits>(p, panel, first, rows);
     });
@@ -46,9 +49,21 @@ void multiply_any(CpuProduct const& p, int panel, int first, int rows) {
   (p.has_floats ? multiply_any_floats : multiply_any_integers)(p, panel, first, rows);
 }
 
+#if defined(CUTLASS_OPS_AMX)
+// Fewer rows leave too much of a tile of x empty, and shorter runs of a tile's columns.
+constexpr int kLeastAmxRows = 16, kLeastAmxRun = 64;
+
+void multiply_any_or_amx(CpuProduct const& p, int panel, int first, int rows) {
+  bool const few = p.m < kLeastAmxRows || p.run() < kLeastAmxRun;
+  if (p.has_floats || few || !decodes_once(p)) return multiply_any(p, panel, first, rows);
+  KeepDenormals const keep;
+  multiply_amx(p, panel, first, rows);
+}
+#endif
+
 CpuKernels::IntegerOrder order_of_any(CpuProduct const& p) {
   if (!fits_32_bits(p)) return order_of_few(p);
-  if (p.m > kMostVnniRows) return {64, 64, false, byte_column};
+  if (decodes_once(p)) return {64, 64, false, byte_column};
   return with_width(info(p.weight.format).bits, [](auto width) {
     constexpr int kBits = decltype(width)::kBits;
     return CpuKernels::IntegerOrder{unit_k(kBits), 64, false, fragment_column<kBits>};
@@ -60,5 +75,10 @@ CpuKernels::IntegerOrder order_of_any(CpuProduct const& p) {
 CpuKernels const kAvx512VnniKernels = {"avx512_vnni",  order_of_any,   multiply_any,
                                        dequantize_any, quantize_block, multiply_bfloat16,
                                        bfloat16_column};
+#if defined(CUTLASS_OPS_AMX)
+CpuKernels const kAmxInt8Kernels = {"amx_int8",     order_of_any,   multiply_any_or_amx,
+                                    dequantize_any, quantize_block, multiply_bfloat16,
+                                    bfloat16_column};
+#endif
 
 }  // namespace cutlass_ops

@@ -92,6 +92,13 @@ extern CpuKernels const kAvx512VnniKernels;
 // For machines that also have AVX512_BF16 (avx512_bf16.cpp).
 void multiply_bfloat16(CpuProduct const& product, int panel, int first, int rows);
 int bfloat16_column(int place);
+#if defined(CUTLASS_OPS_AMX)
+// kAvx512VnniKernels, but for many rows of integers (amx_int8.cpp); for machines where
+// may_use_amx().
+extern CpuKernels const kAmxInt8Kernels;
+bool may_use_amx();
+void multiply_amx(CpuProduct const& product, int panel, int first, int rows);
+#endif
 #endif
 
 // ---- numbers

@@ -24,7 +24,12 @@ std::vector<CpuKernels const*> const& available() {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
         __builtin_cpu_supports("fma")) {
       bool const avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-      if (avx512 && __builtin_cpu_supports("avx512vnni")) found.push_back(&kAvx512VnniKernels);
+      if (avx512 && __builtin_cpu_supports("avx512vnni")) {
+#if defined(CUTLASS_OPS_AMX)
+        if (may_use_amx()) found.push_back(&kAmxInt8Kernels);
+#endif
+        found.push_back(&kAvx512VnniKernels);
+      }
       found.push_back(&kAvx2Kernels);
     }
 #endif
@@ -61,18 +66,34 @@ int columns_of_group(PackedWeight const& w) {
   return w.group_size == -1 ? k_pad : std::min(w.group_size, k_pad);
 }
 
+// Memory that grows: a product's may be used by the next, as fresh pages take as long as what is
+// written to them.
+template <class T>
+class Room {
+ public:
+  T* of(int64_t count) {
+    if (count > count_) elements_.reset(new T[size_t(count)]), count_ = count;
+    return elements_.get();
+  }
+  size_t bytes() const { return size_t(count_) * sizeof(T); }
+
+ private:
+  std::unique_ptr<T[]> elements_;
+  int64_t count_ = 0;
+};
+
 // Memory for activations that a product quantises itself.
 struct Quantized {
-  std::unique_ptr<int8_t[]> codes;
+  Room<int8_t> codes;
   std::vector<int8_t> zeros;
   std::vector<float> scales;
 
   QuantizedActivations make_room(int m, int k, int block, bool symmetric) {
     int64_t const k_pad = padded_k(k), blocks = block == -1 ? 1 : k_pad / block;
-    codes.reset(new int8_t[size_t(m * k_pad)]), scales.resize(size_t(m * blocks));
+    scales.resize(size_t(m * blocks));
     if (!symmetric) zeros.resize(size_t(m * blocks));
     QuantizedActivations out;
-    out.codes = codes.get(), out.scales = scales.data(),
+    out.codes = codes.of(m * k_pad), out.scales = scales.data(),
     out.zeros = symmetric ? nullptr : zeros.data();
     out.block = block, out.stride = m;
     return out;
@@ -81,10 +102,10 @@ struct Quantized {
 
 // The memory for a product's prepared activations.
 struct Prepared {
-  std::unique_ptr<float[]> x;
-  std::unique_ptr<int8_t[]> codes;
-  std::unique_ptr<int16_t[]> centred;
-  std::unique_ptr<uint16_t[]> halves;
+  Room<float> x;
+  Room<int8_t> codes;
+  Room<int16_t> centred;
+  Room<uint16_t> halves;
   std::vector<float> scales, offset_x, codebook, bias;
   std::vector<int32_t> zeros;
   std::vector<int64_t> sums;
@@ -124,14 +145,14 @@ int64_t spread_stride(int64_t elements, size_t size) {
 void prepare_floats(GemmProblem const& problem, CpuProduct& p, Prepared& memory, int threads) {
   int const k = problem.weight.k, k_pad = p.tiles * kKPerTile;
   p.x_stride = spread_stride(k_pad, sizeof(float));
-  memory.x.reset(new float[size_t(p.m) * size_t(p.x_stride)]);
+  float* const prepared = memory.x.of(p.m * p.x_stride);
   if (problem.weight.offsets) memory.offset_x.assign(size_t(p.m) * p.blocks, 0.0f);
   for_rows(p.m, k_pad, threads, [&](int first, int last) {
     std::vector<float> natural(size_t(k_pad), 0.0f);
     for (int row = first; row < last; ++row) {
       gather_row(problem.x, problem.x_type, row * problem.x_stride, k, problem.weight.perm,
                  natural.data());
-      float* const x = memory.x.get() + row * p.x_stride;
+      float* const x = prepared + row * p.x_stride;
       for (int start = 0; start < k_pad; start += kLaneColumns) {
         for (int place = 0; place < kLaneColumns; ++place)
           x[start + place] = natural[size_t(start + kLaneOrder[size_t(place)])];
@@ -142,8 +163,8 @@ void prepare_floats(GemmProblem const& problem, CpuProduct& p, Prepared& memory,
       }
     }
   });
-  p.x = memory.x.get();
-  p.offset_x = memory.offset_x.data();
+  p.x = prepared;
+  if (problem.weight.offsets) p.offset_x = memory.offset_x.data();
 }
 
 // prepare_floats() for the kernel of bf16 products.
@@ -155,13 +176,13 @@ void prepare_halves(GemmProblem const& problem, CpuKernels const& kernels, CpuPr
   for (int place = 0; place < kLaneColumns; ++place)
     columns[place] = kernels.bfloat16_column(place);
   p.x_stride = spread_stride(k_pad, sizeof(uint16_t));
-  memory.halves.reset(new uint16_t[size_t(p.m) * size_t(p.x_stride)]);
+  uint16_t* const prepared = memory.halves.of(p.m * p.x_stride);
   bool const sums = problem.weight.zeros || problem.weight.offsets;
   if (sums) memory.offset_x.assign(size_t(p.m) * p.blocks, 0.0f);
   for_rows(p.m, k_pad, threads, [&](int first, int last) {
     for (int row = first; row < last; ++row) {
       auto const* const x = static_cast<uint16_t const*>(problem.x) + row * problem.x_stride;
-      uint16_t* const to = memory.halves.get() + row * p.x_stride;
+      uint16_t* const to = prepared + row * p.x_stride;
       float* const of_blocks = memory.offset_x.data() + size_t(row) * p.blocks;
       for (int start = 0; start < k_pad; start += kLaneColumns) {
         for (int place = 0; place < kLaneColumns; ++place) {
@@ -181,8 +202,8 @@ void prepare_halves(GemmProblem const& problem, CpuKernels const& kernels, CpuPr
       }
     }
   });
-  p.halves = memory.halves.get();
-  p.offset_x = memory.offset_x.data();
+  p.halves = prepared;
+  if (sums) p.offset_x = memory.offset_x.data();
 }
 
 // Sums of less than 2^23 codes fit.
@@ -204,11 +225,12 @@ void prepare_integers(GemmProblem const& problem, CpuKernels const& kernels, Cpu
     int const column = order.column(place);
     positions[place] = uint8_t(column / 16 * 16 + activation_position(column));
   }
+  bool const in_order = columns == places && std::is_sorted(positions, positions + places);
   int64_t const stride = p.x_stride =
       spread_stride(int64_t(k_pad) / columns * places, order.centred ? sizeof(int16_t) : 1);
-  size_t const vectors = size_t(p.m) * p.blocks, integers = size_t(p.m) * size_t(p.x_stride);
-  (order.centred ? memory.centred.reset(new int16_t[integers])
-                 : memory.codes.reset(new int8_t[integers]));
+  size_t const vectors = size_t(p.m) * p.blocks;
+  int16_t* const centred = order.centred ? memory.centred.of(p.m * stride) : nullptr;
+  int8_t* const bytes = order.centred ? nullptr : memory.codes.of(p.m * stride);
   memory.scales.resize(vectors), memory.sums.resize(vectors);
   if (q.zeros) memory.zeros.resize(vectors);
   if (problem.weight.offsets) memory.offset_x.resize(vectors);
@@ -230,14 +252,18 @@ void prepare_integers(GemmProblem const& problem, CpuKernels const& kernels, Cpu
       }
       int8_t const* from = codes;
       if (!order.centred) {
-        int8_t* to = memory.codes.get() + row * stride;
+        int8_t* to = bytes + row * stride;
+        if (in_order) {
+          std::memcpy(to, codes, size_t(k_pad));
+          continue;
+        }
         for (int start = 0; start < k_pad; start += columns, from += columns, to += places) {
           for (int place = 0; place < places; place += 4)
             std::memcpy(to + place, from + positions[place], 4);
         }
         continue;
       }
-      int16_t* to = memory.centred.get() + row * stride;
+      int16_t* to = centred + row * stride;
       for (int start = 0; start < k_pad; start += columns, from += columns, to += places) {
         int zeros[kLaneColumns / 16];  // of each 16 columns
         for (int j = 0; j < kLaneColumns / 16; ++j) {
@@ -251,10 +277,10 @@ void prepare_integers(GemmProblem const& problem, CpuKernels const& kernels, Cpu
       }
     }
   });
-  p.codes = memory.codes.get(), p.centred = memory.centred.get();
+  p.codes = bytes, p.centred = centred;
   p.scales = memory.scales.data(), p.sums = memory.sums.data();
-  p.zeros = q.zeros ? memory.zeros.data() : nullptr;
-  p.offset_x = memory.offset_x.data();
+  if (q.zeros) p.zeros = memory.zeros.data();
+  if (problem.weight.offsets) p.offset_x = memory.offset_x.data();
 }
 
 // The values of codes that are no integers, by code, rounded to `type`: where another format
@@ -314,6 +340,7 @@ void cpu_quantize_activations(QuantizeProblem const& problem, int threads) {
   QuantizedActivations const& out = problem.out;
   CpuKernels const& kernels = *chosen().load();
   int const k = problem.k, k_pad = int(padded_k(k)), block = out.block == -1 ? k_pad : out.block;
+  bool const as_it_is = problem.x_type == DataType::kFloat32 && !problem.perm && k == k_pad;
   for (int index = 0; index < k_pad / block; ++index) {
     std::fill_n(out.scales + int64_t(index) * out.stride, out.stride, 1.0f);
     if (out.zeros) std::fill_n(out.zeros + int64_t(index) * out.stride, out.stride, int8_t(0));
@@ -321,8 +348,13 @@ void cpu_quantize_activations(QuantizeProblem const& problem, int threads) {
   for_rows(problem.m, k_pad, threads, [&](int first, int last) {
     std::vector<float> natural(size_t(k_pad), 0.0f);
     for (int row = first; row < last; ++row) {
-      gather_row(problem.x, problem.x_type, row * problem.x_stride, k, problem.perm,
-                 natural.data());
+      float const* x = natural.data();
+      if (as_it_is) {
+        x = static_cast<float const*>(problem.x) + row * problem.x_stride;
+      } else {
+        gather_row(problem.x, problem.x_type, row * problem.x_stride, k, problem.perm,
+                   natural.data());
+      }
       int8_t* const codes = out.codes + int64_t(row) * k_pad;
       for (int begin = 0; begin < k_pad; begin += block) {
         if (begin >= k) {
@@ -331,7 +363,7 @@ void cpu_quantize_activations(QuantizeProblem const& problem, int threads) {
         }
         // Zeros behind the last column do not extend the range, and their code is the zero point.
         int64_t const index = int64_t(begin / block) * out.stride + row;
-        kernels.quantize_block(natural.data() + begin, block, codes + begin, out.scales + index,
+        kernels.quantize_block(x + begin, block, codes + begin, out.scales + index,
                                out.zeros ? out.zeros + index : nullptr);
       }
       for (int i = 0; i < k_pad; i += 16) store(codes + i, zip_halves(load(codes + i)));
@@ -359,6 +391,7 @@ struct Product {
           {given.x, given.x_type, given.x_stride, given.m, w.k, w.perm, problem.quantized},
           threads);
     }
+    p = CpuProduct();
     p.weight = w, p.vector_stride = vector_stride;
     p.m = problem.m, p.out = problem.out, p.out_type = problem.out_type;
     p.has_floats = !problem.quantized.codes;
@@ -381,6 +414,11 @@ struct Product {
       return prepare_halves(problem, kernels, p, memory, threads);
     p.fused = cpu_fuses(p.m, exact);
     prepare_floats(problem, p, memory, threads);
+  }
+
+  size_t bytes() const {
+    return quantized.codes.bytes() + memory.x.bytes() + memory.codes.bytes() +
+           memory.centred.bytes() + memory.halves.bytes();
   }
 
   // Calls of a kernel: a row panel of the weight and one of these parts of the rows of x each.
@@ -418,9 +456,12 @@ void const* offset_by(void const* data, int64_t elements, DataType type) {
 
 void cpu_mixed_gemm(GemmProblem const& problem, int threads) {
   if (problem.m == 0) return;
-  Product product;
+  constexpr size_t kKeptBytes = size_t(64) << 20;
+  thread_local Product kept;
+  Product& product = kept;  // the threads' that share the work, too
   product.prepare(problem, padded_rows(problem.weight.n), *chosen().load(), threads);
   multiply(&product, 1, *chosen().load(), threads);
+  if (product.bytes() > kKeptBytes) product = Product();
 }
 
 void cpu_grouped_gemm(GemmProblem const& problem, int n, std::vector<ExpertRows> const& groups,
