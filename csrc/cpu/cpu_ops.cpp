@@ -346,7 +346,7 @@ void cpu_quantize_activations(QuantizeProblem const& problem, int threads) {
     if (out.zeros) std::fill_n(out.zeros + int64_t(index) * out.stride, out.stride, int8_t(0));
   }
   for_rows(problem.m, k_pad, threads, [&](int first, int last) {
-    std::vector<float> natural(size_t(k_pad), 0.0f);
+    std::vector<float> natural(as_it_is ? 0 : size_t(k_pad), 0.0f);
     for (int row = first; row < last; ++row) {
       float const* x = natural.data();
       if (as_it_is) {
@@ -416,9 +416,12 @@ struct Product {
     prepare_floats(problem, p, memory, threads);
   }
 
+  // What is allocated for every row of x.
   size_t bytes() const {
-    return quantized.codes.bytes() + memory.x.bytes() + memory.codes.bytes() +
-           memory.centred.bytes() + memory.halves.bytes();
+    auto const of = [](auto const& vector) { return vector.capacity() * sizeof vector[0]; };
+    return quantized.codes.bytes() + of(quantized.zeros) + of(quantized.scales) + memory.x.bytes() +
+           memory.codes.bytes() + memory.centred.bytes() + memory.halves.bytes() +
+           of(memory.scales) + of(memory.offset_x) + of(memory.zeros) + of(memory.sums);
   }
 
   // Calls of a kernel: a row panel of the weight and one of these parts of the rows of x each.
@@ -458,7 +461,7 @@ void cpu_mixed_gemm(GemmProblem const& problem, int threads) {
   if (problem.m == 0) return;
   constexpr size_t kKeptBytes = size_t(64) << 20;
   thread_local Product kept;
-  Product& product = kept;  // the threads' that share the work, too
+  Product& product = kept;  // a thread that shares the work would see a `kept` that is not this one
   product.prepare(problem, padded_rows(problem.weight.n), *chosen().load(), threads);
   multiply(&product, 1, *chosen().load(), threads);
   if (product.bytes() > kKeptBytes) product = Product();

@@ -138,9 +138,12 @@ class Requantize {
 #pragma unroll
     for (int i = 0; i < kElementsPerAccess; ++i) acc[i] = wrapping_add(sums[i], biases[column][i]);
     // The contribution of the zero point of x in taps outside of x, where the sums have zeros.
-    int const line = row / p.out_width;
-    if (int const number =
-            p.cuts_taps ? border_class(p, line % p.out_height, row - line * p.out_width) : 0) {
+    int number = 0;
+    if (p.cuts_taps) {
+      int const line = row / p.out_width;
+      number = border_class(p, line % p.out_height, row - line * p.out_width);
+    }
+    if (number) {
       int const* const outside =
           p.problem.weight.cut_sums + cut_sums_at(p, number, group) + (n - first_n);
       int4 const v = __ldg(reinterpret_cast<int4 const*>(outside));
