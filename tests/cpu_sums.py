@@ -32,11 +32,20 @@ def check(x: Tensor, qw: co.QuantizedWeight) -> None:
     if qw.book is not None:
         qw = replace(qw, book=qw.book.to(x.dtype).float())
     w = reference.dequantize_weight(qw, torch.float32).double()
-    total = x.double() @ w.T
     largest = 2**qw.bits * qw.scales.double().abs().amax(1)
     error = 5e-7 * (x.double().abs() @ w.abs().T + x.double().abs().sum(1, keepdim=True) * largest)
-    if qw.bias is not None:
-        total = total + qw.bias.double()
+    close(x, packed, w, error, qw.bias)
+
+
+def close(
+    x: Tensor, packed: co.PackedWeight, w: Tensor, error: Tensor, bias: Tensor | None
+) -> None:
+    """Every element, in every dtype of the result, is that of x and the values w ``[N, K]`` in
+    double precision, up to ``error [M, N]`` and a rounding.
+    """
+    total = x.double() @ w.T
+    if bias is not None:
+        total = total + bias.double()
     for dtype, half in (
         (torch.float32, 2.0**-24),
         (torch.bfloat16, 2.0**-8),

@@ -183,7 +183,8 @@ def test_many_rows_of_bfloat16_are_torchs(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(gemm, "mixed_gemm", product)
     routing = co.route(ids, 3)
     found = co.grouped_gemm(x, co.reorder_experts(given), routing)
-    assert rows == [20]
+    # AMX's kernel takes them with the others.
+    assert rows == ([] if _C.cpu_kernel() == "cpu_amx_int8" else [20])
     expected = torch.cat(
         [
             reference.mixed_gemm(x[routing.order[begin:end].long() // 2], qw).double()

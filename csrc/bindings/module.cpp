@@ -178,7 +178,14 @@ PYBIND11_MODULE(_C, m) {
         return cpu_uses_bfloat16(weight, rows, x_type, exact);
       },
       py::arg("weight"), py::arg("m"), py::arg("x_type"), py::arg("exact"),
-      "Whether a CPU multiplies floats by the kernel for bf16, whose sums have another order.");
+      "Whether a CPU multiplies floats by a kernel for bf16, whose sums have another order.");
+  m.def(
+      "cpu_rounds_weight",
+      [](Weight const& weight, int rows, DataType x_type, bool exact) {
+        return cpu_rounds_weight(weight, rows, x_type, exact);
+      },
+      py::arg("weight"), py::arg("m"), py::arg("x_type"), py::arg("exact"),
+      "Whether that kernel rounds the weight's values to bf16.");
   m.def("cpu_kernel", &cpu_kernel, "The name of the kernels that compute on a CPU.");
   m.def(
       "cpu_quantize_activations",

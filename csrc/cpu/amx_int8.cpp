@@ -5,60 +5,15 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "cpu/amx.h"
 #include "cpu/avx512_tiles.h"
 
 namespace cutlass_ops {
 namespace {
 
-constexpr int kTileRows = 16, kTileBytes = 64;
 static_assert(kRowsPerBlock == kTileRows && kKPerTile == 2 * kTileBytes);
 
-// Instructions of tiles. Compilers' intrinsics take numbers of tiles as text alone, and GCC's do
-// not say that they read memory.
-inline void load_shapes(void const* shapes) {
-  asm volatile("ldtilecfg (%0)" : : "r"(shapes) : "memory");
-}
-inline void release_tiles() { asm volatile("tilerelease"); }
-template <int kTile>
-void zero_tile() {
-  asm volatile("tilezero %%tmm%c0" : : "i"(kTile));
-}
-template <int kTile>
-void load_tile(void const* rows, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(rows), "r"(stride), "i"(kTile) : "memory");
-}
-template <int kTile>
-void store_tile(void* rows, int64_t stride) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(rows), "r"(stride), "i"(kTile) : "memory");
-}
-// Signed bytes of x times those of codes.
-template <int kSums, int kX, int kCodes>
-void multiply_tiles() {
-  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kCodes));
-}
-
-// The shapes of tiles as LDTILECFG loads them (Intel 64 and IA-32 Architectures Software
-// Developer's Manual): 0 and 1 are products, 2 and 3 x, 4 to 7 codes.
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};  // of a row
-  uint8_t rows[16] = {};
-
-  explicit TileShapes(int x_rows) {
-    for (int tile = 0; tile < 8; ++tile)
-      bytes[tile] = kTileBytes, rows[tile] = uint8_t(tile < 4 ? x_rows : kTileRows);
-  }
-};
-static_assert(sizeof(TileShapes) == 64);
-
-// The shapes of this thread, for a scope.
-class Tiles {
- public:
-  explicit Tiles(TileShapes const& shapes) { load_shapes(&shapes); }
-  ~Tiles() { release_tiles(); }
-  Tiles(Tiles const&) = delete;
-  Tiles& operator=(Tiles const&) = delete;
-};
+// Tiles 0 and 1 are products, 2 and 3 x, 4 to 7 codes.
 
 // The sums of a tile of x and a row block.
 struct alignas(64) Products {
@@ -72,10 +27,10 @@ void multiply_block(__m512i const* words, bool two, Products& products) {
   constexpr int kSums = kBlock % 2, kCodes = 4 + 2 * kSums;
   zero_tile<kSums>();
   load_tile<kCodes>(words, kTileBytes);
-  multiply_tiles<kSums, 2, kCodes>();
+  multiply_bytes<kSums, 2, kCodes>();
   if (two) {
     load_tile<kCodes + 1>(words + kTileRows, kTileBytes);
-    multiply_tiles<kSums, 3, kCodes + 1>();
+    multiply_bytes<kSums, 3, kCodes + 1>();
   }
   store_tile<kSums>(products.sums, kTileBytes);
 }
@@ -142,6 +97,7 @@ bool may_use_amx() {
   // The kernel gives tiles to processes that ask for them (Linux, x86/xstate.rst).
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
+         __builtin_cpu_supports("amx-bf16") &&
          syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 

@@ -36,31 +36,34 @@ void store_bytes(char* to, __m256 value, int bytes) {
   if (bytes < 32) std::memcpy(to, memory, size_t(bytes));
 }
 
+// The values of a span's columns, those of a row `stride` bytes after those of the row before.
 template <class Format, DataType kType>
-void dequantize_panel(CpuProduct const& p, int panel, int rows, void* out) {
-  constexpr int kBits = Format::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
-  constexpr int kBytes = kType == DataType::kFloat32 ? 4 : 2, kColumns = 32 / kBytes;
-  PackedWeight const& w = p.weight;
-  uint8_t const* const tiles = codes_of_panel<kBits>(p, panel);
-  Avx2Decoder<Format> const decoder(p);
-  alignas(64) float tile[kRowsPerBlock * kKPerTile];
-  for (Runs runs(p, panel); runs.next();) {
-    Span const span(p, runs);
-    int const begin = span.begin;
-    uint8_t const* const codes = codes_at<kBits>(tiles, begin);
-    int const places = span.columns / kLanes, columns = std::min(span.columns, w.k - begin);
+class SpanValues {
+ public:
+  static constexpr int kBytes = kType == DataType::kFloat32 ? 4 : 2;  // of a value
+
+  SpanValues(CpuProduct const& p, int panel)
+      : p_(p), tiles_(codes_of_panel<Format::kBits>(p, panel)), decoder_(p) {}
+
+  void store(Runs const& runs, int rows, void* out, int64_t stride) {
+    constexpr int kBits = Format::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
+    constexpr int kColumns = 32 / kBytes;
+    PackedWeight const& w = p_.weight;
+    Span const span(p_, runs);
+    uint8_t const* const codes = codes_at<kBits>(tiles_, span.begin);
+    int const places = span.columns / kLanes, columns = std::min(span.columns, w.k - span.begin);
     for (int first = 0; first < rows; first += 8) {
       int const i = first / kRowsPerBlock, h = first / 8 % 2;
-      if (h == 0) decode_floats<Format>(p, decoder, span, codes + i * kBlockBytes, i, tile);
+      if (h == 0) decode_floats<Format>(p_, decoder_, span, codes + i * kBlockBytes, i, tile_);
       for (int column = 0; column < columns; column += kColumns) {
-        Span::Run const& run = span.run[std::min(column / p.run(), span.runs - 1)];
+        Span::Run const& run = span.run[std::min(column / p_.run(), span.runs - 1)];
         __m256 const scale = run.scales[first / 8],
                      offset = w.offsets ? run.offsets[first / 8] : _mm256_setzero_ps();
         // The values of columns 2 * t and 2 * t + 1 of eight: two of the four elements of a word
         // (lane_column).
         int const j = column % kLaneColumns / 16, element = column / 8 % 2;
         float const* const words =
-            tile + (j * places + column / kLaneColumns * 8 + element) * kRowsPerBlock + 8 * h;
+            tile_ + (j * places + column / kLaneColumns * 8 + element) * kRowsPerBlock + 8 * h;
         auto const value = [&](int t, int place) {
           __m256 const product = _mm256_mul_ps(
               _mm256_load_ps(words + (t % 2 * 4 * places + t / 2 * 4 + place) * kRowsPerBlock),
@@ -79,18 +82,34 @@ void dequantize_panel(CpuProduct const& p, int panel, int rows, void* out) {
         transpose(v);
         int const bytes = std::min(kColumns, columns - column) * kBytes,
                   last = std::min(8, rows - first);
-        char* const to = static_cast<char*>(out) + (int64_t(first) * w.k + begin + column) * kBytes;
-        for (int r = 0; r < last; ++r) store_bytes(to + int64_t(r) * w.k * kBytes, v[r], bytes);
+        char* const to = static_cast<char*>(out) + first * stride + column * kBytes;
+        for (int r = 0; r < last; ++r) store_bytes(to + r * stride, v[r], bytes);
       }
     }
   }
+
+ private:
+  CpuProduct const& p_;
+  uint8_t const* const tiles_;
+  Avx2Decoder<Format> const decoder_;
+  alignas(64) float tile_[kRowsPerBlock * kKPerTile];
+};
+
+// Stores the values of a panel's rows, one row after the other.
+template <class Values>
+void store_all(CpuProduct const& p, int panel, int rows, void* out) {
+  Values values(p, panel);
+  for (Runs runs(p, panel); runs.next();)
+    values.store(runs, rows, static_cast<char*>(out) + int64_t(runs.begin) * Values::kBytes,
+                 int64_t(p.weight.k) * Values::kBytes);
 }
 
 template <class Format>
 void dequantize_panel(CpuProduct const& p, int panel, int rows, void* out, DataType type) {
-  auto const run = type == DataType::kFloat32   ? dequantize_panel<Format, DataType::kFloat32>
-                   : type == DataType::kFloat16 ? dequantize_panel<Format, DataType::kFloat16>
-                                                : dequantize_panel<Format, DataType::kBFloat16>;
+  auto const run = type == DataType::kFloat32 ? store_all<SpanValues<Format, DataType::kFloat32>>
+                   : type == DataType::kFloat16
+                       ? store_all<SpanValues<Format, DataType::kFloat16>>
+                       : store_all<SpanValues<Format, DataType::kBFloat16>>;
   run(p, panel, rows, out);
 }
 

@@ -63,30 +63,32 @@ template <DataType kType>
   }
 }
 
-template <DataType kType>
-void dequantize_nibbles(CpuProduct const& p, int panel, int rows, void* out) {
-  constexpr int kBits = Nibbles::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks,
-                kBytes = kType == DataType::kFloat32 ? 4 : 2;
-  PackedWeight const& w = p.weight;
-  uint8_t const* const tiles = codes_of_panel<kBits>(p, panel);
-  __m512 const stored = stored_values(p);
-  __m512i const nibbles = _mm512_set1_epi8(15),
-                places[2] = {places_of_columns(0), places_of_columns(32)};
-  for (Runs runs(p, panel); runs.next();) {
-    uint8_t const* const codes = codes_at<kBits>(tiles, runs.begin);
-    alignas(64) BlockVectors vectors[kMostRuns] = {};
+// SpanValues of codes of 4 bits, by kTable's tables.
+template <DataType kType, __m512i (*kTable)(__m512) = table_of<kType>>
+class SpanNibbles {
+ public:
+  static constexpr int kBytes = kType == DataType::kFloat32 ? 4 : 2;
+
+  SpanNibbles(CpuProduct const& p, int panel)
+      : w_(p.weight), tiles_(codes_of_panel<Nibbles::kBits>(p, panel)), stored_(stored_values(p)) {}
+
+  void store(Runs const& runs, int rows, void* out, int64_t stride) const {
+    constexpr int kBits = Nibbles::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
+    __m512i const nibbles = _mm512_set1_epi8(15);
+    uint8_t const* const codes = codes_at<kBits>(tiles_, runs.begin);
+    alignas(64) BlockVectors vectors[kMostRuns];
     int8_t const* zeros[kMostRuns] = {};
-    for (int part = 0; part < kMostRuns; ++part) {
-      int const from = std::min(part, runs.count - 1);
-      vectors[part] = BlockVectors(w, runs.vector[from]);
-      if (w.zeros) zeros[part] = w.zeros + runs.vector[from];
-    }
     int const of_64 = std::max(kLaneColumns / runs.run, 1);  // runs
+    for (int part = 0; part < of_64; ++part) {
+      int const from = std::min(part, runs.count - 1);
+      vectors[part] = BlockVectors(w_, runs.vector[from]);
+      if (w_.zeros) zeros[part] = w_.zeros + runs.vector[from];
+    }
     for (int row = 0; row < rows; ++row) {
       int const i = row / kRowsPerBlock, h = row / 8 % 2, g = row % 8, index = 8 * g + 2 * i + h;
       __m512i tables[kMostRuns];
       for (int part = 0; part < of_64; ++part)
-        tables[part] = table_of<kType>(values_of_row(w, stored, vectors[part], zeros[part], index));
+        tables[part] = kTable(values_of_row(w_, stored_, vectors[part], zeros[part], index));
       for (int f = 0; f < runs.span / kLaneColumns; ++f) {
         __m512i bytes = _mm512_loadu_si512(codes + i * kBlockBytes + f * kUnitBytes + g * 64);
         if (h) bytes = _mm512_srli_epi16(bytes, 4);
@@ -94,23 +96,30 @@ void dequantize_nibbles(CpuProduct const& p, int panel, int rows, void* out) {
         __m512i const low = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(bytes)),
                       high = _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(bytes, 1));
         for (int half = 0; half < 2; ++half) {
-          int const column = runs.begin + f * kLaneColumns + 32 * half;
-          store_values<kType>(_mm512_permutex2var_epi16(low, places[half], high),
-                              tables + half * of_64 / 2, of_64 == 4 ? 2 : 1, w.k - column,
-                              static_cast<char*>(out) + (int64_t(row) * w.k + column) * kBytes);
+          int const column = f * kLaneColumns + 32 * half;
+          store_values<kType>(_mm512_permutex2var_epi16(low, places_[half], high),
+                              tables + half * of_64 / 2, of_64 == 4 ? 2 : 1,
+                              w_.k - runs.begin - column,
+                              static_cast<char*>(out) + row * stride + column * kBytes);
         }
       }
     }
   }
-}
+
+ private:
+  PackedWeight const& w_;
+  uint8_t const* const tiles_;
+  __m512 const stored_;
+  __m512i const places_[2] = {places_of_columns(0), places_of_columns(32)};
+};
 
 [[maybe_unused]] void dequantize_any(CpuProduct const& p, int panel, int rows, void* out,
                                      DataType type) {
   if (info(p.weight.format).bits != Nibbles::kBits) return dequantize(p, panel, rows, out, type);
   KeepDenormals const keep;
-  (type == DataType::kFloat32   ? dequantize_nibbles<DataType::kFloat32>
-   : type == DataType::kFloat16 ? dequantize_nibbles<DataType::kFloat16>
-                                : dequantize_nibbles<DataType::kBFloat16>)(p, panel, rows, out);
+  (type == DataType::kFloat32   ? store_all<SpanNibbles<DataType::kFloat32>>
+   : type == DataType::kFloat16 ? store_all<SpanNibbles<DataType::kFloat16>>
+                                : store_all<SpanNibbles<DataType::kBFloat16>>)(p, panel, rows, out);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include "cpu/avx512_dequantize.h"
 #include "cpu/avx512_rows.h"
 #include "cpu/avx512_tiles.h"
+#include "cpu/cpu_ops.h"
 #include "cpu/quantize_block.h"
 
 namespace cutlass_ops {
@@ -49,15 +50,31 @@ void multiply_any(CpuProduct const& p, int panel, int first, int rows) {
   (p.has_floats ? multiply_any_floats : multiply_any_integers)(p, panel, first, rows);
 }
 
+HalvesOrder bfloat16_order(int bits, int) {
+  return bits == Nibbles::kBits ? HalvesOrder::kColumns : HalvesOrder::kNone;
+}
+
 #if defined(CUTLASS_OPS_AMX)
 // Fewer rows leave too much of a tile of x empty, and shorter runs of a tile's columns.
 constexpr int kLeastAmxRows = 16, kLeastAmxRun = 64;
+// Rows of bf16 from which on a weight of 4 bits is dequantised in less time than AVX-512 multiplies
+// it; others keep the reference's bits below kCpuPanelRows.
+constexpr int kLeastAmxRowsOfNibbles = 8;
 
 void multiply_any_or_amx(CpuProduct const& p, int panel, int first, int rows) {
   bool const few = p.m < kLeastAmxRows || p.run() < kLeastAmxRun;
   if (p.has_floats || few || !decodes_once(p)) return multiply_any(p, panel, first, rows);
   KeepDenormals const keep;
   multiply_amx(p, panel, first, rows);
+}
+
+void multiply_bfloat16_or_amx(CpuProduct const& p, int panel, int first, int rows) {
+  (p.in_pairs ? multiply_amx_bfloat16 : multiply_bfloat16)(p, panel, first, rows);
+}
+
+HalvesOrder bfloat16_order_or_pairs(int bits, int m) {
+  int const least = bits == Nibbles::kBits ? kLeastAmxRowsOfNibbles : kCpuPanelRows;
+  return m >= least ? HalvesOrder::kPairs : bfloat16_order(bits, m);
 }
 #endif
 
@@ -74,11 +91,15 @@ CpuKernels::IntegerOrder order_of_any(CpuProduct const& p) {
 
 CpuKernels const kAvx512VnniKernels = {"avx512_vnni",  order_of_any,   multiply_any,
                                        dequantize_any, quantize_block, multiply_bfloat16,
-                                       bfloat16_column};
+                                       bfloat16_order};
 #if defined(CUTLASS_OPS_AMX)
-CpuKernels const kAmxInt8Kernels = {"amx_int8",     order_of_any,   multiply_any_or_amx,
-                                    dequantize_any, quantize_block, multiply_bfloat16,
-                                    bfloat16_column};
+CpuKernels const kAmxInt8Kernels = {"amx_int8",
+                                    order_of_any,
+                                    multiply_any_or_amx,
+                                    dequantize_any,
+                                    quantize_block,
+                                    multiply_bfloat16_or_amx,
+                                    bfloat16_order_or_pairs};
 #endif
 
 }  // namespace cutlass_ops

@@ -38,6 +38,7 @@ struct CpuProduct {
   int64_t x_stride = 0;              // elements of a row of x, codes or centred
   float const* x = nullptr;          // floats, in the order of lane_column; null for integers
   uint16_t const* halves = nullptr;  // bf16, in the order of the kernel for it, or null
+  bool in_pairs = false;             // that order
   int8_t const* codes = nullptr;  // integers in the order of the kernel's instruction set, or null
   int16_t const* centred = nullptr;  // integers less their zero points, in that order, or null
   float const* scales = nullptr;     // [m][blocks], of integers
@@ -60,8 +61,12 @@ struct CpuProduct {
 inline constexpr int kMostRuns = 4;
 constexpr int run_of(int j, int run) { return 16 * j / run; }
 
-// Rows of x in one call of a kernel.
-inline constexpr int kMostRows = 96;
+// Rows of x in one call of a kernel, and of bf16 in pairs.
+inline constexpr int kMostRows = 96, kMostRowsInPairs = 512;
+
+// The order of x in bf16 that a kernel expects. In columns: of each 64 places, those of
+// bfloat16_column(). In pairs: 16 rows, or fewer and zeros, are [pair of columns][row][column].
+enum class HalvesOrder { kNone, kColumns, kPairs };
 
 struct CpuKernels {
   char const* name;
@@ -79,10 +84,10 @@ struct CpuKernels {
   void (*dequantize)(CpuProduct const& product, int panel, int rows, void* out, DataType type);
   // A block of activations as reference.quantize_activations defines it; zero is null if symmetric.
   void (*quantize_block)(float const* x, int count, int8_t* codes, float* scale, int8_t* zero);
-  // multiply() for x in bf16 and codes of 4 bits, and the column that it expects at each of 64
-  // places of x; null without instructions for products of bf16.
+  // multiply() for m rows of x in bf16, and the order that it expects: none where multiply() is for
+  // such x, too, and columns are those of bfloat16_column(). Null without such a kernel.
   void (*multiply_bfloat16)(CpuProduct const& product, int panel, int first, int rows) = nullptr;
-  int (*bfloat16_column)(int place) = nullptr;
+  HalvesOrder (*bfloat16_order)(int bits, int m) = nullptr;
 };
 
 extern CpuKernels const kScalarKernels;
@@ -93,11 +98,12 @@ extern CpuKernels const kAvx512VnniKernels;
 void multiply_bfloat16(CpuProduct const& product, int panel, int first, int rows);
 int bfloat16_column(int place);
 #if defined(CUTLASS_OPS_AMX)
-// kAvx512VnniKernels, but for many rows of integers (amx_int8.cpp); for machines where
-// may_use_amx().
+// kAvx512VnniKernels, but for many rows of integers (amx_int8.cpp) and of bf16 (amx_bf16.cpp); for
+// machines where may_use_amx().
 extern CpuKernels const kAmxInt8Kernels;
 bool may_use_amx();
 void multiply_amx(CpuProduct const& product, int panel, int first, int rows);
+void multiply_amx_bfloat16(CpuProduct const& product, int panel, int first, int rows);
 #endif
 #endif
 

@@ -167,14 +167,44 @@ void prepare_floats(GemmProblem const& problem, CpuProduct& p, Prepared& memory,
   if (problem.weight.offsets) p.offset_x = memory.offset_x.data();
 }
 
-// prepare_floats() for the kernel of bf16 products.
-void prepare_halves(GemmProblem const& problem, CpuKernels const& kernels, CpuProduct& p,
-                    Prepared& memory, int threads) {
+// prepare_floats() for HalvesOrder::kPairs.
+void prepare_pairs(GemmProblem const& problem, CpuProduct& p, Prepared& memory, int threads) {
+  constexpr int kTogether = 16;  // rows
+  constexpr int kColumns = 32;   // of the lines of some pairs, which stay in the cache
+  int const k = problem.weight.k, k_pad = p.tiles * kKPerTile;
+  int32_t const* const perm = problem.weight.perm;
+  int64_t const tiles = ceil_div(p.m, kTogether);
+  p.x_stride = spread_stride(k_pad, sizeof(uint16_t)), p.in_pairs = true;
+  uint16_t* const prepared = memory.halves.of(tiles * kTogether * p.x_stride);
+  for_rows(int(tiles), kTogether * k_pad, threads, [&](int first, int last) {
+    for (int64_t tile = first; tile < last; ++tile) {
+      uint16_t* to = prepared + tile * kTogether * p.x_stride;
+      int const rows = int(std::min<int64_t>(kTogether, p.m - tile * kTogether));
+      auto const* const x =
+          static_cast<uint16_t const*>(problem.x) + tile * kTogether * problem.x_stride;
+      for (int begin = 0; begin < k_pad; begin += kColumns, to += kColumns * kTogether) {
+        bool const whole = !perm && begin + kColumns <= k;
+        if (!whole || rows < kTogether) std::fill_n(to, kColumns * kTogether, uint16_t(0));
+        for (int row = 0; row < rows; ++row) {
+          uint16_t const* const from = x + row * problem.x_stride;
+          for (int i = 0; whole && i < kColumns; i += 2)
+            std::memcpy(to + i * kTogether + row * 2, from + begin + i, 4);
+          for (int i = 0; !whole && i < std::min(kColumns, k - begin); ++i)
+            to[i / 2 * (2 * kTogether) + row * 2 + i % 2] =
+                from[perm ? perm[begin + i] : begin + i];
+        }
+      }
+    }
+  });
+  p.halves = prepared;
+}
+
+// prepare_floats() for HalvesOrder::kColumns.
+void prepare_halves(GemmProblem const& problem, CpuProduct& p, Prepared& memory, int threads) {
   int const k = problem.weight.k, k_pad = p.tiles * kKPerTile;
   int32_t const* const perm = problem.weight.perm;
   int columns[kLaneColumns];
-  for (int place = 0; place < kLaneColumns; ++place)
-    columns[place] = kernels.bfloat16_column(place);
+  for (int place = 0; place < kLaneColumns; ++place) columns[place] = bfloat16_column(place);
   p.x_stride = spread_stride(k_pad, sizeof(uint16_t));
   uint16_t* const prepared = memory.halves.of(p.m * p.x_stride);
   bool const sums = problem.weight.zeros || problem.weight.offsets;
@@ -325,9 +355,23 @@ bool cpu_multiplies_bfloat16() {
 #endif
 }
 
+namespace {
+
+HalvesOrder halves_order(PackedWeight const& weight, int m, DataType x_type, bool exact,
+                         CpuKernels const& kernels) {
+  bool const may = x_type == DataType::kBFloat16 && !exact && m > 0 && kernels.bfloat16_order &&
+                   cpu_multiplies_bfloat16();
+  return may ? kernels.bfloat16_order(info(weight.format).bits, m) : HalvesOrder::kNone;
+}
+
+}  // namespace
+
 bool cpu_uses_bfloat16(PackedWeight const& weight, int m, DataType x_type, bool exact) {
-  return x_type == DataType::kBFloat16 && !exact && m > 0 && info(weight.format).bits == 4 &&
-         chosen().load()->multiply_bfloat16 && cpu_multiplies_bfloat16();
+  return halves_order(weight, m, x_type, exact, *chosen().load()) != HalvesOrder::kNone;
+}
+
+bool cpu_rounds_weight(PackedWeight const& weight, int m, DataType x_type, bool exact) {
+  return halves_order(weight, m, x_type, exact, *chosen().load()) == HalvesOrder::kPairs;
 }
 
 bool cpu_fuses(int m, bool exact) {
@@ -410,8 +454,9 @@ struct Product {
     prepare_codebook(problem.x_type, p, memory);
     if (problem.quantized.codes) return prepare_integers(problem, kernels, p, memory, threads);
     bool const exact = problem.exact || problem.batch_invariant;
-    if (cpu_uses_bfloat16(w, p.m, problem.x_type, exact))
-      return prepare_halves(problem, kernels, p, memory, threads);
+    HalvesOrder const order = halves_order(w, p.m, problem.x_type, exact, kernels);
+    if (order == HalvesOrder::kPairs) return prepare_pairs(problem, p, memory, threads);
+    if (order == HalvesOrder::kColumns) return prepare_halves(problem, p, memory, threads);
     p.fused = cpu_fuses(p.m, exact);
     prepare_floats(problem, p, memory, threads);
   }
@@ -426,7 +471,7 @@ struct Product {
 
   // Calls of a kernel: a row panel of the weight and one of these parts of the rows of x each.
   int64_t panels() const { return padded_rows(p.weight.n) / kRowsPerPanel; }
-  int64_t parts() const { return ceil_div(p.m, kMostRows); }
+  int64_t parts() const { return ceil_div(p.m, p.in_pairs ? kMostRowsInPairs : kMostRows); }
 };
 
 // All products, whose calls of kernels the threads share.
@@ -445,7 +490,11 @@ void multiply(Product const* products, size_t count, CpuKernels const& kernels, 
     CpuProduct const& p = products[i].p;
     int64_t const panels = products[i].panels(), parts = products[i].parts();
     int64_t const call = index - (ends[i] - panels * parts), part = call / panels;
-    int64_t const first = p.m * part / parts, last = p.m * (part + 1) / parts;
+    int const together = p.in_pairs ? 16 : 1;  // rows
+    auto const begin = [&](int64_t of) {
+      return std::min<int64_t>(p.m, ceil_div(p.m, together) * of / parts * together);
+    };
+    int64_t const first = begin(part), last = begin(part + 1);
     auto const multiply = p.halves ? kernels.multiply_bfloat16 : kernels.multiply;
     multiply(p, int(call % panels), int(first), int(last - first));
   });

@@ -14,8 +14,9 @@ namespace cutlass_ops {
 void cpu_quantize_activations(QuantizeProblem const& problem, int threads);
 
 // Rows of bf16 x from which on torch's product with dequantised panels of the weight is faster,
-// where the instruction set has products of bf16: kCpuPanelRowsOfBfloat16 where the alternative is
-// avx512_bf16.cpp's kernel for codes of 4 bits, kCpuPanelRows where it is another kernel.
+// where the instruction set has products of bf16 and no kernel rounds the weight:
+// kCpuPanelRowsOfBfloat16 where the alternative is avx512_bf16.cpp's kernel for codes of 4 bits,
+// kCpuPanelRows where it is another kernel.
 constexpr int kCpuPanelRows = 16, kCpuPanelRowsOfBfloat16 = 32;
 
 // Whether m rows of floats are multiplied by vector kernels that use fused multiply-adds, unless
@@ -23,10 +24,11 @@ constexpr int kCpuPanelRows = 16, kCpuPanelRowsOfBfloat16 = 32;
 constexpr int kCpuFusedRows = 5;  // fewer are multiplied by other kernels
 bool cpu_fuses(int m, bool exact);
 
-// Whether m rows of floats are multiplied by the kernel for bf16 and codes of 4 bits, where the
-// instruction set has products of bf16, unless `exact`: the sums have another order than the
-// reference's.
+// Whether m rows of floats are multiplied by a kernel for bf16, where the instruction set has
+// products of bf16, unless `exact`: the sums have another order than the reference's. And whether
+// that kernel rounds the weight's values to bf16.
 bool cpu_uses_bfloat16(PackedWeight const& weight, int m, DataType x_type, bool exact);
+bool cpu_rounds_weight(PackedWeight const& weight, int m, DataType x_type, bool exact);
 
 // y = x @ W^T + bias, with the reference's bits unless cpu_uses_bfloat16() or cpu_fuses(). The
 // activations are quantised first where the problem says so. The problem has no activation, no

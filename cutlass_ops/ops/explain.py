@@ -37,7 +37,7 @@ class Explanation:
         device: "cpu" or the GPU's architecture, "sm_90".
         kernel: the kernel's name, and in ``csrc/kernels`` its file's; on a CPU that of its
             instruction set; "torch.matmul" for an x that is not quantised and, on a GPU, is
-            fp32, or on a CPU has many rows of bf16.
+            fp32, or on a CPU has many rows of bf16 and no kernel for them.
         launches: the files in ``csrc/kernels`` of the kernels that run, in order:
             quantize_activations (unless `kernel` quantises x itself), upcast_activations or
             compensate_zeros, weight_colsum (where terms of zero points are needed and not
@@ -218,12 +218,15 @@ def explain(
         nothing, why = (0, 0), "the bits are the reference's"
         floats = not isinstance(x, QuantizedActivations) and act_quant == "none"
         order = "sums have another order than the reference's"
-        if floats and products.uses_bfloat16_on_cpu(m, weight, dtype, call):
+        rounds = floats and products.rounds_weight_on_cpu(m, weight, dtype, call)
+        if rounds:
+            why = f"the CPU's products of bf16 with the weight's values, rounded to it: {order}"
+        elif floats and products.uses_bfloat16_on_cpu(m, weight, dtype, call):
             why = f"the CPU's products of bf16: {order}"
         elif floats and _C.cpu_fuses(m, exact or batch_invariant):
             why = f"a product and its sum are rounded once: {order}"
         return Explanation(
-            "cpu", _C.cpu_kernel(), (), nothing, nothing, 1, 0, 0, 0, 1, 0, 0, True, why
+            "cpu", _C.cpu_kernel(), (), nothing, nothing, 1, 0, 0, 0, 1, 0, 0, not rounds, why
         )
     quantized, ptr, stride = None, 0, weight.k
     if isinstance(x, QuantizedActivations):

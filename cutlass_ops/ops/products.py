@@ -83,7 +83,7 @@ def _cpu_gemm(
 ) -> Tensor:
     """The product in host memory; x is a matrix of floats, or the codes of ``quantized``.
 
-    A row has the same bits whatever M and the number of threads are, but by the kernel for bf16
+    A row has the same bits whatever M and the number of threads are, but by a kernel for bf16
     (:func:`uses_bfloat16_on_cpu`).
     """
     bias = call.bias_of(weight)
@@ -139,9 +139,9 @@ def panel_type(
     """The dtype in which :func:`panel_gemm` computes a product of m rows of floats; None where
     kernels compute it.
 
-    On a GPU no kernel multiplies fp32 as it is. A CPU multiplies many rows of bf16 faster by torch,
-    where it has instructions for that and nothing but a bias of bf16 comes after the sums, which
-    oneDNN then rounds once.
+    On a GPU no kernel multiplies fp32 as it is. A CPU without a kernel that rounds the weight's
+    values multiplies many rows of bf16 faster by torch, where it has instructions for that and
+    nothing but a bias of bf16 comes after the sums, which oneDNN then rounds once.
     """
     if call.act_quant != "none":
         return None
@@ -149,7 +149,9 @@ def panel_type(
         return torch.float32 if dtype is torch.float32 else None
     if call.batch_invariant or call.exact or m < _C.cpu_panel_rows:
         return None
-    if m < _C.cpu_panel_rows_of_bfloat16 and uses_bfloat16_on_cpu(m, weight, dtype, call):
+    if uses_bfloat16_on_cpu(m, weight, dtype, call) and (
+        m < _C.cpu_panel_rows_of_bfloat16 or rounds_weight_on_cpu(m, weight, dtype, call)
+    ):
         return None
     bias = call.bias_of(weight)
     rounds_once = call.activation is None and call.residual is None and not call.saturate
@@ -161,9 +163,17 @@ def panel_type(
 
 
 def uses_bfloat16_on_cpu(m: int, weight: PackedWeight, dtype: torch.dtype, call: Call) -> bool:
-    """Whether a CPU multiplies m rows of floats by the kernel for bf16 and codes of 4 bits."""
+    """Whether a CPU multiplies m rows of floats by a kernel for bf16."""
     exact = call.exact or call.batch_invariant
     return call.act_quant == "none" and _C.cpu_uses_bfloat16(
+        weight.native, m, DATA_TYPES[dtype], exact
+    )
+
+
+def rounds_weight_on_cpu(m: int, weight: PackedWeight, dtype: torch.dtype, call: Call) -> bool:
+    """Whether that kernel rounds the weight's values to bf16."""
+    exact = call.exact or call.batch_invariant
+    return call.act_quant == "none" and _C.cpu_rounds_weight(
         weight.native, m, DATA_TYPES[dtype], exact
     )
 
