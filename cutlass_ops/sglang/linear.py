@@ -93,7 +93,7 @@ class _Linear(StoredLinear):
         if (reason := reason_of_package(is_cpu())) is not None:
             return reason
         if is_cpu() and cpu_has_amx_support() and form.amx and act_quant == "none":
-            return "SGLang's kernels use AMX on this CPU; those of cutlass_ops do not"
+            return "SGLang's kernels use AMX on this CPU, and are not compared with cutlass_ops"
         return None
 
 

@@ -86,13 +86,13 @@ def _reason_of_cpu(c: Any) -> str | None:
     if str(c.weight_type) not in _CPU_TYPES or settings().get("act_quant", "none") != "none":
         return None
     # zentorch quantises x to int8 for these weights alone, and does not multiply fp16 on AMD CPUs.
-    # results/vllm-cpu.json: slower for one token, faster from 4 on
+    # That is slower for one token and faster from 4 on (tools/bench_vllm_cpu.py).
     symmetric = str(c.weight_type) == "uint4b8" and c.act_type is torch.bfloat16
     if symmetric and current_platform.is_zen_cpu():
         return "zentorch's kernel, which quantises x to int8, is faster on this CPU"
-    # Not measured: AMX has many times the products of AVX-512, and vLLM quantises x to int8 for it.
+    # Not compared: vLLM quantises x to int8 for AMX.
     if c.act_type is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return "vLLM's kernels use AMX on this CPU; those of cutlass_ops do not"
+        return "vLLM's kernels use AMX on this CPU, and are not compared with cutlass_ops"
     return None
 
 
@@ -102,7 +102,7 @@ def _reason_against_int8(c: Any) -> str | None:
         return reason
     if c.is_static_input_scheme:
         return "x has one scale that the checkpoint fixes"
-    if current_platform.is_cpu():  # for 2 to 128 tokens: results/vllm-cpu.json
+    if current_platform.is_cpu():  # for 2 to 128 tokens: tools/bench_vllm_cpu.py
         return "vLLM's kernel is faster on a CPU"
     return None
 
