@@ -26,6 +26,20 @@ needs_tiles = pytest.mark.skipif(
     "amx_int8" not in _C.cpu_instruction_sets(), reason="this machine has no AMX"
 )
 
+#: The dtypes of scales, in turn, and the N and K of weights.
+DTYPES = (torch.float16, BFLOAT16, torch.float32)
+SIZES = [
+    (70, 203),
+    (64, 384),
+    (1, 33),
+    (130, 576),
+    (65, 1),
+    (3, 1300),
+    (64, 64),
+    (7, 514),
+    (9, 65),
+]
+
 
 @pytest.fixture
 def without_amx() -> Iterator[None]:
@@ -44,18 +58,8 @@ def x_of(m: int, k: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "nf4", "mxfp4"])
 def test_no_weight_is_rounded(kind: str, group_size: int) -> None:
     for dtype, (n, k), m in zip(
-        (torch.float16, BFLOAT16, torch.float32) * 3,
-        [
-            (70, 203),
-            (64, 384),
-            (1, 33),
-            (130, 576),
-            (65, 1),
-            (3, 1300),
-            (64, 64),
-            (7, 514),
-            (9, 65),
-        ],
+        DTYPES * 3,
+        SIZES,
         [3, 2, 7, 4, 1, 9, 1, 17, 31],
         strict=True,
     ):
@@ -167,21 +171,8 @@ def check_rounded(x: Tensor, qw: co.QuantizedWeight) -> None:
 )
 def test_weights_are_rounded_once(kind: str, bits: int, group_size: int) -> None:
     for dtype, (n, k), m in zip(
-        (torch.float16, BFLOAT16, torch.float32) * 4,
-        [
-            (70, 203),
-            (64, 384),
-            (1, 33),
-            (130, 576),
-            (65, 1),
-            (3, 1300),
-            (64, 64),
-            (7, 514),
-            (9, 65),
-            (70, 300),
-            (200, 1100),
-            (64, 128),
-        ],
+        DTYPES * 4,
+        [*SIZES, (70, 300), (200, 1100), (64, 128)],
         [8, 16, 17, 31, 32, 33, 600, 9, 15, 100, 530, 1025],
         strict=True,
     ):

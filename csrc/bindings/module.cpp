@@ -172,20 +172,19 @@ PYBIND11_MODULE(_C, m) {
   m.attr("cpu_fused_rows") = kCpuFusedRows;
   m.attr("cpu_panel_rows") = kCpuPanelRows;
   m.attr("cpu_panel_rows_of_bfloat16") = kCpuPanelRowsOfBfloat16;
-  m.def(
-      "cpu_uses_bfloat16",
-      [](Weight const& weight, int rows, DataType x_type, bool exact) {
-        return cpu_uses_bfloat16(weight, rows, x_type, exact);
-      },
-      py::arg("weight"), py::arg("m"), py::arg("x_type"), py::arg("exact"),
-      "Whether a CPU multiplies floats by a kernel for bf16, whose sums have another order.");
-  m.def(
-      "cpu_rounds_weight",
-      [](Weight const& weight, int rows, DataType x_type, bool exact) {
-        return cpu_rounds_weight(weight, rows, x_type, exact);
-      },
-      py::arg("weight"), py::arg("m"), py::arg("x_type"), py::arg("exact"),
-      "Whether that kernel rounds the weight's values to bf16.");
+  auto const def_of_product = [&](char const* name, auto whether, char const* text) {
+    m.def(
+        name,
+        [whether](Weight const& weight, int rows, DataType x_type, bool exact) {
+          return whether(weight, rows, x_type, exact);
+        },
+        py::arg("weight"), py::arg("m"), py::arg("x_type"), py::arg("exact"), text);
+  };
+  def_of_product("cpu_uses_bfloat16", cpu_uses_bfloat16,
+                 "Whether a CPU multiplies floats by a kernel for bf16, whose sums have another "
+                 "order.");
+  def_of_product("cpu_rounds_weight", cpu_rounds_weight,
+                 "Whether that kernel rounds the weight's values to bf16.");
   m.def("cpu_kernel", &cpu_kernel, "The name of the kernels that compute on a CPU.");
   m.def(
       "cpu_quantize_activations",

@@ -38,15 +38,15 @@ void multiply_pairs() {
 }
 
 // The shapes of tiles as LDTILECFG loads them (Intel 64 and IA-32 Architectures Software
-// Developer's Manual): tiles 0 to 3 have a number of rows.
+// Developer's Manual). Tiles 0 to 3 have `rows_of_first` rows, the others kTileRows.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes[16] = {};  // of a row
   uint8_t rows[16] = {};
 
-  explicit TileShapes(int of_first) {
+  explicit TileShapes(int rows_of_first) {
     for (int tile = 0; tile < 8; ++tile)
-      bytes[tile] = kTileBytes, rows[tile] = uint8_t(tile < 4 ? of_first : kTileRows);
+      bytes[tile] = kTileBytes, rows[tile] = uint8_t(tile < 4 ? rows_of_first : kTileRows);
   }
 };
 static_assert(sizeof(TileShapes) == 64);

@@ -91,7 +91,7 @@ CpuKernels::IntegerOrder order_of_any(CpuProduct const& p) {
 
 CpuKernels const kAvx512VnniKernels = {"avx512_vnni",  order_of_any,   multiply_any,
                                        dequantize_any, quantize_block, multiply_bfloat16,
-                                       bfloat16_order};
+                                       bfloat16_order, bfloat16_column};
 #if defined(CUTLASS_OPS_AMX)
 CpuKernels const kAmxInt8Kernels = {"amx_int8",
                                     order_of_any,
@@ -99,7 +99,8 @@ CpuKernels const kAmxInt8Kernels = {"amx_int8",
                                     dequantize_any,
                                     quantize_block,
                                     multiply_bfloat16_or_amx,
-                                    bfloat16_order_or_pairs};
+                                    bfloat16_order_or_pairs,
+                                    bfloat16_column};
 #endif
 
 }  // namespace cutlass_ops

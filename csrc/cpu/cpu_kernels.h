@@ -38,7 +38,7 @@ struct CpuProduct {
   int64_t x_stride = 0;              // elements of a row of x, codes or centred
   float const* x = nullptr;          // floats, in the order of lane_column; null for integers
   uint16_t const* halves = nullptr;  // bf16, in the order of the kernel for it, or null
-  bool in_pairs = false;             // that order
+  bool in_pairs = false;             // whether that is HalvesOrder::kPairs
   int8_t const* codes = nullptr;  // integers in the order of the kernel's instruction set, or null
   int16_t const* centred = nullptr;  // integers less their zero points, in that order, or null
   float const* scales = nullptr;     // [m][blocks], of integers
@@ -64,8 +64,8 @@ constexpr int run_of(int j, int run) { return 16 * j / run; }
 // Rows of x in one call of a kernel, and of bf16 in pairs.
 inline constexpr int kMostRows = 96, kMostRowsInPairs = 512;
 
-// The order of x in bf16 that a kernel expects. In columns: of each 64 places, those of
-// bfloat16_column(). In pairs: 16 rows, or fewer and zeros, are [pair of columns][row][column].
+// The order of x in bf16 that a kernel expects. In columns: of each 64 places, the kernel's
+// bfloat16_column. In pairs: 16 rows, or fewer and zeros, are [pair of columns][row][column].
 enum class HalvesOrder { kNone, kColumns, kPairs };
 
 struct CpuKernels {
@@ -84,10 +84,11 @@ struct CpuKernels {
   void (*dequantize)(CpuProduct const& product, int panel, int rows, void* out, DataType type);
   // A block of activations as reference.quantize_activations defines it; zero is null if symmetric.
   void (*quantize_block)(float const* x, int count, int8_t* codes, float* scale, int8_t* zero);
-  // multiply() for m rows of x in bf16, and the order that it expects: none where multiply() is for
-  // such x, too, and columns are those of bfloat16_column(). Null without such a kernel.
+  // multiply() for m rows of x in bf16, the order that it expects (kNone where multiply() is for
+  // such x, too), and the column at each of 64 places. Null without such a kernel.
   void (*multiply_bfloat16)(CpuProduct const& product, int panel, int first, int rows) = nullptr;
   HalvesOrder (*bfloat16_order)(int bits, int m) = nullptr;
+  int (*bfloat16_column)(int place) = nullptr;
 };
 
 extern CpuKernels const kScalarKernels;

@@ -200,11 +200,13 @@ void prepare_pairs(GemmProblem const& problem, CpuProduct& p, Prepared& memory, 
 }
 
 // prepare_floats() for HalvesOrder::kColumns.
-void prepare_halves(GemmProblem const& problem, CpuProduct& p, Prepared& memory, int threads) {
+void prepare_halves(GemmProblem const& problem, CpuKernels const& kernels, CpuProduct& p,
+                    Prepared& memory, int threads) {
   int const k = problem.weight.k, k_pad = p.tiles * kKPerTile;
   int32_t const* const perm = problem.weight.perm;
   int columns[kLaneColumns];
-  for (int place = 0; place < kLaneColumns; ++place) columns[place] = bfloat16_column(place);
+  for (int place = 0; place < kLaneColumns; ++place)
+    columns[place] = kernels.bfloat16_column(place);
   p.x_stride = spread_stride(k_pad, sizeof(uint16_t));
   uint16_t* const prepared = memory.halves.of(p.m * p.x_stride);
   bool const sums = problem.weight.zeros || problem.weight.offsets;
@@ -456,7 +458,7 @@ struct Product {
     bool const exact = problem.exact || problem.batch_invariant;
     HalvesOrder const order = halves_order(w, p.m, problem.x_type, exact, kernels);
     if (order == HalvesOrder::kPairs) return prepare_pairs(problem, p, memory, threads);
-    if (order == HalvesOrder::kColumns) return prepare_halves(problem, p, memory, threads);
+    if (order == HalvesOrder::kColumns) return prepare_halves(problem, kernels, p, memory, threads);
     p.fused = cpu_fuses(p.m, exact);
     prepare_floats(problem, p, memory, threads);
   }

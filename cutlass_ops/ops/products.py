@@ -7,7 +7,7 @@ weight where neither do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -164,18 +164,23 @@ def panel_type(
 
 def uses_bfloat16_on_cpu(m: int, weight: PackedWeight, dtype: torch.dtype, call: Call) -> bool:
     """Whether a CPU multiplies m rows of floats by a kernel for bf16."""
-    exact = call.exact or call.batch_invariant
-    return call.act_quant == "none" and _C.cpu_uses_bfloat16(
-        weight.native, m, DATA_TYPES[dtype], exact
-    )
+    return _whether(_C.cpu_uses_bfloat16, m, weight, dtype, call)
 
 
 def rounds_weight_on_cpu(m: int, weight: PackedWeight, dtype: torch.dtype, call: Call) -> bool:
     """Whether that kernel rounds the weight's values to bf16."""
+    return _whether(_C.cpu_rounds_weight, m, weight, dtype, call)
+
+
+def _whether(
+    question: Callable[[_C.PackedWeight, int, _C.DataType, bool], bool],
+    m: int,
+    weight: PackedWeight,
+    dtype: torch.dtype,
+    call: Call,
+) -> bool:
     exact = call.exact or call.batch_invariant
-    return call.act_quant == "none" and _C.cpu_rounds_weight(
-        weight.native, m, DATA_TYPES[dtype], exact
-    )
+    return call.act_quant == "none" and question(weight.native, m, DATA_TYPES[dtype], exact)
 
 
 def check_panels(batch_invariant: bool) -> None:
