@@ -474,7 +474,6 @@ class ConvWeight:
         codes_ptr: int,
         order: ConvOrder,
         sums_ptr: int,
-        cut_sums_ptr: int,
         scales_ptr: int,
         scale_type: DataType,
         n: int,
@@ -495,7 +494,6 @@ class ConvPlan:
     stages: int
     grid: int
     copied_channels: int
-    pads: bool
     workspace: int
     predicted_clocks: int
 
@@ -528,8 +526,4 @@ class ConvProblem:
 
 def conv_int8(problem: ConvProblem, plan: ConvPlan, workspace_ptr: int, stream: int) -> None: ...
 def conv_order(n: int, channels: int, taps: int, groups: int) -> ConvOrder: ...
-def most_cut(taps: int, padding: int, dilation: int) -> int: ...
-
-most_border_classes: int
-
 def stored_channels(channels: int) -> int: ...

@@ -401,57 +401,6 @@ def test_kernels_multiply_by_codes_minus_zero_points(
     assert ones.sums.tolist() == [6 * channels] * groups
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize(
-    ("kernel", "stride", "padding", "dilation", "space"),
-    [
-        ((3, 3), (1, 1), (1, 1), (1, 1), (5, 4)),
-        ((3, 2), (2, 1), (2, 1), (1, 2), (5, 6)),
-        ((3, 3), (1, 2), (4, 6), (3, 2), (1, 2)),
-        ((2, 5), (3, 1), (0, 3), (2, 1), (6, 1)),
-    ],
-)
-def test_zeros_outside_of_x_count_as_its_zero_point(
-    groups: int,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    space: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The sums of kernels, with zeros outside of x, and the corrections by the border class of each
-    pixel.
-    """
-    w, x = codes(torch.int8, 15, 12 // groups, *kernel), codes(torch.uint8, 2, 12, *space, seed=1)
-    geometry, zero = conv_int8.Geometry(stride, padding, dilation, groups), 77
-    weight = packed(w, torch.ones(15))
-    natural = conv_int8._in_order(w.movedim(1, -1), _C.ConvOrder.by_channels)
-    most = [_C.most_cut(*axis) for axis in zip(kernel, padding, dilation, strict=True)]
-    table = conv_int8._cut_sums(natural, groups, most)[..., : 15 // groups].flatten(1)
-    assert not table[0].any()
-    with_zeros = sums(x, w, 0, stride, padding, dilation, groups)
-    expected = sums(x, w, zero, stride, padding, dilation, groups)
-    ends = []
-    for axis, out in enumerate(expected.shape[2:]):
-        begin = (
-            torch.arange(out)[:, None] * stride[axis]
-            - padding[axis]
-            + torch.arange(kernel[axis]) * dilation[axis]
-        )
-        ends.append(((begin < 0).sum(1), (begin >= space[axis]).sum(1)))
-    (top, bottom), (left, right) = ends
-    rows, columns = top * (most[0] + 1) + bottom, left * (most[1] + 1) + right
-    classes = rows[:, None] * (most[1] + 1) ** 2 + columns
-    assert int(classes.max()) < len(table) == (most[0] + 1) ** 2 * (most[1] + 1) ** 2
-    cut = table[classes].movedim(-1, 0)
-    assert torch.equal(with_zeros - zero * natural.sums.view(-1, 1, 1) + zero * cut, expected)
-    monkeypatch.setattr("cutlass_ops.ops.kept.captures", lambda weight: True)
-    found = conv_int8._kept_cut_sums(weight, natural, "", (), zero, geometry)
-    assert (found is None) == (len(table) > _C.most_border_classes)
-    assert conv_int8._kept_cut_sums(weight, natural, "", (), 0, geometry) is None
-
-
 def test_operands_are_kept_until_codes_or_zero_points_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

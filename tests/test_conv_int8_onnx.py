@@ -263,14 +263,13 @@ def plans(
     size: int = 14,
     out: _C.ConvOutput = _C.ConvOutput.uint8,
     y: int = 4096,
-    cut_sums: int = 0,
 ) -> list[_C.ConvPlan]:
     """The plans of a convolution of two images of ``size`` x ``size`` pixels, to the address ``y``;
     nothing is read.
     """
     order = _C.conv_order(n, channels, kernel**2, groups)
     weight = _C.ConvWeight(
-        4096, order, 4096, cut_sums, 4096, _C.DataType.float32, n, (kernel, kernel), channels
+        4096, order, 4096, 4096, _C.DataType.float32, n, (kernel, kernel), channels
     )
     problem = _C.ConvProblem(
         weight,
@@ -323,27 +322,17 @@ def test_kernels_of_more_taps_than_iterators_have_masks_for_are_read_bytewise() 
 
 def test_geometries_that_need_a_copy_of_x() -> None:
     pixels = 2 * 14 * 14
-    for plan in plans(64, 64):
-        assert (plan.copied_channels, plan.pads, plan.workspace) == (0, False, 0)
-    for plan in plans(20, 64):
-        assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
-    for plan in plans(64, 64, zero=3):
-        assert (plan.copied_channels, plan.pads, plan.workspace) == (64, True, 64 * 2 * 16 * 16)
-    for plan in plans(64, 64, zero=3, padding=0) + plans(64, 64, zero=3, cut_sums=4096):
-        assert (plan.copied_channels, plan.pads, plan.workspace) == (0, False, 0)
-    for plan in plans(20, 64, zero=3, cut_sums=4096):
-        assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
-    stem, *others = plans(3, 64, zero=3)
-    assert (stem.kernel, stem.copied_channels, stem.pads, stem.workspace) == (
-        "conv_int8_stem",
-        0,
-        False,
-        0,
-    )
-    for plan in others:  # 27 codes of each pixel of the result
-        assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
-    (plan,) = plans(5, 6, 3, zero=3)  # groups of odd channels, one after another in the copy
-    assert (plan.copied_channels, plan.pads, plan.workspace) == (16, True, 16 * 2 * 16 * 16)
+    for zero in (0, 3):
+        for plan in plans(64, 64, zero=zero):
+            assert (plan.copied_channels, plan.workspace) == (0, 0)
+        for plan in plans(20, 64, zero=zero):
+            assert (plan.copied_channels, plan.workspace) == (32, 32 * pixels)
+        stem, *others = plans(3, 64, zero=zero)
+        assert (stem.kernel, stem.copied_channels, stem.workspace) == ("conv_int8_stem", 0, 0)
+        for plan in others:  # 27 codes of each pixel of the result
+            assert (plan.copied_channels, plan.workspace) == (32, 32 * pixels)
+        (plan,) = plans(5, 6, 3, zero=zero)
+        assert (plan.copied_channels, plan.workspace) == (0, 0)
 
 
 def test_kernels_of_an_architecture() -> None:

@@ -125,18 +125,16 @@ void register_conv(py::module_& m) {
       .value("flat", ConvOrder::kFlat);
   py::class_<ConvWeight>(m, "ConvWeight",
                          "Pointers and sizes of an int8 weight; the tensors must outlive it.")
-      .def(py::init([](Pointer codes, ConvOrder order, Pointer sums, Pointer cut_sums,
-                       Pointer scales, DataType scale_type, int n, Pair taps, int channels) {
+      .def(py::init([](Pointer codes, ConvOrder order, Pointer sums, Pointer scales,
+                       DataType scale_type, int n, Pair taps, int channels) {
              ConvWeight w;
              w.codes = as<int8_t>(codes), w.order = order, w.sums = as<int32_t>(sums);
-             w.cut_sums = as<int32_t>(cut_sums);
              w.scales = as<void>(scales), w.scale_type = scale_type;
              w.n = n, w.height = taps[0], w.width = taps[1], w.channels = channels;
              return w;
            }),
-           py::arg("codes_ptr"), py::arg("order"), py::arg("sums_ptr"), py::arg("cut_sums_ptr"),
-           py::arg("scales_ptr"), py::arg("scale_type"), py::arg("n"), py::arg("taps"),
-           py::arg("channels"));
+           py::arg("codes_ptr"), py::arg("order"), py::arg("sums_ptr"), py::arg("scales_ptr"),
+           py::arg("scale_type"), py::arg("n"), py::arg("taps"), py::arg("channels"));
   py::class_<ConvPlan>(m, "ConvPlan", "How a convolution of int8 would be launched.")
       .def_readonly("kernel", &ConvPlan::kernel)
       .def_readonly("block_m", &ConvPlan::block_m)
@@ -150,7 +148,6 @@ void register_conv(py::module_& m) {
       .def_readonly("stages", &ConvPlan::stages)
       .def_readonly("grid", &ConvPlan::grid)
       .def_readonly("copied_channels", &ConvPlan::copied_channels)
-      .def_readonly("pads", &ConvPlan::pads)
       .def_readonly("workspace", &ConvPlan::workspace)
       .def_readonly("predicted_clocks", &ConvPlan::predicted_clocks);
   py::class_<ConvProblem>(m, "ConvProblem", "A convolution of int8; the tensors must outlive it.")
@@ -204,9 +201,6 @@ void register_conv(py::module_& m) {
       "Write the result, as `plan` says, in a workspace of its size, on the current device.");
   m.def("conv_order", &conv_order, py::arg("n"), py::arg("channels"), py::arg("taps"),
         py::arg("groups"), "The order of the weight's codes that the kernels read.");
-  m.def("most_cut", &most_cut, py::arg("taps"), py::arg("padding"), py::arg("dilation"),
-        "Taps that may lie outside of x at one end of an axis.");
-  m.attr("most_border_classes") = kMostBorderClasses;
   m.def("stored_channels", &stored_channels, py::arg("channels"),
         "Channels of a tap, padded, as kernels take them.");
 }

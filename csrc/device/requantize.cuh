@@ -58,32 +58,6 @@ __device__ __forceinline__ int compensated_bias(ConvProblem const& p, int n, flo
   return wrapping_add(bias, -wrapping_multiply(p.x_zero_point, __ldg(p.weight.sums + n)));
 }
 
-// Which taps of a pixel of the result lie outside of x (conv.h, border_classes()). 0: none.
-__device__ __forceinline__ int border_class(ConvParams const& p, int line, int column) {
-  ConvProblem const& problem = p.problem;
-  int const place[2] = {line, column};
-  int number = 0;
-#pragma unroll
-  for (int axis = 0; axis < 2; ++axis) {
-    int const taps = axis ? problem.weight.width : problem.weight.height,
-              size = axis ? problem.width : problem.height;
-    int const dilation = problem.dilation[axis],
-              first = place[axis] * problem.stride[axis] - problem.padding[axis];
-    int const before = max(-first, 0), behind = max(first + (taps - 1) * dilation - (size - 1), 0);
-    int const begin = dilation == 1 ? before : (before + dilation - 1) / dilation;
-    int const end = dilation == 1 ? behind : (behind + dilation - 1) / dilation;
-    int const numbers = p.most_cut[axis] + 1;
-    number = (number * numbers + min(begin, taps)) * numbers + min(end, taps);
-  }
-  return number;
-}
-
-// The cut sums of a class, from the first channel of a group on.
-__device__ __forceinline__ int cut_sums_at(ConvParams const& p, int number, int group) {
-  int const groups = p.problem.groups;
-  return (number * groups + group) * stored_channels(p.problem.weight.n / groups);
-}
-
 // A value whose low byte is y.
 __device__ __forceinline__ int requantize(ConvParams const& p, int acc, float factor) {
   // The sum with 1.5 * 2^23 is rounded to an integer, half to even, in the low bits. A conversion

@@ -14,10 +14,8 @@ struct ConvParams {
   // Each bound, and the zero point of y, in both halves of 32 bits.
   unsigned low_twice = 0, high_twice = 0, zero_twice = 0;
   bool whole_vectors = false;  // outputs are bytes, of which 8 neighbours are stored at once
-  // Whether taps outside of x are loaded as zeros where they count as its zero point; and the most
-  // that are cut along each axis.
-  bool cuts_taps = false;
-  int most_cut[2] = {0, 0};
+  // Whether there are taps outside of x, and they count as a zero point that is not 0.
+  bool fills_padding = false;
 };
 
 // The pixels of x under all taps of a patch of 8 x 8 pixels of the result, for a convolution whose
@@ -41,7 +39,7 @@ struct ConvWgmmaTile {
   static constexpr int kBlockK = 128;  // bytes of one tap: a line of the 128-byte swizzle
   static constexpr int kMostStages = 8;
   static constexpr int kStagedInts = 2 * 16 * 8;
-  static constexpr int kBarrierBytes = (2 * (kMostStages + ConvWindow::kBuffers) + 1) * 8;
+  static constexpr int kBarrierBytes = (3 * (kMostStages + ConvWindow::kBuffers) + 1) * 8;
   static constexpr int kMostSlices = 4;
   static constexpr int kPatches = kBlockM / (ConvWindow::kPatch * ConvWindow::kPatch);  // of a tile
 
@@ -51,9 +49,11 @@ struct ConvWgmmaTile {
   bool turns;   // the warpgroups multiply tiles in turn, or each half of the pixels of every tile
   // Warpgroups that multiply a tile.
   constexpr int sharing() const { return turns ? 1 : kWarpgroups; }
-  // A loading warpgroup gives registers to the two that multiply, or a single warp loads.
+  // A warp loads and others fill the padding: those of a warpgroup that gives registers to the two
+  // that multiply, or one.
   constexpr bool moves_registers() const { return block_n / sharing() > 64; }
-  constexpr int threads() const { return 2 * 128 + (moves_registers() ? 128 : 32); }
+  constexpr int filling_warps() const { return moves_registers() ? 3 : 1; }
+  constexpr int threads() const { return kWarpgroups * 128 + 32 * (1 + filling_warps()); }
   constexpr int ctas_per_sm() const { return moves_registers() ? 1 : 2; }
   constexpr int pixel_bytes() const { return windows ? 0 : kBlockM * kBlockK; }  // of a stage
   constexpr int stage_bytes() const { return pixel_bytes() + block_n * kBlockK; }
@@ -180,10 +180,8 @@ constexpr DepthwiseStrips kDepthwiseStrips[] = {{3, 1}, {3, 2}, {5, 1}, {5, 2}, 
 Status launch_conv_int8_depthwise(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
 // Copies x for other kernels (in conv_int8_depthwise.cu): a pixel has out_channels, a multiple of
-// 16, of which those beyond x's are zeros. If `pads`, the padding is written too, as the zero point
-// of x.
-Status launch_copy_image(ConvProblem const& problem, bool pads, void* out, int out_channels,
-                         Stream stream);
+// 16, of which those beyond x's are zeros.
+Status launch_copy_image(ConvProblem const& problem, void* out, int out_channels, Stream stream);
 
 // Gathers x for other kernels (in conv_int8_depthwise.cu): out [pixels of the result][out_channels]
 // has the channels of all taps of a pixel. Taps outside of the image and channels behind the last

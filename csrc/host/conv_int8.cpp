@@ -89,7 +89,6 @@ Status check_memory(ConvProblem const& p) {
       {{"x", p.x, 1},
        {"the weight's codes", w.codes, kConvVector},
        {"the weight's sums", w.sums, int(sizeof(int32_t)), p.x_zero_point != 0},
-       {"the weight's cut sums", w.cut_sums, kConvVector, false},
        {"the weight's scales", w.scales, w.scale_type == DataType::kFloat32 ? 4 : 2},
        {"bias", p.bias, bias_bytes, false}});
 }
@@ -153,16 +152,6 @@ Status check_conv(ConvProblem const& p) {
     return unsupported("the convolution has more than 2^31 vectors of outputs or of gathered taps");
   if (w.order != conv_order(w.n, w.channels, int(taps), p.groups))
     return invalid("the weight's codes are not in conv_order()");
-  if (w.cut_sums) {
-    int64_t const classes = border_classes(most_cut(w.height, p.padding[0], p.dilation[0]),
-                                           most_cut(w.width, p.padding[1], p.dilation[1]));
-    if (classes > kMostBorderClasses ||
-        classes * p.groups * stored_channels(w.n / p.groups) > most) {
-      return invalid("the weight has cut sums of " + std::to_string(classes) +
-                     " classes of pixels; " + std::to_string(kMostBorderClasses) +
-                     " with 2^31 sums are supported");
-    }
-  }
   status = check_numbers(p);
   return status.ok() ? check_memory(p) : status;
 }
@@ -170,16 +159,8 @@ Status check_conv(ConvProblem const& p) {
 // ---- the choice
 
 // The problem that the kernels compute from a copy of x. If the weight is flat, a pixel of the copy
-// has the channels of all taps of one pixel of the result. If `pads`, the copy includes the
-// padding.
-ConvProblem multiplied(ConvProblem const& p, bool pads) {
-  if (pads) {
-    ConvProblem padded = p;
-    padded.x = nullptr;
-    padded.height += 2 * p.padding[0], padded.width += 2 * p.padding[1];
-    padded.padding[0] = padded.padding[1] = 0;
-    return padded;
-  }
+// has the channels of all taps of one pixel of the result.
+ConvProblem multiplied(ConvProblem const& p) {
   if (p.weight.order != ConvOrder::kFlat) return p;
   ConvProblem flat = p;
   ConvWeight& w = flat.weight;
@@ -491,16 +472,14 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
   if (p.weight.order == ConvOrder::kByTaps) {
     plans->push_back(plan_depthwise(p, device));
   } else {
-    // Pixels outside of x are loaded as zeros, but the sums must have the zero point of x there.
-    bool const pads = !flat && p.x_zero_point != 0 && p.padded() && !p.weight.cut_sums;
-    ConvProblem const product = multiplied(p, pads);
+    ConvProblem const product = multiplied(p);
     ConvStemTile const stem(p);
     if (stem.fits(p)) plans->push_back(plan_stem(p, stem));
     double const vectors = double(product.batch) * product.height * product.width *
                            (stored_channels(product.channels) / kConvVector);
     bool const copies = vectors <= std::numeric_limits<int32_t>::max(),
                whole = has_vectors(product);
-    int const channels = whole || pads ? stored_channels(product.channels) : product.channels;
+    int const channels = whole ? stored_channels(product.channels) : product.channels;
     size_t const first = plans->size();
     if (device.architecture == 90 && fits_tma(product) && copies) {
       for (ConvWgmmaTile const& tile : kConvWgmmaTiles) {
@@ -514,20 +493,18 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
       append(plans, kGemmCollectiveTiles,
              [&](auto const& tile) { return plan_collective(product, device, tile); });
     sort_from(first, plans);
-    if (fits_implicit(product, channels) && (copies || !pads)) {
+    if (fits_implicit(product, channels)) {
       if (whole)
         append(plans, kConvImplicitTiles,
                [&](auto const& tile) { return plan_implicit(product, device, tile); });
       if (!whole) plans->push_back(plan_implicit(product, device, kConvBytewiseTile));
     }
-    for (ConvPlan& plan : *plans) plan.pads = pads;
     if (plans->empty())
       return unsupported("a tile reads more than 2^31 bytes of x or of the weight" + shape(p));
   }
   for (ConvPlan& plan : *plans) {
-    ConvProblem const product = multiplied(p, plan.pads);
+    ConvProblem const product = multiplied(p);
     if (flat && plan.kernel != kStem) plan.copied_channels = product.channels;
-    if (plan.pads) plan.copied_channels = stored_channels(p.channels);
     plan.workspace =
         size_t(int64_t(product.batch) * product.height * product.width) * plan.copied_channels;
   }
@@ -588,26 +565,22 @@ Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace wor
   if (!status.ok()) return {status.code, status.text + shape(problem)};
   ConvParams params;
   ConvProblem& p = params.problem =
-      plan.kernel == std::string_view(kStem) ? problem : multiplied(problem, plan.pads);
+      plan.kernel == std::string_view(kStem) ? problem : multiplied(problem);
   params.out_height = p.out_height(), params.out_width = p.out_width(),
   params.pixels = int(p.pixels());
   int const n = p.weight.n;
   params.whole_vectors =
       p.out_type != ConvOutput::kInt32 && n / p.groups % 8 == 0 && aligned(p.out, 8);
-  params.cuts_taps = p.x_zero_point != 0 && p.padded() && p.weight.cut_sums;
-  for (int axis : {0, 1})
-    params.most_cut[axis] =
-        most_cut(axis ? p.weight.width : p.weight.height, p.padding[axis], p.dilation[axis]);
+  params.fills_padding = p.x_zero_point != 0 && p.padded();
   auto const [low, high] = limits(p);
   params.low = float(low - p.y_zero_point), params.high = float(high - p.y_zero_point);
   auto const twice = [](int value) { return (unsigned(value) & 0xffff) * 0x10001; };
   params.low_twice = twice(low - p.y_zero_point), params.high_twice = twice(high - p.y_zero_point);
   params.zero_twice = twice(p.y_zero_point);
   if (plan.copied_channels) {
-    status =
-        problem.weight.order == ConvOrder::kFlat
-            ? launch_gather_taps(problem, workspace.data, plan.copied_channels, stream)
-            : launch_copy_image(problem, plan.pads, workspace.data, plan.copied_channels, stream);
+    status = problem.weight.order == ConvOrder::kFlat
+                 ? launch_gather_taps(problem, workspace.data, plan.copied_channels, stream)
+                 : launch_copy_image(problem, workspace.data, plan.copied_channels, stream);
     p.x = workspace.data, p.channels = plan.copied_channels;
   }
   if (status.ok()) status = launcher->launch(params, plan, stream);

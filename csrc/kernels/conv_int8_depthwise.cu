@@ -341,11 +341,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 
 struct CopyParams {
   uint8_t const* x;
-  int batch, height, width, channels;
-  int padding[2];
-  unsigned padded_height, padded_width, vectors;  // of the copy; vectors of its pixels
-  uint32_t outside;                               // four zero points of x
-  int x_bytes;                                    // of x that are loaded at once: 16, 4 or 1
+  int64_t pixels;
+  int channels;
+  unsigned vectors;  // of a pixel of the copy
+  bool words;        // x is loaded in words of 4 bytes, or in bytes
 };
 
 __global__ void __launch_bounds__(kThreads)
@@ -353,31 +352,20 @@ __global__ void __launch_bounds__(kThreads)
   pdl_wait_and_launch_dependents();
   unsigned const index = blockIdx.x * unsigned(kThreads) + threadIdx.x;
   unsigned const pixel = index / p.vectors, first = (index - pixel * p.vectors) * kConvVector;
-  unsigned const line = pixel / p.padded_width, image = line / p.padded_height;
-  if (image >= unsigned(p.batch)) return;
-  int const x = int(pixel - line * p.padded_width) - p.padding[1];
-  int const y = int(line - image * p.padded_height) - p.padding[0];
-  bool const inside = unsigned(x) < unsigned(p.width) && unsigned(y) < unsigned(p.height);
-  uint8_t const* const from =
-      p.x + ((int64_t(image) * p.height + y) * p.width + x) * p.channels + first;
-  uint4 v = make_uint4(p.outside, p.outside, p.outside, p.outside);
-  if (inside && p.x_bytes == kConvVector) {
-    v = __ldg(reinterpret_cast<uint4 const*>(from));
-  } else if (inside) {
-    uint32_t words[4] = {};
+  if (pixel >= p.pixels) return;
+  uint8_t const* const from = p.x + int64_t(pixel) * p.channels + first;
+  uint32_t words[4] = {};
 #pragma unroll
-    for (int byte = 0; byte < kConvVector; byte += 4) {
-      if (p.x_bytes == 4 && int(first) + byte < p.channels)
-        words[byte / 4] = __ldg(reinterpret_cast<uint32_t const*>(from + byte));
-    }
-#pragma unroll
-    for (int byte = 0; byte < kConvVector; ++byte) {
-      if (p.x_bytes == 1 && int(first) + byte < p.channels)
-        words[byte / 4] |= uint32_t(from[byte]) << byte % 4 * 8;
-    }
-    v = make_uint4(words[0], words[1], words[2], words[3]);
+  for (int byte = 0; byte < kConvVector; byte += 4) {
+    if (p.words && int(first) + byte < p.channels)
+      words[byte / 4] = __ldg(reinterpret_cast<uint32_t const*>(from + byte));
   }
-  out[index] = v;
+#pragma unroll
+  for (int byte = 0; byte < kConvVector; ++byte) {
+    if (!p.words && int(first) + byte < p.channels)
+      words[byte / 4] |= uint32_t(from[byte]) << byte % 4 * 8;
+  }
+  out[index] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // ---- gather: a thread has 16 bytes of a pixel of the result
@@ -445,20 +433,12 @@ Status launch_conv_int8_depthwise(ConvParams const& params, ConvPlan const& plan
                                    : launch_depthwise<false>(p, plan, stream);
 }
 
-Status launch_copy_image(ConvProblem const& problem, bool pads, void* out, int out_channels,
-                         Stream stream) {
+Status launch_copy_image(ConvProblem const& problem, void* out, int out_channels, Stream stream) {
   ConvProblem const& q = problem;
-  CopyParams p = {static_cast<uint8_t const*>(q.x), q.batch, q.height, q.width, q.channels, {0, 0}};
-  if (pads) p.padding[0] = q.padding[0], p.padding[1] = q.padding[1];
-  p.padded_height = unsigned(q.height + 2 * p.padding[0]),
-  p.padded_width = unsigned(q.width + 2 * p.padding[1]);
-  p.vectors = unsigned(out_channels / kConvVector),
-  p.outside = uint32_t(q.x_zero_point & 0xff) * 0x01010101u;
-  auto const fits = [&](int bytes) {
-    return q.channels % bytes == 0 && reinterpret_cast<uintptr_t>(q.x) % uintptr_t(bytes) == 0;
-  };
-  p.x_bytes = fits(kConvVector) ? kConvVector : fits(4) ? 4 : 1;
-  int64_t const threads = int64_t(q.batch) * p.padded_height * p.padded_width * p.vectors;
+  CopyParams const p = {static_cast<uint8_t const*>(q.x), int64_t(q.batch) * q.height * q.width,
+                        q.channels, unsigned(out_channels / kConvVector),
+                        q.channels % 4 == 0 && reinterpret_cast<uintptr_t>(q.x) % 4 == 0};
+  int64_t const threads = p.pixels * p.vectors;
   return launch(copy_image, dim3(unsigned(ceil_div(threads, int64_t(kThreads)))), kThreads, 0,
                 stream, p, static_cast<uint4*>(out));
 }

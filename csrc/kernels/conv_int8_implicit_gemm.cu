@@ -2,7 +2,8 @@
 // (conv::kernel::DefaultConv2dFprop) on mma.sync: its main loop, and an epilogue whose visitor
 // requantises. sm_80 and later.
 //
-// K is taken tap by tap within 64 channels. x is loaded 16 channels at a time by cp.async, or a
+// K is taken tap by tap within 64 channels. Taps outside of x are loaded from a vector of its zero
+// points (Padded). x is loaded 16 channels at a time by cp.async, or a
 // byte at a time where groups begin within a vector or the kernel has more taps than the iterator
 // has masks for. A CTA has one group of the convolution: CUTLASS sees a convolution of that group's
 // channels, whose images and output channels begin with those of the CTA, because its offsets along
@@ -60,6 +61,70 @@ using cutlass::MatrixCoord;
 using cutlass::conv::Conv2dProblemSize;
 using cutlass::layout::TensorNHWC;
 
+// Vectors of each code of 8 bits, for taps outside of x.
+struct Codes {
+  alignas(kConvVector) uint8_t of[256][kConvVector] = {};
+  constexpr Codes() {
+    for (int code = 0; code < 256; ++code)
+      for (uint8_t& byte : of[code]) byte = uint8_t(code);
+  }
+};
+__device__ constexpr Codes kCodes;
+
+// A CUTLASS iterator of pixels that yields the zero point of x, instead of zeros, where there are
+// none. The weight has zeros wherever else there is nothing: behind a tap's channels.
+template <class Pixels>
+class Padded : public Pixels {
+  using Vector = typename Pixels::AccessType;
+  Vector const* const padding_;  // null: zeros
+
+ public:
+  struct Params : Pixels::Params {
+    int zero_point = 0;
+    Params() = default;
+    explicit Params(typename Pixels::Params const& params, int zero)
+        : Pixels::Params(params), zero_point(zero) {}
+  };
+
+  __device__ __forceinline__ Padded(Params const& params,
+                                    cutlass::conv::Conv2dProblemSize const& size,
+                                    typename Pixels::Element const* x, int thread,
+                                    cutlass::MatrixCoord const& first)
+      : Pixels(params, size, x, thread, first),
+        padding_(params.zero_point
+                     ? reinterpret_cast<Vector const*>(kCodes.of[params.zero_point & 0xff])
+                     : nullptr) {}
+  __device__ __forceinline__ bool valid() { return Pixels::valid() || padding_; }
+  __device__ __forceinline__ Vector const* get() {
+    return Pixels::valid() || !padding_ ? Pixels::get() : padding_;
+  }
+  __device__ __forceinline__ Padded& operator++() {
+    Pixels::operator++();
+    return *this;
+  }
+};
+
+// CUTLASS's main loops with such an iterator.
+template <class Mma>
+struct PaddedMma;
+template <class Shape, class X, class XShared, cutlass::arch::CacheOperation::Kind kX, class W,
+          class WShared, cutlass::arch::CacheOperation::Kind kW, class Policy, int kStages,
+          class Enable>
+struct PaddedMma<cutlass::conv::threadblock::ImplicitGemmMultistage<
+    Shape, X, XShared, kX, W, WShared, kW, Policy, kStages, Enable>> {
+  using Type = cutlass::conv::threadblock::ImplicitGemmMultistage<Shape, Padded<X>, XShared, kX, W,
+                                                                  WShared, kW, Policy, kStages>;
+};
+template <class Shape, class X, class XShared, class W, class WShared, class Sums, class Order,
+          class Policy, class TransformX, class TransformW, class Enable>
+struct PaddedMma<cutlass::conv::threadblock::ImplicitGemmPipelined<
+    Shape, cutlass::conv::threadblock::TileIterator<X>, XShared, W, WShared, Sums, Order, Policy,
+    TransformX, TransformW, Enable>> {
+  using Type = cutlass::conv::threadblock::ImplicitGemmPipelined<
+      Shape, cutlass::conv::threadblock::TileIterator<Padded<X>>, XShared, W, WShared, Sums, Order,
+      Policy>;
+};
+
 // the index of that tile, behind the others
 constexpr int kBytewise = int(std::size(kConvImplicitTiles));
 
@@ -83,7 +148,7 @@ struct Config {
       kTile.bytewise ? cutlass::conv::IteratorAlgorithm::kAnalytic
                      : cutlass::conv::IteratorAlgorithm::kOptimized,
       cutlass::conv::StrideSupport::kStrided, kTile.bytewise ? 1 : kConvVector, kConvVector>;
-  using Mma = typename Convolution::Mma;
+  using Mma = typename PaddedMma<typename Convolution::Mma>::Type;
 };
 
 template <class C>
@@ -110,9 +175,7 @@ class Requantize {
 
   __device__ __forceinline__ Requantize(ConvParams const& params, int of, MatrixCoord first)
       : p(params),
-        group(of),
-        first_n(of * (params.problem.weight.n / params.problem.groups)),
-        end_n(first_n + params.problem.weight.n / params.problem.groups),
+        end_n((of + 1) * (params.problem.weight.n / params.problem.groups)),
         thread({}, nullptr, {p.pixels, end_n}, int(threadIdx.x), first) {}
 
   __device__ __forceinline__ void begin_epilogue() {
@@ -137,21 +200,6 @@ class Requantize {
     int acc[kElementsPerAccess];
 #pragma unroll
     for (int i = 0; i < kElementsPerAccess; ++i) acc[i] = wrapping_add(sums[i], biases[column][i]);
-    // The contribution of the zero point of x in taps outside of x, where the sums have zeros.
-    int number = 0;
-    if (p.cuts_taps) {
-      int const line = row / p.out_width;
-      number = border_class(p, line % p.out_height, row - line * p.out_width);
-    }
-    if (number) {
-      int const* const outside =
-          p.problem.weight.cut_sums + cut_sums_at(p, number, group) + (n - first_n);
-      int4 const v = __ldg(reinterpret_cast<int4 const*>(outside));
-      int const cut[kElementsPerAccess] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int i = 0; i < kElementsPerAccess; ++i)
-        acc[i] = wrapping_add(acc[i], wrapping_multiply(p.problem.x_zero_point, cut[i]));
-    }
     if (p.whole_vectors) {
       uint32_t y[kElementsPerAccess];
 #pragma unroll
@@ -179,8 +227,8 @@ class Requantize {
   }
 
   ConvParams const& p;
-  int const group, first_n, end_n;  // of the convolution's groups
-  Thread thread;  // knows where the thread's pixels and channels are; it loads and stores nothing
+  int const end_n;  // of the group
+  Thread thread;    // knows where the thread's pixels and channels are; it loads and stores nothing
   float factors[kColumns][kElementsPerAccess];
   int biases[kColumns][kElementsPerAccess];
 };
@@ -254,8 +302,10 @@ Status launch_config(ConvParams const& params, ConvPlan const& plan, Stream stre
   p.k_tiles = cutlass::conv::implicit_gemm_k_iterations(cutlass::conv::Operator::kFprop, C::kBlockK,
                                                         p.size);
   int const line = problem.width * problem.channels;
-  p.x =
-      Mma::IteratorA::getParams(p.size, TensorNHWC(problem.channels, line, problem.height * line));
+  p.x = typename Mma::IteratorA::Params(
+      C::Convolution::Mma::IteratorA::getParams(
+          p.size, TensorNHWC(problem.channels, line, problem.height * line)),
+      params.fills_padding ? problem.x_zero_point : 0);
   p.weight = typename Mma::IteratorB::Params(
       p.size, TensorNHWC(stored, w.width * stored, w.height * w.width * stored));
   return launch(conv_int8_implicit_gemm<C>, dim3(unsigned(plan.grid)), C::kThreads,

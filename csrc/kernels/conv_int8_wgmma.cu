@@ -21,9 +21,9 @@
 // channels. CTAs take tiles in turn, channels fastest, so that concurrent CTAs share pixels in L2,
 // and load the next tile's stages while they store the current tile.
 //
-// The zero point of x is taken from the sums afterwards (requantize.cuh), as if no tap lay outside
-// of x, and put back for those that do. Outputs of four lanes are exchanged, so that a lane stores
-// 8 bytes at a time.
+// The zero point of x is taken from the sums afterwards (requantize.cuh). TMA writes zeros for
+// pixels outside of x; where x has a zero point, a warp writes it over them between loading and
+// multiplying. Outputs of four lanes are exchanged, so that a lane stores 8 bytes at a time.
 #include "device/tensor_map.cuh"
 #include "kernels/conv_int8_wgmma_store.cuh"
 
@@ -61,6 +61,7 @@ struct Multiplier {
   Barriers& barriers;
   Params const& p;
   int const first, blocks;  // of its bands of 64 pixels in a tile; of channels
+  uint64_t* const full;     // barriers where operands are whole: of stages or, of x, of windows
   Ring ring, buffer{ConvWindow::kBuffers};
   int previous = -1, read = -1;  // a stage, and a window, to be released after its last products
 
@@ -95,7 +96,7 @@ struct Multiplier {
         pixels[i] = uniform_operand_descriptor<kLine>(stage + (first + i) * 64 * kLine);
     }
     uint64_t const weights = uniform_operand_descriptor<kLine>(stage + C::kPixelBytes);
-    TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+    TransactionBarrier::wait(&(C::kLoadsWindows ? barriers.full : full)[ring.stage], ring.phase);
     fence_sums<C>(sums);
     cute::warpgroup_arrive();
 #pragma unroll
@@ -127,7 +128,7 @@ struct Multiplier {
         corners[i] = uniform_operand_descriptor<kLine>(
             windows + (buffer.stage * C::Tile::kPatches + first + i) * p.window.bytes(),
             p.window.width);
-      TransactionBarrier::wait(&barriers.window_full[buffer.stage], buffer.phase);
+      TransactionBarrier::wait(&full[buffer.stage], buffer.phase);
 #pragma unroll 1
       for (int i = 0; i < problem.weight.height; ++i) {
         int step = i * problem.dilation[0] * p.window.width * kStep;
@@ -219,8 +220,12 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* windows, uint8_t c
   vectors += warpgroup * C::kBlockN;
   Blocks<C> const blocks(p, rank);
   int const band = C::kTurns ? 0 : warpgroup;
-  Multiplier<C> multiplier{windows,       stages, barriers, p, band, blocks.end - blocks.first,
-                           Ring{p.stages}};
+  uint64_t* const full = C::kLoadsWindows
+                             ? p.fills_padding ? barriers.window_filled : barriers.window_full
+                         : p.fills_padding ? barriers.filled
+                                           : barriers.full;
+  Multiplier<C> multiplier{windows, stages,        barriers, p, band, blocks.end - blocks.first,
+                           full,    Ring{p.stages}};
   int const last_steps = blocks.end == p.k_blocks ? p.last_steps : Multiplier<C>::kSteps;
   int const clusters = gridDim.x / cluster_size<C>(p),
             step = C::kTurns ? C::kWarpgroups * clusters : clusters,
@@ -282,11 +287,13 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) {
       TransactionBarrier::init(&barriers.full[i], 1);
+      ClusterBarrier::init(&barriers.filled[i], 1);
       ClusterBarrier::init(&barriers.empty[i],
                            C::kCluster * C::kTile.sharing() * 4);  // the warps that multiply
     }
     for (int i = 0; C::kLoadsWindows && i < ConvWindow::kBuffers; ++i) {
       TransactionBarrier::init(&barriers.window_full[i], 1);
+      ClusterBarrier::init(&barriers.window_filled[i], 1);
       ClusterBarrier::init(&barriers.window_empty[i], C::kTile.sharing() * 4);
     }
     if constexpr (C::kSlices) {
@@ -306,15 +313,17 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
   // Provably the same in all lanes, so that addresses of copies and MMAs stay in uniform registers.
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp >= 4 * C::kWarpgroups) {
-    if constexpr (C::kTile.moves_registers()) cutlass::arch::warpgroup_reg_dealloc<24>();
+    if constexpr (C::kTile.moves_registers()) cutlass::arch::warpgroup_reg_dealloc<56>();
     if (warp == 4 * C::kWarpgroups) load_tiles<C>(windows, stages, barriers, maps, p, rank);
+    if (warp > 4 * C::kWarpgroups && p.fills_padding)
+      fill_tiles<C>(windows, stages, barriers, p, rank, warp - 4 * C::kWarpgroups - 1);
     if constexpr (C::kSlices) {  // as add_slices()
       __syncwarp();
       cute::cluster_arrive_relaxed();
       cute::cluster_wait();
     }
   } else {
-    if constexpr (C::kTile.moves_registers()) cutlass::arch::warpgroup_reg_alloc<240>();
+    if constexpr (C::kTile.moves_registers()) cutlass::arch::warpgroup_reg_alloc<224>();
     multiply_tiles<C>(windows, stages, vectors, staging, barriers, p, rank, warp / 4);
   }
 #endif

@@ -1,8 +1,10 @@
-// The tiles of conv_int8_wgmma.cu and the warp that loads them.
+// The tiles of conv_int8_wgmma.cu, and the warps that load them and fill their padding.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
 #include <cutlass/fast_math.h>
+
+#include <type_traits>
 
 #include "device/hopper.cuh"
 #include "device/requantize.cuh"
@@ -51,6 +53,8 @@ struct Config {
 struct Barriers {
   uint64_t full[ConvWgmmaTile::kMostStages], empty[ConvWgmmaTile::kMostStages];
   uint64_t window_full[ConvWindow::kBuffers], window_empty[ConvWindow::kBuffers];
+  // with the zero point of x, where it has one, outside of x
+  uint64_t filled[ConvWgmmaTile::kMostStages], window_filled[ConvWindow::kBuffers];
   uint64_t sums;  // of the other slices
 };
 static_assert(sizeof(Barriers) == ConvWgmmaTile::kBarrierBytes);
@@ -128,17 +132,6 @@ struct RowPixels {
     if constexpr (!C::kLoadsWindows) return first + row < p.pixels ? first + row : -1;
     int const x = row % kPatch, y = row / kPatch;
     return x < columns && y < lines ? first + y * p.out_width + x : -1;
-  }
-  // The border class of a row that has a pixel.
-  __device__ __forceinline__ int border(Params const& p, int row) const {
-    int line, column, image;
-    if constexpr (C::kLoadsWindows) {
-      line = p.out_height - lines + row / kPatch, column = p.out_width - columns + row % kPatch;
-    } else {
-      p.columns(line, column, first + row);
-      p.lines(image, line, line);
-    }
-    return border_class(p, line, column);
   }
 };
 
@@ -252,6 +245,157 @@ __device__ __forceinline__ void load_tiles(uint8_t* windows, uint8_t* stages, Ba
   // A CTA must not exit before the last arrivals of its neighbour at its barriers.
   for (int i = 0; C::kCluster > 1 && i < p.stages; ++i, ring.advance())
     ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
+}
+
+// ---- padding
+
+// Writes the zero point of x, a multiple of whose bytes is `codes`, to a pixel's line. Lanes begin
+// with different banks.
+template <int kLine>
+__device__ __forceinline__ void fill_pixel(uint8_t* to, uint32_t codes) {
+#pragma unroll
+  for (int i = 0; i < kLine / 16; ++i)
+    *reinterpret_cast<uint4*>(to + (i ^ int(threadIdx.x) % (kLine / 16)) * 16) =
+        make_uint4(codes, codes, codes, codes);
+}
+
+// Along an axis of a window, the pixels inside of x; behind its padding there are no results.
+struct Inside {
+  int begin, count, all;
+  __device__ __forceinline__ Inside(ConvProblem const& p, int axis, int place, int extent) {
+    int const first = place - p.padding[axis], size = axis ? p.width : p.height;
+    all = min(size + p.padding[axis] - first, extent);
+    begin = min(max(-first, 0), all), count = max(min(size - first, all) - begin, 0);
+  }
+  // The place of a pixel, by its number among those outside.
+  __device__ __forceinline__ int outside(int i) const { return i < begin ? i : i + count; }
+};
+
+// The pixels outside of x of a window: all of some lines, and some of the others. A lane has every
+// 32nd, and knows the first before the window is loaded.
+class WindowPadding {
+  Inside lines_, columns_;
+  int whole_, rest_;  // pixels of whole lines; of each other line
+  int width_, first_;
+
+  // The place in the window of a pixel, by its number among those outside.
+  __device__ __forceinline__ int place(int i) const {
+    bool const of_whole = i < whole_;
+    int const number = of_whole ? i : i - whole_, extent = of_whole ? columns_.all : max(rest_, 1);
+    int const quotient = number / extent, remainder = number - quotient * extent;
+    int const line = of_whole ? lines_.outside(quotient) : lines_.begin + quotient,
+              column = of_whole ? remainder : columns_.outside(remainder);
+    return line * width_ + column;
+  }
+
+ public:
+  __device__ __forceinline__ WindowPadding(Params const& p, int patch)
+      : WindowPadding(p, Patch(p, min(patch, p.all_patches - 1))) {}
+  __device__ __forceinline__ WindowPadding(Params const& p, Patch const& patch)
+      : lines_(p.problem, 0, patch.y, p.window.height),
+        columns_(p.problem, 1, patch.x, p.window.width),
+        whole_((lines_.all - lines_.count) * columns_.all),
+        rest_(columns_.all - columns_.count),
+        width_(p.window.width),
+        first_(place(int(threadIdx.x) % 32)) {}
+
+  template <int kLine>
+  __device__ __forceinline__ void fill(uint8_t* window, uint32_t codes) const {
+    int const all = whole_ + lines_.count * rest_;
+    for (int i = int(threadIdx.x) % 32; i < all; i += 32)
+      fill_pixel<kLine>(window + (i < 32 ? first_ : place(i)) * kLine, codes);
+  }
+};
+
+// The pixels under the taps of a tile's rows; a lane has several.
+template <class C>
+class RowPadding {
+  static constexpr int kRows = C::kBlockM / 32;
+  int y_[kRows], x_[kRows];  // under the first tap
+
+ public:
+  __device__ __forceinline__ RowPadding(Params const& p, Tile<C> const& tile) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      int line, image;
+      p.columns(line, x_[i], tile.first_row + i * 32 + int(threadIdx.x) % 32);
+      p.lines(image, y_[i], line);
+      y_[i] = y_[i] * p.problem.stride[0] - p.problem.padding[0],
+      x_[i] = x_[i] * p.problem.stride[1] - p.problem.padding[1];
+    }
+  }
+
+  template <int kLine>
+  __device__ __forceinline__ void fill(uint8_t* pixels, Params const& p, uint32_t codes, int tap_y,
+                                       int tap_x) const {
+    pixels += int(threadIdx.x) % 32 * kLine;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (unsigned(y_[i] + tap_y) >= unsigned(p.problem.height) ||
+          unsigned(x_[i] + tap_x) >= unsigned(p.problem.width))
+        fill_pixel<kLine>(pixels + i * 32 * kLine, codes);
+    }
+  }
+};
+
+// Fills the pixels outside of x in what is loaded for a CTA's tiles, in the order in which it is.
+// Warp `own` of those that do so has every so many of the windows' buffers or of the stages: it
+// waits for each of their phases, which a barrier does not tell apart from the one before the last.
+template <class C>
+__device__ __forceinline__ void fill_tiles(uint8_t* windows, uint8_t* stages, Barriers& barriers,
+                                           Params const& p, int rank, int own) {
+  ConvProblem const& problem = p.problem;
+  int const size = cluster_size<C>(p);
+  uint32_t const codes = uint32_t(problem.x_zero_point & 0xff) * 0x01010101u;
+  Blocks<C> const blocks(p, rank);
+  uint64_t* const full = C::kLoadsWindows ? barriers.window_full : barriers.full;
+  uint64_t* const filled = C::kLoadsWindows ? barriers.window_filled : barriers.filled;
+  Ring ring{C::kLoadsWindows ? ConvWindow::kBuffers : p.stages};
+  auto const fill = [&](int block, auto const& fill_lines) {
+    if (ring.stage % C::kTile.filling_warps() == own) {
+      TransactionBarrier::wait(&full[ring.stage], ring.phase);
+      if (block == p.k_blocks - 1 && p.last_steps <= 2) {
+        fill_lines(std::integral_constant<int, 64>());
+      } else {
+        fill_lines(std::integral_constant<int, ConvWgmmaTile::kBlockK>());
+      }
+      cutlass::arch::fence_view_async_shared();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) ClusterBarrier::arrive(&filled[ring.stage]);
+    }
+    ring.advance();
+  };
+  for (int index = blockIdx.x / size; index < p.tiles; index += gridDim.x / size) {
+    Tile<C> const tile(p, index, rank);
+    if constexpr (C::kLoadsWindows) {
+      static_assert(C::Tile::kPatches == 2);
+      int const patch = tile.first_row / 64, bytes = p.window.bytes();
+      WindowPadding const paddings[] = {{p, patch}, {p, patch + 1}};
+#pragma unroll 1
+      for (int block = blocks.first; block < blocks.end; ++block) {
+        fill(block, [&](auto line) {
+          uint8_t* const window = windows + ring.stage * C::Tile::kPatches * bytes;
+          paddings[0].template fill<line>(window, codes);
+          paddings[1].template fill<line>(window + bytes, codes);
+        });
+      }
+    } else {
+      RowPadding<C> const padding(p, tile);
+#pragma unroll 1
+      for (int block = blocks.first; block < blocks.end; ++block) {
+#pragma unroll 1
+        for (int i = 0; i < problem.weight.height; ++i) {
+#pragma unroll 1
+          for (int j = 0; j < problem.weight.width; ++j) {
+            fill(block, [&](auto line) {
+              padding.template fill<line>(stages + ring.stage * C::kStageBytes, p, codes,
+                                          i * problem.dilation[0], j * problem.dilation[1]);
+            });
+          }
+        }
+      }
+    }
+  }
 }
 
 }  // namespace

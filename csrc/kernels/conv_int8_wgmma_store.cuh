@@ -6,46 +6,6 @@
 namespace cutlass_ops {
 namespace {
 
-// Puts the zero point of x back into the sums of 16 rows of a warp for taps outside of x. `number`
-// is the border class of row lane / 2.
-template <class C>
-__device__ __forceinline__ void add_cut_taps(uint32_t (&sums)[C::kSums], Params const& p,
-                                             Tile<C> const& tile, int number) {
-  // Loads of a half: there are registers for them.
-  constexpr int kAtOnce = C::kBlockN == 64 && !C::kTurns ? 8 : 4;
-  int const lane = threadIdx.x % 32, channel = tile.first_n + lane % 4 * 2;
-  int const group_n = tile.end_n - p.group_channels;
-  int const* cut[2];
-  bool cuts[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    int const own = __shfl_sync(~0u, number, lane / 4 * 2 + half * 16);
-    cuts[half] = own != 0;
-    cut[half] = p.problem.weight.cut_sums + cut_sums_at(p, own, tile.group) + channel - group_n;
-  }
-#pragma unroll
-  for (int j = 0; j < C::kBlockN / 8; j += kAtOnce) {
-    int2 outside[2][kAtOnce];
-#pragma unroll
-    for (int i = 0; i < 2 * kAtOnce; ++i) {
-      int const half = i / kAtOnce, step = (j + i % kAtOnce) * 8;
-      int2& v = outside[half][i % kAtOnce] = make_int2(0, 0);
-      // volatile: loaded ahead, they would take the registers of the sums
-      if (cuts[half] && channel + step < tile.end_n)
-        asm volatile("ld.global.nc.v2.s32 {%0, %1}, [%2];"
-                     : "=r"(v.x), "=r"(v.y)
-                     : "l"(cut[half] + step));
-    }
-#pragma unroll
-    for (int i = 0; i < 2 * kAtOnce; ++i) {
-      int2 const v = outside[i / kAtOnce][i % kAtOnce];
-      uint32_t* const two = sums + (j + i % kAtOnce) * 4 + i / kAtOnce * 2;
-      two[0] += uint32_t(wrapping_multiply(p.problem.x_zero_point, v.x));
-      two[1] += uint32_t(wrapping_multiply(p.problem.x_zero_point, v.y));
-    }
-  }
-}
-
 // 16 rows of a warp whose outputs are bytes in whole vectors.
 template <class C>
 __device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums],
@@ -118,10 +78,6 @@ __device__ __forceinline__ void store(uint32_t (&sums)[C::kSums], ChannelVectors
   int const warp = threadIdx.x / 32;
   RowPixels<C> const rows(p, tile.first_row + band * 64);
   int const row = warp % 4 * 16 + int(threadIdx.x) % 32 / 2, pixel = rows(p, row);
-  if (p.cuts_taps) {
-    int const number = pixel >= 0 ? rows.border(p, row) : 0;
-    if (__any_sync(~0u, number)) add_cut_taps<C>(sums, p, tile, number);
-  }
   if (p.whole_vectors) {
     store_vectors<C>(sums, vectors, p, tile, rows);
   } else {

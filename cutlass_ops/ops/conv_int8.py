@@ -6,8 +6,7 @@ and kept together with the packed ones.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -351,28 +350,6 @@ def _kernel_shape(weight: PackedWeight) -> tuple[int, ...]:
     return (*(weight.kernel_size or (1, 1)), weight.k // weight.taps)
 
 
-def _inside(taps: int, most: int, device: torch.device) -> Tensor:
-    """Whether a tap of an axis is inside of x, for each begin and end that are not: bool
-    ``[(most + 1) ** 2, taps]``.
-    """
-    place, cut = torch.arange(taps, device=device), torch.arange(most + 1, device=device)
-    return ((place >= cut.view(-1, 1, 1)) & (place < taps - cut.view(-1, 1))).flatten(0, 1)
-
-
-def _cut_sums(natural: _Natural, groups: int, most: Sequence[int]) -> Tensor:
-    """The sums of the codes of taps outside of x, int32
-    ``[classes, groups, stored_channels(N / groups)]``, as ``conv.h`` has the classes, of a weight
-    in the order ``by_channels``. ``most``: taps that are cut at one end of each axis.
-    """
-    taps = natural.codes.sum(-1, dtype=torch.int32)  # [N, height, width]
-    high, wide = (_inside(taps.shape[1 + axis], most[axis], taps.device) for axis in (0, 1))
-    # [classes of height, N, width]
-    lines = (taps * high[:, None, :, None]).sum(2, dtype=torch.int32)
-    inside = (lines[:, None] * wide[:, None, :]).sum(-1, dtype=torch.int32)
-    cut = (natural.sums - inside).view(len(high) * len(wide), groups, -1)
-    return F.pad(cut, (0, _C.stored_channels(cut.shape[2]) - cut.shape[2])).contiguous()
-
-
 def _without_zeros(weight: PackedWeight, groups: int) -> tuple[Tensor, ...]:
     """The tensors of ``_Operand.weight`` and, of a weight with zero points, ``_Operand.rest`` even
     if that is zero.
@@ -423,35 +400,6 @@ def _operand(weight: PackedWeight, groups: int) -> _Operand:
     return _Operand(natural, left[0], _Natural(*ones))
 
 
-def _kept_cut_sums(
-    weight: PackedWeight,
-    natural: _Natural,
-    name: str,
-    parts: tuple[str, ...],
-    x_zero_point: int,
-    geometry: Geometry,
-) -> Tensor | None:
-    """``_cut_sums``, if kernels use them to account for the zero point of x.
-
-    Args:
-        weight, natural: of which ``natural`` was made, by the name ``name`` and of these parts.
-        x_zero_point, geometry: as in :func:`conv2d_int8`.
-    """
-    groups, n = geometry.groups, len(natural.sums)
-    if (
-        x_zero_point == 0
-        or not any(geometry.padding)
-        or _order(n, weight, groups) != _C.ConvOrder.by_channels
-    ):
-        return None
-    axes = zip(weight.kernel_size, geometry.padding, geometry.dilation, strict=True)
-    most = tuple(_C.most_cut(*axis) for axis in axes)
-    if math.prod((cut + 1) ** 2 for cut in most) > _C.most_border_classes:
-        return None
-    form = (name + ", cut sums", n, weight.kernel_size, groups, most)
-    return kept.form(weight, parts, form, lambda: (_cut_sums(natural, groups, most),))[0]
-
-
 def launch(
     x: Tensor,
     weight: PackedWeight,
@@ -474,20 +422,16 @@ def launch(
     bias = call.bias_of(weight)
     call = call._replace(bias=None if bias is None else bias.contiguous())
     with torch.cuda.device(x.device):
-        operand, zero = _operand(weight, geometry.groups), scales.x_zero_point
-        cut_sums = _kept_cut_sums(weight, operand.weight, _CODES, ("zeros",), zero, geometry)
+        operand = _operand(weight, geometry.groups)
         if operand.rest is None or operand.ones is None:
             y = torch.empty(shape, dtype=call.out_dtype, device=x.device)
-            _multiply(y, image, weight, operand.weight, cut_sums, geometry, scales, call, choose)
+            _multiply(y, image, weight, operand.weight, geometry, scales, call, choose)
             return y
         of_sums = Scales(scales.x_scale, scales.x_zero_point)
         acc = torch.empty(shape, dtype=torch.int32, device=x.device)
-        _multiply(
-            acc, image, weight, operand.weight, cut_sums, geometry, of_sums, Call(call.bias), choose
-        )
+        _multiply(acc, image, weight, operand.weight, geometry, of_sums, Call(call.bias), choose)
         windows = acc.new_empty(*shape[:-1], geometry.groups)
-        cut_sums = _kept_cut_sums(weight, operand.ones, _ONES, (), zero, geometry)
-        _multiply(windows, image, weight, operand.ones, cut_sums, geometry, of_sums, Call(), None)
+        _multiply(windows, image, weight, operand.ones, geometry, of_sums, Call(), None)
         _compensate(acc, windows, operand.rest)
         if call.out_dtype == torch.int32:
             return acc
@@ -511,7 +455,6 @@ def _multiply(
     image: Tensor,
     weight: PackedWeight,
     natural: _Natural,
-    cut_sums: Tensor | None,
     geometry: Geometry,
     scales: Scales,
     call: Call,
@@ -519,16 +462,12 @@ def _multiply(
 ) -> None:
     """Write the product of an image with the channels last to y, by one kernel; ``natural`` has as
     many channels as y.
-
-    ``cut_sums``: the sums of ``natural`` by which kernels account for the zero point of x in its
-    padding, or None.
     """
     bias, n, groups = call.bias, y.shape[-1], geometry.groups
     conv_weight = _C.ConvWeight(
         natural.codes.data_ptr(),
         _order(n, weight, groups),
         natural.sums.data_ptr(),
-        native.pointer(cut_sums),
         weight.scales.data_ptr(),
         native.DATA_TYPES[weight.scales.dtype],
         n,

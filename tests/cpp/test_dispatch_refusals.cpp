@@ -486,13 +486,6 @@ TEST(Checks, NameTheFieldOfAConvolution) {
            {[](auto& p) { p.weight.scales = nullptr; }, "the weight's scales is a null pointer"},
            {[](auto& p) { p.x_zero_point = 3; }, "the weight's sums is a null pointer"},
            {[](auto& p) { p.bias = &some_byte + 1, p.bias_int32 = true; }, "bias starts at"},
-           {[](auto& p) { p.weight.cut_sums = reinterpret_cast<int32_t*>(&some_byte + 4); },
-            "the weight's cut sums starts at"},
-           {[](auto& p) {
-              p.weight.cut_sums = reinterpret_cast<int32_t*>(&some_byte);
-              p.weight.height = p.weight.width = 9, p.padding[0] = p.padding[1] = 4;
-            },
-            "cut sums of 625 classes of pixels"},
        })
     EXPECT_NE(text(change).find(words), std::string::npos) << words << ": " << text(change);
 }

@@ -61,8 +61,6 @@ TEST(Int8Plans, OfImplicitGemmsCoverTheResultOnEveryGpu) {
                     ceil_div(8100, plan.block_m) * groups * ceil_div(n / groups, plan.block_n));
           EXPECT_LE(plan.stages * (plan.block_m + plan.block_n) * ConvImplicitTile::kBlockK,
                     device.shared_memory);
-          // taps of few channels are gathered
-          EXPECT_EQ(plan.pads, zero_point != 0 && taps > 1 && taps != 7);
         }
         for (size_t i = 1; i < plans.size(); ++i)
           EXPECT_LE(plans[i - 1].predicted_clocks, plans[i].predicted_clocks);

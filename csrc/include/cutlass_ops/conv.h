@@ -33,27 +33,9 @@ struct ConvWeight {
   ConvOrder order = ConvOrder::kByChannels;
   int8_t const* codes = nullptr;
   int32_t const* sums = nullptr;  // [n]: of a channel's codes; read where x has a zero point
-  // The sums of the codes of taps that lie outside of x, by border_classes(),
-  // [classes][groups][stored_channels(n / groups)]: 0 in the class 0. Read where x has a zero point
-  // and padding. Null: x is copied with its padding instead.
-  int32_t const* cut_sums = nullptr;
-  void const* scales = nullptr;  // of scale_type, in the order of packed weights (group_row)
+  void const* scales = nullptr;   // of scale_type, in the order of packed weights (group_row)
   DataType scale_type = DataType::kFloat32;
 };
-
-// Taps that may lie outside of x at one end of an axis.
-constexpr int most_cut(int taps, int padding, int dilation) {
-  int const cut = (padding + dilation - 1) / dilation;
-  return cut < taps ? cut : taps;
-}
-// Pixels of the result differ by the number of taps that lie outside of x at the begin and the end
-// of height and width. The class of a pixel is ((begin_y * (most_y + 1) + end_y) * (most_x + 1) +
-// begin_x) * (most_x + 1) + end_x.
-constexpr int64_t border_classes(int most_y, int most_x) {
-  return int64_t(most_y + 1) * (most_y + 1) * (most_x + 1) * (most_x + 1);
-}
-constexpr int kMostBorderClasses = 256;  // for which it is worth while to keep sums: 7 x 7
-                                         // taps with padding 3
 
 constexpr int kConvVector = 16;  // bytes that kernels load at a time
 constexpr int stored_channels(int channels) {
@@ -104,9 +86,8 @@ struct ConvPlan {
   int stages = 0;
   int grid = 0;
   // x is first copied to the workspace, with so many channels a pixel (of the result, with those
-  // of all its taps, if the weight is flat); 0: it is not. `pads`: with its padding.
+  // of all its taps, if the weight is flat); 0: it is not.
   int copied_channels = 0;
-  bool pads = false;
   size_t workspace = 0;
   int64_t predicted_clocks = 0;  // 0: not predicted
   bool windows = false;  // x is loaded as the windows of patches of the result, not tap by tap
