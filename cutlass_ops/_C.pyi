@@ -467,6 +467,8 @@ class ConvOutput:
     int8: ConvOutput
     uint8: ConvOutput
     int32: ConvOutput
+    float16: ConvOutput
+    bfloat16: ConvOutput
 
 class ConvWeight:
     def __init__(
@@ -503,6 +505,8 @@ class ConvProblem:
         weight: ConvWeight,
         x_ptr: int,
         x_unsigned: bool,
+        x_type: DataType,
+        x_symmetric: bool,
         shape: Sequence[int],
         stride: Sequence[int],
         padding: Sequence[int],
@@ -523,7 +527,16 @@ class ConvProblem:
     ) -> None: ...
     def plan(self, device: Device) -> ConvPlan: ...
     def plans(self, device: Device) -> list[ConvPlan]: ...
+    def supported_plans(self, device: Device) -> list[ConvPlan]: ...
 
-def conv_int8(problem: ConvProblem, plan: ConvPlan, workspace_ptr: int, stream: int) -> None: ...
+def conv_int8(
+    problem: ConvProblem,
+    plan: ConvPlan,
+    x_ptr: int,
+    bias_ptr: int,
+    out_ptr: int,
+    workspace_ptr: int,
+    stream: int,
+) -> None: ...
 def conv_order(n: int, channels: int, taps: int, groups: int) -> ConvOrder: ...
 def stored_channels(channels: int) -> int: ...

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops import _C
-from cutlass_ops.ops import conv_int8, library
+from cutlass_ops.ops import conv_int8, library, natural_weight
 
 
 def sums(
@@ -377,12 +377,12 @@ def test_kernels_multiply_by_codes_minus_zero_points(
             .byte()
         )
     weight = packed(w, torch.ones(n), zeros=zeros)
-    *differences, rest = conv_int8._without_zeros(weight, groups)
-    operand = conv_int8._Natural(*differences)
-    ones = conv_int8._ones(weight, groups)
+    *differences, rest = natural_weight.without_zeros(weight, groups)
+    operand = natural_weight.Natural(*differences)
+    ones = natural_weight.ones(weight, groups)
     assert bool(rest.any()) != fits
 
-    def natural(of: conv_int8._Natural, n: int) -> Tensor:
+    def natural(of: natural_weight.Natural, n: int) -> Tensor:
         order, parts = _C.conv_order(n, channels, 6, groups), of.codes
         if order == _C.ConvOrder.by_taps:
             return parts.permute(2, 0, 1, 3).reshape(n, 1, 3, 4)[..., :2]
@@ -412,8 +412,8 @@ def test_operands_are_kept_until_codes_or_zero_points_are_written(
     unfit[:, 0], unfit[:, 1] = 0, 255
     weight, other = (packed(w, torch.ones(64), zeros=zeros) for w in (fit, unfit))
 
-    def check(w: Tensor, fits: bool) -> conv_int8._Operand:
-        operand = conv_int8._operand(weight, 1)
+    def check(w: Tensor, fits: bool) -> natural_weight.Operand:
+        operand = natural_weight.operand(weight, 1)
         assert (operand.rest is None) == (operand.ones is None) == fits
         rest = torch.zeros(64, dtype=torch.int32) if operand.rest is None else operand.rest
         assert torch.equal(

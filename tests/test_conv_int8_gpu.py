@@ -12,7 +12,7 @@ from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops import _C
-from cutlass_ops.ops import conv_int8, native
+from cutlass_ops.ops import conv_int8, native, natural_weight
 from cutlass_ops.ops.call import Call
 from cutlass_ops.reference import conv as reference_conv
 from cutlass_ops.reference.conv import Geometry
@@ -306,7 +306,7 @@ def test_weights_with_zero_points(kind: str, fits: bool) -> None:
         weight = packed(
             w, (torch.rand(n, device="cuda") * 0.01 + 1e-3).to(scales_dtype), zeros=zeros
         )
-        assert (conv_int8._operand(weight, groups).rest is None) == fits
+        assert (natural_weight.operand(weight, groups).rest is None) == fits
         for case, (x_dtype, out_dtype) in enumerate(itertools.product(INT8, (*INT8, torch.int32))):
             x, zero = (
                 codes(x_dtype, 3, groups * c, *space, seed=case + 1),

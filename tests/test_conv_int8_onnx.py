@@ -275,6 +275,8 @@ def plans(
         weight,
         4096,
         True,
+        _C.DataType.none,
+        True,
         (2, size, size, groups * channels),
         (1, 1),
         (padding, padding),

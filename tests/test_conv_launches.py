@@ -8,6 +8,7 @@ import contextlib
 import copy
 import dataclasses
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -139,6 +140,81 @@ def test_unusual_calls_keep_no_launch(launched: list[Launched]) -> None:
     found, key = conv_gpu.repeat(grad, packed, None, ())
     assert found is None
     assert key is None
+
+
+def row_scales(n: int, *kernel: int) -> co.PackedWeight:
+    """int8 with one scale a row."""
+    packed = co.reorder(co.quantize(torch.randn(n, CHANNELS, *kernel), bits=8, group_size=-1))
+    object.__setattr__(packed, "gpu", 0)
+    return packed
+
+
+@pytest.fixture
+def of_int8(launched: list[Launched], monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+    """Record launches of ``_C.conv_int8``, whose weights are kept, too."""
+    launches: list[Launched] = []
+    stream = types.SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(_C, "conv_int8", lambda *args: launches.append(Launched(*args)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    return launches
+
+
+def test_a_launch_of_int8_is_found_until_codes_are_written_to(of_int8: list[Launched]) -> None:
+    packed, options = row_scales(64, 3, 3), {"act_quant": "tensor"}
+    calls = [(image(), torch.randn(64)) for _ in range(3)]
+    for x, bias in calls[:2]:
+        co.mixed_conv2d(x, packed, bias, 1, 1, **options)
+    first, again = of_int8
+    assert (again.problem, again.plan) == (first.problem, first.plan)
+    assert [entry.x for entry in of_int8] == [x.data_ptr() for x, _ in calls[:2]]
+    assert [entry.bias for entry in of_int8] == [bias.data_ptr() for _, bias in calls[:2]]
+    packed.codes.zero_()
+    co.mixed_conv2d(calls[2][0], packed, calls[2][1], 1, 1, **options)
+    assert of_int8[2].problem is not first.problem
+    (launch,) = packed.conv_launches.values()
+    assert launch.problem is of_int8[2].problem
+    assert len(launch.natural.codes.unique()) == 1
+
+
+@pytest.mark.parametrize(
+    ("n", "kernel", "symmetric", "expected"),
+    [
+        (64, (3, 3), True, True),
+        (320, (3, 3), True, True),
+        (128, (3, 3), True, False),
+        (64, (1, 1), True, False),
+        (128, (3, 3), False, True),
+        (64, (1, 1), False, True),
+    ],
+)
+def test_int8_takes_what_it_is_faster_for(
+    launched: list[Launched],
+    of_int8: list[Launched],
+    n: int,
+    kernel: tuple[int, int],
+    symmetric: bool,
+    expected: bool,
+) -> None:
+    options: dict[str, Any] = {"act_quant": "tensor", "act_symmetric": symmetric}
+    co.mixed_conv2d(image(), row_scales(n, *kernel), **options)
+    assert (len(of_int8), len(launched)) == ((1, 0) if expected else (0, 1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"out_dtype": torch.float32},
+        {"activation": "silu"},
+        {"residual": torch.zeros(2, 64, 4, 4).half()},
+        {"act_quant": "token"},
+    ],
+)
+def test_what_int8_does_not_take_are_products(
+    launched: list[Launched], of_int8: list[Launched], options: dict[str, Any]
+) -> None:
+    co.mixed_conv2d(image(), row_scales(64, 3, 3), **{"act_quant": "tensor", **options})
+    assert (len(of_int8), len(launched)) == (0, 1)
 
 
 def test_wrong_calls_are_refused_after_right_ones(launched: list[Launched]) -> None:

@@ -118,7 +118,9 @@ void register_conv(py::module_& m) {
   py::enum_<ConvOutput>(m, "ConvOutput")
       .value("int8", ConvOutput::kInt8)
       .value("uint8", ConvOutput::kUInt8)
-      .value("int32", ConvOutput::kInt32);
+      .value("int32", ConvOutput::kInt32)
+      .value("float16", ConvOutput::kFloat16)
+      .value("bfloat16", ConvOutput::kBFloat16);
   py::enum_<ConvOrder>(m, "ConvOrder")
       .value("by_channels", ConvOrder::kByChannels)
       .value("by_taps", ConvOrder::kByTaps)
@@ -151,14 +153,16 @@ void register_conv(py::module_& m) {
       .def_readonly("workspace", &ConvPlan::workspace)
       .def_readonly("predicted_clocks", &ConvPlan::predicted_clocks);
   py::class_<ConvProblem>(m, "ConvProblem", "A convolution of int8; the tensors must outlive it.")
-      .def(py::init([](ConvWeight const& weight, Pointer x, bool x_unsigned,
-                       std::array<int, 4> const& shape, Pair stride, Pair padding, Pair dilation,
-                       int groups, Pointer bias, bool bias_int32, DataType bias_type, Pointer out,
-                       ConvOutput out_type, float x_scale, int x_zero_point, float y_scale,
-                       int y_zero_point, Activation activation, float low, float high) {
+      .def(py::init([](ConvWeight const& weight, Pointer x, bool x_unsigned, DataType x_type,
+                       bool x_symmetric, std::array<int, 4> const& shape, Pair stride, Pair padding,
+                       Pair dilation, int groups, Pointer bias, bool bias_int32, DataType bias_type,
+                       Pointer out, ConvOutput out_type, float x_scale, int x_zero_point,
+                       float y_scale, int y_zero_point, Activation activation, float low,
+                       float high) {
              ConvProblem p;
              p.weight = weight;
              p.x = as<void>(x), p.x_unsigned = x_unsigned;
+             p.x_type = x_type, p.x_symmetric = x_symmetric;
              p.batch = shape[0], p.height = shape[1], p.width = shape[2], p.channels = shape[3];
              for (int axis : {0, 1})
                p.stride[axis] = stride[axis], p.padding[axis] = padding[axis],
@@ -171,11 +175,12 @@ void register_conv(py::module_& m) {
              p.out = as<void>(out), p.out_type = out_type;
              return p;
            }),
-           py::arg("weight"), py::arg("x_ptr"), py::arg("x_unsigned"), py::arg("shape"),
-           py::arg("stride"), py::arg("padding"), py::arg("dilation"), py::arg("groups"),
-           py::arg("bias_ptr"), py::arg("bias_int32"), py::arg("bias_type"), py::arg("out_ptr"),
-           py::arg("out_type"), py::arg("x_scale"), py::arg("x_zero_point"), py::arg("y_scale"),
-           py::arg("y_zero_point"), py::arg("activation"), py::arg("low"), py::arg("high"))
+           py::arg("weight"), py::arg("x_ptr"), py::arg("x_unsigned"), py::arg("x_type"),
+           py::arg("x_symmetric"), py::arg("shape"), py::arg("stride"), py::arg("padding"),
+           py::arg("dilation"), py::arg("groups"), py::arg("bias_ptr"), py::arg("bias_int32"),
+           py::arg("bias_type"), py::arg("out_ptr"), py::arg("out_type"), py::arg("x_scale"),
+           py::arg("x_zero_point"), py::arg("y_scale"), py::arg("y_zero_point"),
+           py::arg("activation"), py::arg("low"), py::arg("high"))
       .def(
           "plan",
           [](ConvProblem const& problem, Device const& device) {
@@ -191,14 +196,28 @@ void register_conv(py::module_& m) {
             check(plans_conv_int8(problem, device, &plans));
             return plans;
           },
-          py::arg("device"), "All ways to launch it, that of `plan` first.");
+          py::arg("device"), "All ways to launch it, that of `plan` first.")
+      .def(
+          "supported_plans",
+          [](ConvProblem const& problem, Device const& device) {
+            std::vector<ConvPlan> plans;
+            Status const status = plans_conv_int8(problem, device, &plans);
+            if (status.code == Status::kUnsupported) return std::vector<ConvPlan>();
+            check(status);
+            return plans;
+          },
+          py::arg("device"), "`plans`; empty where no kernel takes it.");
   m.def(
       "conv_int8",
-      [](ConvProblem const& problem, ConvPlan const& plan, Pointer workspace, Pointer stream) {
+      [](ConvProblem problem, ConvPlan const& plan, Pointer x, Pointer bias, Pointer out,
+         Pointer workspace, Pointer stream) {
+        problem.x = as<void>(x), problem.bias = as<void>(bias), problem.out = as<void>(out);
         check(conv_int8(problem, plan, {as<void>(workspace), plan.workspace}, as<void>(stream)));
       },
-      py::arg("problem"), py::arg("plan"), py::arg("workspace_ptr"), py::arg("stream"),
-      "Write the result, as `plan` says, in a workspace of its size, on the current device.");
+      py::arg("problem"), py::arg("plan"), py::arg("x_ptr"), py::arg("bias_ptr"),
+      py::arg("out_ptr"), py::arg("workspace_ptr"), py::arg("stream"),
+      "Write the result of the problem, with these pointers for its own, as `plan` says, in a "
+      "workspace of its size, on the current device.");
   m.def("conv_order", &conv_order, py::arg("n"), py::arg("channels"), py::arg("taps"),
         py::arg("groups"), "The order of the weight's codes that the kernels read.");
   m.def("stored_channels", &stored_channels, py::arg("channels"),

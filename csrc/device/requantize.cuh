@@ -3,6 +3,8 @@
 #pragma once
 
 #include "cutlass_ops/layout.h"
+#include "device/epilogue.cuh"
+#include "device/quantize.cuh"
 #include "device/scalar.cuh"
 #include "dispatch/conv_int8.h"
 #include "dispatch/problem.h"
@@ -58,6 +60,22 @@ __device__ __forceinline__ int compensated_bias(ConvProblem const& p, int n, flo
   return wrapping_add(bias, -wrapping_multiply(p.x_zero_point, __ldg(p.weight.sums + n)));
 }
 
+// The scale and the zero point of x.
+struct XNumbers {
+  float scale;
+  int zero;
+  __device__ __forceinline__ explicit XNumbers(ConvParams const& p)
+      : scale(p.problem.x_scale), zero(p.problem.x_zero_point) {
+    if (!p.x_range) return;
+    if (p.problem.x_symmetric) {
+      scale = Quantizer<true>(given_range<true>(p.x_range)).scale;
+    } else {
+      Quantizer<false> const quantizer(given_range<false>(p.x_range));
+      scale = quantizer.scale, zero = int(quantizer.zero);
+    }
+  }
+};
+
 // A value whose low byte is y.
 __device__ __forceinline__ int requantize(ConvParams const& p, int acc, float factor) {
   // The sum with 1.5 * 2^23 is rounded to an integer, half to even, in the low bits. A conversion
@@ -85,6 +103,16 @@ struct ChannelVectors {
   int bias;
 };
 
+__device__ __forceinline__ ChannelVectors channel_vectors(ConvParams const& p, int n,
+                                                          float w_scale) {
+  if (!p.x_range)
+    return {requantize_factor(p.problem, w_scale), compensated_bias(p.problem, n, w_scale)};
+  // The bias of floats is added to the scaled sums.
+  XNumbers const x(p);
+  int const sum = x.zero ? __ldg(p.problem.weight.sums + n) : 0;
+  return {__fmul_rn(x.scale, w_scale), -wrapping_multiply(x.zero, sum)};
+}
+
 // requantize() of two values, by fewer instructions: the low bytes of the halves of the result are
 // the two y. Integers are clamped, and the zero point is added, in pairs of 16 bits. Conversions to
 // 32 and then to 16 bits saturate, so values beyond them stay beyond the bounds.
@@ -109,6 +137,24 @@ __device__ __forceinline__ uint2 exchange_pairs(uint32_t (&pairs)[4], int t) {
   uint32_t const kept = __byte_perm(own, other, t < 2 ? low : high),
                  found = __shfl_xor_sync(~0u, __byte_perm(own, other, t < 2 ? high : low), 2);
   return t < 2 ? make_uint2(kept, found) : make_uint2(found, kept);
+}
+
+// Word i of a lane of four: two channels of each of four groups of 8 -> the 8 of one, in lanes of
+// fours: lane t has group t.
+__device__ __forceinline__ uint4 exchange_words(uint32_t const (&words)[4], int t) {
+  bool const upper = t & 2, odd = t & 1;
+  // Groups 2 * upper and 2 * upper + 1, of lanes t and t ^ 2.
+  uint32_t const own[2] = {upper ? words[2] : words[0], upper ? words[3] : words[1]};
+  uint32_t const other[2] = {__shfl_xor_sync(~0u, upper ? words[0] : words[2], 2),
+                             __shfl_xor_sync(~0u, upper ? words[1] : words[3], 2)};
+  // Group t, of those lanes and of lanes t ^ 1 and t ^ 3.
+  uint32_t const near = odd ? own[1] : own[0], far = odd ? other[1] : other[0],
+                 next_near = __shfl_xor_sync(~0u, odd ? own[0] : own[1], 1),
+                 next_far = __shfl_xor_sync(~0u, odd ? other[0] : other[1], 1);
+  uint2 const of_near = odd ? make_uint2(next_near, near) : make_uint2(near, next_near),
+              of_far = odd ? make_uint2(next_far, far) : make_uint2(far, next_far);
+  return upper ? make_uint4(of_far.x, of_far.y, of_near.x, of_near.y)
+               : make_uint4(of_near.x, of_near.y, of_far.x, of_far.y);
 }
 
 }  // namespace cutlass_ops

@@ -11,8 +11,10 @@
 #include <vector>
 
 #include "cutlass_ops/conv.h"
+#include "cutlass_ops/layout.h"
 #include "dispatch/checks.h"
 #include "dispatch/conv_int8.h"
+#include "dispatch/launchers.h"
 #include "dispatch/problem.h"
 
 namespace cutlass_ops {
@@ -54,7 +56,37 @@ Status check_ranges(std::initializer_list<Named> numbers) {
   return {};
 }
 
+// Whether x is floats, which the call quantises.
+bool quantizes_x(ConvProblem const& p) { return p.x_type != DataType::kNone; }
+// Whether x has a zero point other than 0, or may have.
+bool has_zero_point(ConvProblem const& p) {
+  return quantizes_x(p) ? !p.x_symmetric : p.x_zero_point != 0;
+}
+
+// What floats need, and what else there is for codes alone.
+Status check_floats(ConvProblem const& p) {
+  if (!quantizes_x(p)) {
+    if (is_float(p.out_type)) return invalid("out_type is a float, but x is codes");
+    return {};
+  }
+  if (!cutlass_ops::is_float(p.x_type)) return invalid("x_type is not a float type");
+  if (!is_float(p.out_type)) return invalid("x is floats, but out_type is not fp16 or bf16");
+  if (p.groups > 1)
+    return unsupported("groups is " + std::to_string(p.groups) + "; floats are taken in one group");
+  if (p.bias && p.bias_int32) return invalid("the bias is int32, but x is floats");
+  if (p.x_unsigned || p.x_zero_point || p.y_zero_point)
+    return invalid("x is floats; zero points and x_unsigned are of codes");
+  int64_t const k = int64_t(p.weight.height) * p.weight.width * p.weight.channels,
+                most = p.x_symmetric ? 131071 : 65535;
+  if (k > most)
+    return unsupported("a row of the weight has " + std::to_string(k) +
+                       " codes, whose int32 sums may overflow; at most " + std::to_string(most) +
+                       " are supported");
+  return {};
+}
+
 Status check_numbers(ConvProblem const& p) {
+  if (Status status = check_floats(p); !status.ok()) return status;
   auto const scale = [](char const* name, float value) {
     return std::isfinite(value) && value > 0
                ? Status()
@@ -86,9 +118,9 @@ Status check_memory(ConvProblem const& p) {
   ConvWeight const& w = p.weight;
   int const bias_bytes = p.bias_int32 || p.bias_type == DataType::kFloat32 ? 4 : 2;
   return check_addresses(
-      {{"x", p.x, 1},
+      {{"x", p.x, quantizes_x(p) ? bytes_of(p.x_type) : 1},
        {"the weight's codes", w.codes, kConvVector},
-       {"the weight's sums", w.sums, int(sizeof(int32_t)), p.x_zero_point != 0},
+       {"the weight's sums", w.sums, int(sizeof(int32_t)), has_zero_point(p)},
        {"the weight's scales", w.scales, w.scale_type == DataType::kFloat32 ? 4 : 2},
        {"bias", p.bias, bias_bytes, false}});
 }
@@ -161,6 +193,12 @@ Status check_conv(ConvProblem const& p) {
 // The problem that the kernels compute from a copy of x. If the weight is flat, a pixel of the copy
 // has the channels of all taps of one pixel of the result.
 ConvProblem multiplied(ConvProblem const& p) {
+  if (quantizes_x(p)) {  // to whole vectors of a pixel's channels
+    ConvProblem codes = p;
+    codes.x = nullptr;
+    codes.channels = codes.weight.channels = stored_channels(p.channels);
+    return codes;
+  }
   if (p.weight.order != ConvOrder::kFlat) return p;
   ConvProblem flat = p;
   ConvWeight& w = flat.weight;
@@ -345,6 +383,22 @@ ConvPlan plan_collective(ConvProblem const& p, Device const& device,
   return plan;
 }
 
+// The workspace of a convolution of floats: their range, codes, and a scale and zero point of each
+// pixel, which are all the same.
+struct QuantizedImage {
+  static constexpr size_t kCodes = 256;
+  int rows, stride;  // pixels, and rounded up
+  size_t scales, zeros, bytes;
+
+  explicit QuantizedImage(ConvProblem const& p)
+      : rows(p.batch * p.height * p.width), stride(int(ceil_div(rows, 16) * 16)) {
+    auto const aligned = [](size_t size) { return (size + 255) / 256 * 256; };
+    scales = kCodes + aligned(size_t(rows) * size_t(padded_k(p.channels)));
+    zeros = scales + aligned(size_t(stride) * sizeof(float));
+    bytes = zeros + (p.x_symmetric ? 0 : aligned(size_t(stride)));
+  }
+};
+
 // Vectors of x, which a tap's channels begin with; and masks of the iterators, which have a bit for
 // each tap along an axis.
 bool has_vectors(ConvProblem const& p) {
@@ -468,13 +522,19 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
                        std::to_string(device.architecture % 10) + "; 8.0 and later are supported");
   }
   plans->clear();
-  bool const flat = p.weight.order == ConvOrder::kFlat;
+  bool const flat = p.weight.order == ConvOrder::kFlat, floats = quantizes_x(p);
+  if (floats && (p.weight.order != ConvOrder::kByChannels || p.weight.n % 8 != 0 ||
+                 !aligned(p.out, kConvVector)))
+    return unsupported(
+        "floats are multiplied by weights of more than 8 channels and of n % 8 = 0, "
+        "to results at a multiple of 16 bytes" +
+        shape(p));
   if (p.weight.order == ConvOrder::kByTaps) {
     plans->push_back(plan_depthwise(p, device));
   } else {
     ConvProblem const product = multiplied(p);
     ConvStemTile const stem(p);
-    if (stem.fits(p)) plans->push_back(plan_stem(p, stem));
+    if (stem.fits(p)) plans->push_back(plan_stem(p, stem));  // (no floats: its weights are flat)
     double const vectors = double(product.batch) * product.height * product.width *
                            (stored_channels(product.channels) / kConvVector);
     bool const copies = vectors <= std::numeric_limits<int32_t>::max(),
@@ -489,22 +549,30 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
         if (tile.slices && plan_slices(product, device, tile, &plan)) plans->push_back(plan);
       }
     }
-    if (device.architecture == 90 && fits_collective(product) && copies)
+    if (device.architecture == 90 && fits_collective(product) && copies && !floats)
       append(plans, kGemmCollectiveTiles,
              [&](auto const& tile) { return plan_collective(product, device, tile); });
     sort_from(first, plans);
-    if (fits_implicit(product, channels)) {
+    if (fits_implicit(product, channels) && !floats) {
       if (whole)
         append(plans, kConvImplicitTiles,
                [&](auto const& tile) { return plan_implicit(product, device, tile); });
       if (!whole) plans->push_back(plan_implicit(product, device, kConvBytewiseTile));
     }
+    if (plans->empty() && floats)
+      return unsupported("floats are convolved on sm_90, with geometries that TMA takes" +
+                         shape(p));
     if (plans->empty())
       return unsupported("a tile reads more than 2^31 bytes of x or of the weight" + shape(p));
   }
   for (ConvPlan& plan : *plans) {
     ConvProblem const product = multiplied(p);
     if (flat && plan.kernel != kStem) plan.copied_channels = product.channels;
+    if (floats) {
+      plan.copied_channels = int(padded_k(p.channels));
+      plan.workspace = QuantizedImage(p).bytes;
+      continue;
+    }
     plan.workspace =
         size_t(int64_t(product.batch) * product.height * product.width) * plan.copied_channels;
   }
@@ -521,6 +589,19 @@ Status plan_conv_int8(ConvProblem const& problem, Device const& device, ConvPlan
 #if CUTLASS_OPS_CUDA
 
 namespace {
+
+Status quantize(ConvProblem const& p, uint8_t* workspace, Stream stream) {
+  QuantizedImage const image(p);
+  QuantizeProblem q;
+  q.x = p.x, q.x_type = p.x_type, q.x_stride = p.channels, q.m = image.rows, q.k = p.channels;
+  q.range = reinterpret_cast<uint32_t*>(workspace);
+  q.out.codes = reinterpret_cast<int8_t*>(workspace + QuantizedImage::kCodes);
+  q.out.scales = reinterpret_cast<float*>(workspace + image.scales);
+  if (!p.x_symmetric) q.out.zeros = reinterpret_cast<int8_t*>(workspace + image.zeros);
+  q.out.block = -1, q.out.stride = image.stride;
+  Status const status = launch_find_range(q, p.x_symmetric, stream);
+  return status.ok() ? launch_quantize_activations(q, stream) : status;
+}
 
 int out_limit(float bound, ConvProblem const& p) {
   int const low = p.out_type == ConvOutput::kInt8 ? -128 : 0;
@@ -558,7 +639,8 @@ Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace wor
                    [&](Launcher const& known) { return known.kernel == plan.kernel; });
   if (launcher == std::end(kLaunchers))
     return invalid(std::string("there is no kernel ") + plan.kernel);
-  int const out_bytes = plan.kernel == std::string_view(kCollective) ? kConvVector : 1;
+  bool const vectors = plan.kernel == std::string_view(kCollective) || is_float(problem.out_type);
+  int const out_bytes = vectors ? kConvVector : 1;
   Status status = check_addresses(
       {{"the workspace", workspace.data, kWorkspaceBytes, plan.workspace > 0},
        {"out", problem.out, problem.out_type == ConvOutput::kInt32 ? 4 : out_bytes}});
@@ -571,7 +653,18 @@ Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace wor
   int const n = p.weight.n;
   params.whole_vectors =
       p.out_type != ConvOutput::kInt32 && n / p.groups % 8 == 0 && aligned(p.out, 8);
-  params.fills_padding = p.x_zero_point != 0 && p.padded();
+  params.fills_padding = has_zero_point(p) && p.padded();
+  if (is_float(p.out_type)) {
+    ActivationBounds const bounds(p.activation, p.clamp_low, p.clamp_high);
+    params.low = bounds.low, params.high = bounds.high;
+    params.x_range = static_cast<uint32_t const*>(workspace.data);
+    status = quantize(problem, static_cast<uint8_t*>(workspace.data), stream);
+    p.x = static_cast<uint8_t*>(workspace.data) + QuantizedImage::kCodes;
+    params.pixel_bytes = plan.copied_channels;
+    if (status.ok()) status = launcher->launch(params, plan, stream);
+    if (!status.ok()) status.text += shape(problem);
+    return status;
+  }
   auto const [low, high] = limits(p);
   params.low = float(low - p.y_zero_point), params.high = float(high - p.y_zero_point);
   auto const twice = [](int value) { return (unsigned(value) & 0xffff) * 0x10001; };
@@ -583,6 +676,7 @@ Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace wor
                  : launch_copy_image(problem, workspace.data, plan.copied_channels, stream);
     p.x = workspace.data, p.channels = plan.copied_channels;
   }
+  params.pixel_bytes = p.channels;
   if (status.ok()) status = launcher->launch(params, plan, stream);
   if (!status.ok()) status.text += shape(problem);
   return status;

@@ -262,8 +262,7 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* windows, uint8_t c
       int const n = min(tile.first_n + i * 128 + thread, tile.end_n - 1);
       if (i * 128 + thread < C::kBlockN && !(keeps && index != first)) {
         float const scale = row_scale(p.problem.weight, n);
-        vectors[i * 128 + thread] = {requantize_factor(p.problem, scale),
-                                     compensated_bias(p.problem, n, scale)};
+        vectors[i * 128 + thread] = channel_vectors(p, n, scale);
       }
     }
     cutlass::arch::NamedBarrier::sync(128, kOwnBarriers + warpgroup);
@@ -337,10 +336,10 @@ Status encode_pixels(Params const& params, bool windows, int line, CUtensorMap* 
   ConvWindow const& window = params.window;
   if (windows) {
     cuuint64_t const channels = cuuint64_t(p.channels), width = cuuint64_t(p.width),
-                     height = cuuint64_t(p.height);
+                     height = cuuint64_t(p.height), pixel = cuuint64_t(params.pixel_bytes);
     return hopper::encode<4>(
         CU_TENSOR_MAP_DATA_TYPE_UINT8, p.x, {channels, width, height, cuuint64_t(p.batch)},
-        {channels, channels * width, channels * width * height},
+        {pixel, pixel * width, pixel * width * height},
         {cuuint32_t(line), cuuint32_t(window.width), cuuint32_t(window.height), 1},
         hopper::swizzle_of(line), CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
   }
@@ -352,8 +351,8 @@ Status encode_pixels(Params const& params, bool windows, int line, CUtensorMap* 
     image.stride[axis + 1] = p.stride[axis], image.padding[axis + 1] = p.padding[axis];
     image.dilation[axis + 1] = p.dilation[axis];
   }
-  return hopper::encode_pixels(p.x, 1, p.channels, p.channels, image, params.tile_pixels, map,
-                               line);
+  return hopper::encode_pixels(p.x, 1, p.channels, params.pixel_bytes, image, params.tile_pixels,
+                               map, line);
 }
 
 template <class C>

@@ -346,7 +346,7 @@ __device__ __forceinline__ void fill_tiles(uint8_t* windows, uint8_t* stages, Ba
                                            Params const& p, int rank, int own) {
   ConvProblem const& problem = p.problem;
   int const size = cluster_size<C>(p);
-  uint32_t const codes = uint32_t(problem.x_zero_point & 0xff) * 0x01010101u;
+  uint32_t const codes = uint32_t(XNumbers(p).zero & 0xff) * 0x01010101u;
   Blocks<C> const blocks(p, rank);
   uint64_t* const full = C::kLoadsWindows ? barriers.window_full : barriers.full;
   uint64_t* const filled = C::kLoadsWindows ? barriers.window_filled : barriers.filled;

@@ -1,7 +1,6 @@
 """Convolutions and products of int8 with scales that are known beforehand.
 
-On a CPU the reference computes them. The kernels read weights in natural order; these are made once
-and kept together with the packed ones.
+On a CPU the reference computes them.
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
 from .. import _C, reference
 from ..reference import conv as reference_conv
 from ..reference.conv import Geometry
 from ..weights.packed_weight import PackedWeight, group_vector_positions
-from . import arguments, kept, library, native
+from . import arguments, library, native, natural_weight
 from .call import Call, CallSchema
 from .conv import (
     CONV_SCHEMA,
@@ -28,6 +26,7 @@ from .conv import (
     out_extents,
     packed_weight,
 )
+from .natural_weight import Natural
 
 __all__ = ["conv2d_int8", "linear_int8"]
 
@@ -295,111 +294,6 @@ def _run_static(
 # ---- on a GPU
 
 
-#: Names of forms that are kept: the codes that x is multiplied by, and a weight of ones.
-_CODES, _ONES = "static int8", "static int8, ones"
-
-
-class _Natural(NamedTuple):
-    """A weight as ``conv.h`` describes it.
-
-    Attributes:
-        codes: int8 ``[N, ...]``, in one of the orders of ``conv.h``.
-        sums: int32 ``[N]``, of the codes of each channel.
-    """
-
-    codes: Tensor
-    sums: Tensor
-
-
-class _Operand(NamedTuple):
-    """The integers that kernels multiply x by, and the remainder of the zero points.
-
-    ``w - zw = code - rest``, so the sums are those of the codes minus ``rest`` times the sum of
-    ``x - zx`` over the window, which is a convolution with ones.
-
-    Attributes:
-        weight: ``[N]`` channels.
-        rest: int32 ``[N]``; None if it is zero.
-        ones: a weight of ones, a channel for each of the convolution's groups; None if ``rest`` is.
-    """
-
-    weight: _Natural
-    rest: Tensor | None = None
-    ones: _Natural | None = None
-
-
-def _order(n: int, weight: PackedWeight, groups: int) -> _C.ConvOrder:
-    return _C.conv_order(n, weight.k // weight.taps, weight.taps, groups)
-
-
-def _in_order(codes: Tensor, order: _C.ConvOrder) -> _Natural:
-    """int8 ``[N, height, width, channels]``."""
-    sums = codes.sum((1, 2, 3), dtype=torch.int32)
-    if order == _C.ConvOrder.by_taps:
-        words = F.pad(codes[..., 0], (0, -codes.shape[2] % 4)).view(*codes.shape[:2], -1, 4)
-        return _Natural(words.permute(1, 2, 0, 3).contiguous(), sums)
-    if order == _C.ConvOrder.flat:
-        codes = codes.flatten(1)
-    return _Natural(
-        F.pad(codes, (0, _C.stored_channels(codes.shape[-1]) - codes.shape[-1])).contiguous(), sums
-    )
-
-
-def _kernel_shape(weight: PackedWeight) -> tuple[int, ...]:
-    """``(height, width, channels)`` of a group."""
-    return (*(weight.kernel_size or (1, 1)), weight.k // weight.taps)
-
-
-def _without_zeros(weight: PackedWeight, groups: int) -> tuple[Tensor, ...]:
-    """The tensors of ``_Operand.weight`` and, of a weight with zero points, ``_Operand.rest`` even
-    if that is zero.
-    """
-    qw, order = weight.unpack(), _order(weight.n, weight, groups)
-    if qw.zeros is None:
-        return _in_order(
-            (qw.codes ^ 0x80).view(torch.int8).view(weight.n, *_kernel_shape(weight)), order
-        )
-    # For each row the point nearest to its zero point from which the distance to all codes fits
-    # int8.
-    zeros, codes = qw.zeros.short(), qw.codes
-    near = zeros.clamp(
-        codes.amax(1, keepdim=True).short() - 127, codes.amin(1, keepdim=True).short() + 128
-    )
-    natural = (codes - near.byte()).view(torch.int8).view(weight.n, *_kernel_shape(weight))
-    return (*_in_order(natural, order), (zeros - near)[:, 0].int())
-
-
-def _ones(weight: PackedWeight, groups: int) -> _Natural:
-    """``_Operand.ones``."""
-    ones = torch.ones(groups, *_kernel_shape(weight), dtype=torch.int8, device=weight.device)
-    return _in_order(ones, _order(groups, weight, groups))
-
-
-def _operand(weight: PackedWeight, groups: int) -> _Operand:
-    """What is kept, if codes and zero points are still those that it was made of."""
-    sizes, parts = (weight.n, weight.kernel_size, groups), ("zeros",)
-
-    def make() -> tuple[Tensor, ...]:
-        made = _without_zeros(weight, groups)
-        if len(made) == 2:
-            return made
-        # Whether the remainder is not zero, on the CPU. Reading it waits for the GPU, so it is read
-        # only where the answer is kept.
-        counts = (
-            made[2].any().cpu()
-            if kept.keeps(weight, parts)
-            else torch.ones((), dtype=torch.bool, device="cpu")
-        )
-        return (*made, counts)
-
-    codes, sums, *left = kept.form(weight, parts, (_CODES, *sizes), make)
-    natural = _Natural(codes, sums)
-    if not left or not left[1]:
-        return _Operand(natural)
-    ones = kept.form(weight, (), (_ONES, *sizes), lambda: _ones(weight, groups))
-    return _Operand(natural, left[0], _Natural(*ones))
-
-
 def launch(
     x: Tensor,
     weight: PackedWeight,
@@ -422,7 +316,7 @@ def launch(
     bias = call.bias_of(weight)
     call = call._replace(bias=None if bias is None else bias.contiguous())
     with torch.cuda.device(x.device):
-        operand = _operand(weight, geometry.groups)
+        operand = natural_weight.operand(weight, geometry.groups)
         if operand.rest is None or operand.ones is None:
             y = torch.empty(shape, dtype=call.out_dtype, device=x.device)
             _multiply(y, image, weight, operand.weight, geometry, scales, call, choose)
@@ -454,7 +348,7 @@ def _multiply(
     y: Tensor,
     image: Tensor,
     weight: PackedWeight,
-    natural: _Natural,
+    natural: Natural,
     geometry: Geometry,
     scales: Scales,
     call: Call,
@@ -463,21 +357,13 @@ def _multiply(
     """Write the product of an image with the channels last to y, by one kernel; ``natural`` has as
     many channels as y.
     """
-    bias, n, groups = call.bias, y.shape[-1], geometry.groups
-    conv_weight = _C.ConvWeight(
-        natural.codes.data_ptr(),
-        _order(n, weight, groups),
-        natural.sums.data_ptr(),
-        weight.scales.data_ptr(),
-        native.DATA_TYPES[weight.scales.dtype],
-        n,
-        weight.kernel_size or (1, 1),
-        weight.k // weight.taps,
-    )
+    bias, groups = call.bias, geometry.groups
     problem = _C.ConvProblem(
-        conv_weight,
+        natural_weight.conv_weight(natural, weight, groups),
         image.data_ptr(),
         image.dtype is torch.uint8,
+        _C.DataType.none,
+        True,
         tuple(image.shape) if weight.kernel_size else (1, 1, *image.shape),
         geometry.stride or (1, 1),
         geometry.padding or (0, 0),
@@ -497,7 +383,15 @@ def _multiply(
     )
     plan = problem.plan(_C.current_device()) if choose is None else choose(problem)
     workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=y.device)
-    _C.conv_int8(problem, plan, workspace.data_ptr(), native.current_stream(weight.gpu))
+    _C.conv_int8(
+        problem,
+        plan,
+        image.data_ptr(),
+        native.pointer(bias),
+        y.data_ptr(),
+        workspace.data_ptr(),
+        native.current_stream(weight.gpu),
+    )
 
 
 # ---- torch.library

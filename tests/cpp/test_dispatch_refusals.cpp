@@ -486,6 +486,19 @@ TEST(Checks, NameTheFieldOfAConvolution) {
            {[](auto& p) { p.weight.scales = nullptr; }, "the weight's scales is a null pointer"},
            {[](auto& p) { p.x_zero_point = 3; }, "the weight's sums is a null pointer"},
            {[](auto& p) { p.bias = &some_byte + 1, p.bias_int32 = true; }, "bias starts at"},
+           {[](auto& p) { p.x_type = DataType::kInt8; }, "x_type is not a float type"},
+           {[](auto& p) { p.x_type = DataType::kFloat16; }, "out_type is not fp16 or bf16"},
+           {[](auto& p) { p.out_type = ConvOutput::kFloat16; }, "but x is codes"},
+           {[](auto& p) {
+              p.x_type = DataType::kFloat16, p.out_type = ConvOutput::kFloat16, p.bias_int32 = true,
+              p.bias = some_book;
+            },
+            "the bias is int32, but x is floats"},
+           {[](auto& p) {
+              p.x_type = DataType::kFloat16, p.out_type = ConvOutput::kFloat16,
+              p.x_symmetric = false;
+            },
+            "the weight's sums is a null pointer"},
        })
     EXPECT_NE(text(change).find(words), std::string::npos) << words << ": " << text(change);
 }

@@ -1,12 +1,15 @@
-// Convolutions of int8 with scales that are known beforehand, on a GPU. As ops.h has it, every call
-// returns at once, works on the stream and device it is given, allocates nothing and never
-// synchronises.
+// Convolutions of int8 with scales that are known beforehand, or with one for all of x, on a GPU.
+// As ops.h has it, every call returns at once, works on the stream and device it is given,
+// allocates nothing and never synchronises.
 //
 //   acc[pixel, n] = bias[n] + sum over the taps inside of x of (x - x_zero_point) * w
 //   y = clamp(rint(fl32(float(acc) * m[n])) + y_zero_point)
 //   m[n] = fl32(fl32(x_scale * w_scale[n]) / y_scale)
 //
-// acc is int32 and wraps.
+// acc is int32 and wraps. Where x is floats, they are quantised first, as quantize_activations
+// does, with one scale and zero point; acc has no bias, and y is of 16 bits:
+//
+//   y = clamp(float(acc) * (x_scale * w_scale[n]) + bias[n])
 #pragma once
 
 #include <cstddef>
@@ -17,7 +20,10 @@
 
 namespace cutlass_ops {
 
-enum class ConvOutput : int8_t { kInt8 = 0, kUInt8, kInt32 };  // kInt32: acc itself
+enum class ConvOutput : int8_t { kInt8 = 0, kUInt8, kInt32, kFloat16, kBFloat16 };  // kInt32: acc
+constexpr bool is_float(ConvOutput type) {
+  return type == ConvOutput::kFloat16 || type == ConvOutput::kBFloat16;
+}
 enum class ConvOrder : int8_t { kByChannels = 0, kByTaps, kFlat };
 
 // An int8 weight in natural order, with the sums that compensate zero points of x. The zero points
@@ -46,8 +52,13 @@ constexpr int stored_channels(int channels) {
 // row.
 struct ConvProblem {
   ConvWeight weight;
-  void const* x = nullptr;  // int8 or uint8 [batch][height][width][channels]
+  void const* x = nullptr;  // int8 or uint8 [batch][height][width][channels], or floats of x_type
   bool x_unsigned = false;
+  // The type of floats, of which x_scale and x_zero_point are found. There is one group, out_type
+  // is a float, and of each 16 channels of the weight's codes channel c is at
+  // activation_position(c).
+  DataType x_type = DataType::kNone;
+  bool x_symmetric = true;  // their zero point is 0
   int batch = 0, height = 1, width = 1, channels = 0;
   int stride[2] = {1, 1}, padding[2] = {0, 0}, dilation[2] = {1, 1};  // along height and width
   int groups = 1;
@@ -85,8 +96,8 @@ struct ConvPlan {
   int ctas_per_sm = 1;
   int stages = 0;
   int grid = 0;
-  // x is first copied to the workspace, with so many channels a pixel (of the result, with those
-  // of all its taps, if the weight is flat); 0: it is not.
+  // x is first copied (floats: as codes) to the workspace, with so many channels a pixel (of the
+  // result, with those of all its taps, if the weight is flat); 0: it is not.
   int copied_channels = 0;
   size_t workspace = 0;
   int64_t predicted_clocks = 0;  // 0: not predicted
