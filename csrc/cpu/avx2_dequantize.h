@@ -54,20 +54,18 @@ class SpanValues {
     int const places = span.columns / kLanes, columns = std::min(span.columns, w.k - span.begin);
     for (int first = 0; first < rows; first += 8) {
       int const i = first / kRowsPerBlock, h = first / 8 % 2;
-      if (h == 0) decode_floats<Format>(p_, decoder_, span, codes + i * kBlockBytes, i, tile_);
+      if (h == 0) decode_floats<true>(p_, decoder_, span, codes + i * kBlockBytes, i, tile_);
       for (int column = 0; column < columns; column += kColumns) {
         Span::Run const& run = span.run[std::min(column / p_.run(), span.runs - 1)];
-        __m256 const scale = run.scales[first / 8],
-                     offset = w.offsets ? run.offsets[first / 8] : _mm256_setzero_ps();
+        __m256 const offset = w.offsets ? run.offsets[first / 8] : _mm256_setzero_ps();
         // The values of columns 2 * t and 2 * t + 1 of eight: two of the four elements of a word
         // (lane_column).
         int const j = column % kLaneColumns / 16, element = column / 8 % 2;
         float const* const words =
             tile_ + (j * places + column / kLaneColumns * 8 + element) * kRowsPerBlock + 8 * h;
         auto const value = [&](int t, int place) {
-          __m256 const product = _mm256_mul_ps(
-              _mm256_load_ps(words + (t % 2 * 4 * places + t / 2 * 4 + place) * kRowsPerBlock),
-              scale);
+          __m256 const product =
+              _mm256_load_ps(words + (t % 2 * 4 * places + t / 2 * 4 + place) * kRowsPerBlock);
           return w.offsets ? _mm256_add_ps(product, offset) : product;
         };
         __m256 v[8];

@@ -110,17 +110,19 @@ void add_offsets(CpuProduct const& p, TileMemory& memory, Span::Run const& run, 
 
 // ---- floats
 
-// Codes of row block i: [lane][place of the lane][two vectors of rows].
-template <class Format, bool kZeros>
+// Codes of row block i, less their zero points, or the weight's values: [lane][place of the
+// lane][two vectors of rows].
+template <bool kScaled, bool kZeros, class Format>
 void decode_floats(CpuProduct const& p, Avx2Decoder<Format> const& decoder, Span const& span,
                    uint8_t const* codes, int i, float* tile) {
   constexpr int kMiddle = 1 << (Format::kBits - 1);
-  __m256 zeros[4][2];  // of words j
-  for (int j = 0; kZeros && j < 4; ++j) {
-    int const part = std::min(run_of(j, p.run()), span.runs - 1);
+  __m256 zeros[4][2], scales[4][2];  // of words j
+  for (int j = 0; (kZeros || kScaled) && j < 4; ++j) {
+    Span::Run const& run = span.run[std::min(run_of(j, p.run()), span.runs - 1)];
     for (int h = 0; h < 2; ++h) {
-      __m256i const zero = span.run[part].zeros[2 * i + h];
+      __m256i const zero = run.zeros[2 * i + h];
       zeros[j][h] = _mm256_cvtepi32_ps(_mm256_add_epi32(zero, _mm256_set1_epi32(kMiddle)));
+      scales[j][h] = run.scales[2 * i + h];
     }
   }
   __m256 const middle = _mm256_set1_ps(float(kMiddle));
@@ -130,24 +132,23 @@ void decode_floats(CpuProduct const& p, Avx2Decoder<Format> const& decoder, Span
         codes + f * (kUnitBytes * Format::kBits / 4), [&](int t, int j, __m256i low, __m256i high) {
           float* const to =
               tile + ((4 * (t % 2) + j) * places + 8 * f + 4 * (t / 2)) * kRowsPerBlock;
-          __m256 const zero[2] = {kZeros ? zeros[j][0] : middle, kZeros ? zeros[j][1] : middle};
-          _mm256_store_ps(to, decoder.template value<0>(low, zero[0]));
-          _mm256_store_ps(to + 8, decoder.template value<0>(high, zero[1]));
-          _mm256_store_ps(to + 16, decoder.template value<1>(low, zero[0]));
-          _mm256_store_ps(to + 24, decoder.template value<1>(high, zero[1]));
-          _mm256_store_ps(to + 32, decoder.template value<2>(low, zero[0]));
-          _mm256_store_ps(to + 40, decoder.template value<2>(high, zero[1]));
-          _mm256_store_ps(to + 48, decoder.template value<3>(low, zero[0]));
-          _mm256_store_ps(to + 56, decoder.template value<3>(high, zero[1]));
+          unrolled<4>([&](auto e) {
+            for (int h = 0; h < 2; ++h) {
+              __m256 const value =
+                  decoder.template value<e>(h ? high : low, kZeros ? zeros[j][h] : middle);
+              _mm256_store_ps(to + 16 * e + 8 * h,
+                              kScaled ? _mm256_mul_ps(value, scales[j][h]) : value);
+            }
+          });
         });
   }
 }
 
-template <class Format>
+template <bool kScaled, class Format>
 void decode_floats(CpuProduct const& p, Avx2Decoder<Format> const& decoder, Span const& span,
                    uint8_t const* codes, int i, float* tile) {
-  (p.weight.zeros ? decode_floats<Format, true> : decode_floats<Format, false>)(p, decoder, span,
-                                                                                codes, i, tile);
+  p.weight.zeros ? decode_floats<kScaled, true>(p, decoder, span, codes, i, tile)
+                 : decode_floats<kScaled, false>(p, decoder, span, codes, i, tile);
 }
 
 // Sums of one lane: of kRows of x.
@@ -206,38 +207,16 @@ template <int kRows>
   add_to<kRows>(sums, more);
 }
 
-// sum_run() by fused multiply-adds, in another order than the reference's and without sums of
-// lanes.
-template <int kRows, int kPlaces, int... kOfRun>
-[[gnu::always_inline]] inline void sum_fused(float const* tile, float const* x, int64_t stride,
-                                             std::integer_sequence<int, kOfRun...>,
-                                             Sixteen (&out)[kRows]) {
-  Sixteen sums[kRows];
-  unrolled<kRows>([&](auto r) { sums[r] = Sixteen(0.0f); });
-#pragma GCC unroll 1
-  for (int place = 0; place < kPlaces; ++place, tile += kRowsPerBlock, x += kLanes) {
-    auto const add = [&](int lane) {
-      Sixteen const rows = Sixteen::load(tile + lane * kPlaces * kRowsPerBlock);
-      unrolled<kRows>(
-          [&](auto r) { sums[r] = Sixteen::fused(rows, Sixteen(x[r * stride + lane]), sums[r]); });
-    };
-    (add(kOfRun), ...);
-  }
-  unrolled<kRows>([&](auto r) { out[r] = sums[r]; });
-}
-
-// Row block i of rows m .. m + kRows - 1 of x, which are `row` and so on of their chunk. Calls
-// sum(tile, x, part, sums) for each run.
-template <int kRows, class Sum>
-[[gnu::always_inline]] inline void multiply_runs(CpuProduct const& p, TileMemory& memory,
-                                                 Span const& span, int i, int m, int row,
-                                                 Sum const& sum) {
+// Row block i of rows m .. m + kRows - 1 of x, which are `row` and so on of their chunk.
+template <int kRows>
+void multiply_tile(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m,
+                   int row) {
   auto const* const tile = reinterpret_cast<float const*>(memory.tile);
   float const* const x = p.x + m * p.x_stride + span.begin;
   for (int part = 0; part < span.runs; ++part) {
     Span::Run const& run = span.run[part];
     Sixteen sums[kRows];
-    sum(tile, x, part, sums);
+    sum_run<kRows>(tile, x, p.x_stride, span.columns / kLanes, p.run(), part, sums);
     if (!run.whole) {
       unrolled<kRows>([&](auto r) {
         float* const to = reinterpret_cast<float*>(memory.pending[row + r]) + 16 * i;
@@ -255,41 +234,31 @@ template <int kRows, class Sum>
   }
 }
 
-template <int kRows>
-void multiply_tile(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m,
-                   int row) {
-  multiply_runs<kRows>(p, memory, span, i, m, row,
-                       [&](float const* tile, float const* x, int part, Sixteen(&sums)[kRows]) {
-                         sum_run<kRows>(tile, x, p.x_stride, span.columns / kLanes, p.run(), part,
-                                        sums);
-                       });
-}
-
-// kOfRun: the lanes of a run's columns, of the first part of a span (lane_column).
-template <int kRows, int kRun, int... kOfRun>
+// multiply_tile() of the weight's values by fused multiply-adds, in another order than the
+// reference's, without sums of lanes and of groups.
+template <int kRows, int kPlaces>
 void multiply_tile_fused(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m,
                          int row) {
-  constexpr int kPlaces = (kRun < kLaneColumns ? kLaneColumns : kRun) / kLanes;
-  multiply_runs<kRows>(p, memory, span, i, m, row,
-                       [&](float const* tile, float const* x, int part, Sixteen(&sums)[kRows]) {
-                         int const lane = kRun < kLaneColumns ? part * kRun / 16 : 0;
-                         sum_fused<kRows, kPlaces>(tile + lane * kPlaces * kRowsPerBlock, x + lane,
-                                                   p.x_stride,
-                                                   std::integer_sequence<int, kOfRun...>(), sums);
-                       });
-}
-
-template <int kRows>
-auto fused_tile(int run) {
-  switch (run) {
-    case 16:
-      return multiply_tile_fused<kRows, 16, 0, 4>;
-    case 32:
-      return multiply_tile_fused<kRows, 32, 0, 1, 4, 5>;
-    case 64:
-      return multiply_tile_fused<kRows, 64, 0, 1, 2, 3, 4, 5, 6, 7>;
-    default:
-      return multiply_tile_fused<kRows, kKPerTile, 0, 1, 2, 3, 4, 5, 6, 7>;
+  auto const* tile = reinterpret_cast<float const*>(memory.tile);
+  float const* x = p.x + m * p.x_stride + span.begin;
+  Sixteen sums[kRows];
+  unrolled<kRows>([&](auto r) { sums[r] = Sixteen(0.0f); });
+#pragma GCC unroll 1
+  for (int place = 0; place < kPlaces; ++place, tile += kRowsPerBlock, x += kLanes) {
+    unrolled<kLanes>([&](auto lane) {
+      Sixteen const rows = Sixteen::load(tile + lane * kPlaces * kRowsPerBlock);
+      unrolled<kRows>([&](auto r) {
+        sums[r] = Sixteen::fused(rows, Sixteen(x[r * p.x_stride + lane]), sums[r]);
+      });
+    });
+  }
+  unrolled<kRows>([&](auto r) {
+    float* const to = memory.total[row + r] + 16 * i;
+    (Sixteen::load(to) + sums[r]).store(to);
+  });
+  for (int part = 0; part < span.runs; ++part) {
+    Span::Run const& run = span.run[part];
+    if (run.last) add_offsets(p, memory, run, int64_t(m) * p.blocks + run.block, i, row, kRows);
   }
 }
 
@@ -301,12 +270,15 @@ struct FloatTiles {
   explicit FloatTiles(CpuProduct const& p) : decoder(p) {}
   void decode(CpuProduct const& p, TileMemory& memory, Span const& span, uint8_t const* codes,
               int i) {
-    decode_floats<Format>(p, decoder, span, codes, i, reinterpret_cast<float*>(memory.tile));
+    decode_floats<kFused>(p, decoder, span, codes, i, reinterpret_cast<float*>(memory.tile));
   }
   template <int kRows>
   void multiply(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m,
                 int row) const {
-    auto const multiply = kFused ? fused_tile<kRows>(p.run()) : multiply_tile<kRows>;
+    constexpr int kShort = kLaneColumns / kLanes, kLong = kKPerTile / kLanes;
+    auto const multiply = !kFused                        ? multiply_tile<kRows>
+                          : span.columns == kLaneColumns ? multiply_tile_fused<kRows, kShort>
+                                                         : multiply_tile_fused<kRows, kLong>;
     multiply(p, memory, span, i, m, row);
   }
 };
