@@ -17,7 +17,7 @@ import torch
 
 import cutlass_ops as co
 from cutlass_ops import _C
-from cutlass_ops.ops import conv_gpu, native
+from cutlass_ops.ops import conv_gpu, kept, native
 
 CHANNELS = 128
 
@@ -213,8 +213,10 @@ def test_int8_takes_what_it_is_faster_for(
 def test_what_int8_does_not_take_are_products(
     launched: list[Launched], of_int8: list[Launched], options: dict[str, Any]
 ) -> None:
-    co.mixed_conv2d(image(), row_scales(64, 3, 3), **{"act_quant": "tensor", **options})
+    packed = row_scales(64, 3, 3)
+    co.mixed_conv2d(image(), packed, **{"act_quant": "tensor", **options})
     assert (len(of_int8), len(launched)) == (0, 1)
+    assert packed.codes not in kept._FORMS, "a form that nothing reads"
 
 
 def test_wrong_calls_are_refused_after_right_ones(launched: list[Launched]) -> None:

@@ -320,8 +320,8 @@ def _tap_values(weight: PackedWeight, book_type: torch.dtype | None) -> tuple[Te
 def _is_faster_by_int8(weight: PackedWeight, symmetric: bool) -> bool:
     """Whether the kernel of int8 convolutions is faster than products, where both take it.
 
-    With zero points of x, which products take as 16-bit values, it is (0.37 to 1.0 of the time in
-    28 layers on an H200); without, where channels of the result would leave some of the products'
+    With zero points of x, which products take as 16-bit values, it is (0.37 to 0.93 of the time in
+    27 layers on an H200); without, where channels of the result would leave some of the products'
     tiles empty (0.68 to 0.88 under 3 x 3 taps). Elsewhere it takes 0.7 to 1.3 times as long.
     """
     return not symmetric or (weight.taps > 1 and weight.n % _TILE_CHANNELS > 0)
@@ -347,10 +347,10 @@ def _by_int8(
     call = _contiguous(call, weight)
     images = _pixels(x, 1, False)
     front = (1,) * (2 - space)
-    with native.on_device(weight.device):
-        natural = natural_weight.in_activation_order(weight)
-        problem = _C.ConvProblem(
-            natural_weight.conv_weight(natural, weight, 1),
+
+    def problem_of(natural: Natural | None) -> _C.ConvProblem:
+        return _C.ConvProblem(
+            natural_weight.conv_weight(natural, weight, weight.n, 1),
             images.data_ptr(),
             False,
             native.DATA_TYPES[images.dtype],
@@ -373,9 +373,14 @@ def _by_int8(
             call.low,
             call.high,
         )
-        plans = problem.supported_plans(_C.current_device())
+
+    with native.on_device(weight.device):
+        # The weight is unpacked only where a kernel takes it.
+        plans = problem_of(None).supported_plans(_C.current_device())
         if not plans:
             return False
+        natural = natural_weight.in_activation_order(weight)
+        problem = problem_of(natural)
         _run(problem, plans[0], images.data_ptr(), native.pointer(call.bias), y)
         if key is not None and images.data_ptr() == x.data_ptr() and kept.keeps(weight, ()):
             bias, version = native.pointer(weight.bias), weight.codes._version

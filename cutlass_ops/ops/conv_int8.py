@@ -359,7 +359,7 @@ def _multiply(
     """
     bias, groups = call.bias, geometry.groups
     problem = _C.ConvProblem(
-        natural_weight.conv_weight(natural, weight, groups),
+        natural_weight.conv_weight(natural, weight, y.shape[-1], groups),
         image.data_ptr(),
         image.dtype is torch.uint8,
         _C.DataType.none,

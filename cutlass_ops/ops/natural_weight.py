@@ -135,14 +135,18 @@ def in_activation_order(weight: PackedWeight) -> Natural:
     return Natural(*kept.form(weight, (), (_MIXED, weight.n, weight.kernel_size), make))
 
 
-def conv_weight(natural: Natural, weight: PackedWeight, groups: int) -> _C.ConvWeight:
-    """``natural`` with the scales of the weight that it was made of."""
+def conv_weight(
+    natural: Natural | None, weight: PackedWeight, n: int, groups: int
+) -> _C.ConvWeight:
+    """``natural``, of ``n`` channels, with the scales of the weight that it is made of; None for a
+    plan, which reads nothing.
+    """
     height, width, channels = kernel_shape(weight)
-    n = len(natural.sums)
+    codes, sums = natural or (weight.codes, weight.codes)
     return _C.ConvWeight(
-        natural.codes.data_ptr(),
+        codes.data_ptr(),
         natural_order(n, weight, groups),
-        natural.sums.data_ptr(),
+        sums.data_ptr(),
         weight.scales.data_ptr(),
         native.DATA_TYPES[weight.scales.dtype],
         n,
