@@ -13,8 +13,7 @@ struct ConvParams {
   float low = 0, high = 0;
   // Each bound, and the zero point of y, in both halves of 32 bits.
   unsigned low_twice = 0, high_twice = 0, zero_twice = 0;
-  bool whole_vectors =
-      false;  // outputs are of 8 or 16 bits, of which 8 neighbours are stored at once
+  bool whole_vectors = false;         // outputs are no int32, and 8 neighbours are stored at once
   uint32_t const* x_range = nullptr;  // where x was floats, their range (device/quantize.cuh)
   int pixel_bytes = 0;                // from pixel to pixel of x
   // Whether there are taps outside of x, and they count as a zero point that may not be 0.

@@ -85,11 +85,16 @@ inline bool activations_have_zeros(GemmProblem const& problem) {
   return multiplies_int8(problem) &&
          (problem.quantized.codes ? problem.quantized.zeros != nullptr : !problem.act_symmetric);
 }
+// Products of int8 codes that an int32 sum holds: codes of the weight reach 128 on one side, and
+// those of x on the other too or, less their zero points, 255.
+constexpr int most_summed_codes(bool x_has_zeros) { return x_has_zeros ? 65535 : 131071; }
+
 // Whether int32 sums of an image's products may run over all taps: all pixels have one scale, and a
 // row of the weight has one.
 inline bool sums_all_taps(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  return problem.act_quant == ActQuant::kTensor && w.group_size == -1 && !w.zeros && w.k <= 131071;
+  return problem.act_quant == ActQuant::kTensor && w.group_size == -1 && !w.zeros &&
+         w.k <= most_summed_codes(false);
 }
 // Whether activations have a scale for each block. A pixel's scale is used by each tap that covers
 // the pixel.
@@ -107,12 +112,11 @@ inline bool quantizes_rows(GemmProblem const& problem) {
 }
 
 // Whether int32 sums of int8 products run over all of K: no scale is a group's or a block's,
-// and none overflows, where codes reach 128 on one side, and on the other too or, less their
-// zero points, 255.
+// and none overflows.
 inline bool sums_whole_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   return multiplies_int8(problem) && !activations_have_blocks(problem) && w.group_size == -1 &&
-         !w.zeros && w.k <= (activations_have_zeros(problem) ? 65535 : 131071);
+         !w.zeros && w.k <= most_summed_codes(activations_have_zeros(problem));
 }
 
 // Whether int32 sums run over a tap of an image, whose pixels have one scale: only over several K
@@ -123,7 +127,7 @@ inline bool sums_whole_taps(GemmProblem const& problem) {
       problem.act_quant == ActQuant::kToken || problem.act_quant == ActQuant::kTensor;
   return is_image(problem) && pixel_scales && !sums_all_taps(problem) &&
          !activations_have_zeros(problem) && w.group_size == -1 && !w.zeros &&
-         problem.image.channels > kKPerTile && problem.image.channels <= 131071;
+         problem.image.channels > kKPerTile && problem.image.channels <= most_summed_codes(false);
 }
 
 // Whether zero points of the weight, in groups of 128 or more, are compensated for many blocks

@@ -69,7 +69,7 @@ Status check_floats(ConvProblem const& p) {
     if (is_float(p.out_type)) return invalid("out_type is a float, but x is codes");
     return {};
   }
-  if (!cutlass_ops::is_float(p.x_type)) return invalid("x_type is not a float type");
+  if (!is_float(p.x_type)) return invalid("x_type is not a float type");
   if (!is_float(p.out_type)) return invalid("x is floats, but out_type is not fp16 or bf16");
   if (p.groups > 1)
     return unsupported("groups is " + std::to_string(p.groups) + "; floats are taken in one group");
@@ -77,7 +77,7 @@ Status check_floats(ConvProblem const& p) {
   if (p.x_unsigned || p.x_zero_point || p.y_zero_point)
     return invalid("x is floats; zero points and x_unsigned are of codes");
   int64_t const k = int64_t(p.weight.height) * p.weight.width * p.weight.channels,
-                most = p.x_symmetric ? 131071 : 65535;
+                most = most_summed_codes(!p.x_symmetric);
   if (k > most)
     return unsupported("a row of the weight has " + std::to_string(k) +
                        " codes, whose int32 sums may overflow; at most " + std::to_string(most) +
@@ -392,10 +392,9 @@ struct QuantizedImage {
 
   explicit QuantizedImage(ConvProblem const& p)
       : rows(p.batch * p.height * p.width), stride(int(ceil_div(rows, 16) * 16)) {
-    auto const aligned = [](size_t size) { return (size + 255) / 256 * 256; };
-    scales = kCodes + aligned(size_t(rows) * size_t(padded_k(p.channels)));
-    zeros = scales + aligned(size_t(stride) * sizeof(float));
-    bytes = zeros + (p.x_symmetric ? 0 : aligned(size_t(stride)));
+    scales = kCodes + align_256(size_t(rows) * size_t(padded_k(p.channels)));
+    zeros = scales + align_256(size_t(stride) * sizeof(float));
+    bytes = zeros + (p.x_symmetric ? 0 : align_256(size_t(stride)));
   }
 };
 
@@ -534,7 +533,7 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
   } else {
     ConvProblem const product = multiplied(p);
     ConvStemTile const stem(p);
-    if (stem.fits(p)) plans->push_back(plan_stem(p, stem));  // (no floats: its weights are flat)
+    if (stem.fits(p)) plans->push_back(plan_stem(p, stem));
     double const vectors = double(product.batch) * product.height * product.width *
                            (stored_channels(product.channels) / kConvVector);
     bool const copies = vectors <= std::numeric_limits<int32_t>::max(),

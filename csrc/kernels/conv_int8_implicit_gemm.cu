@@ -2,13 +2,13 @@
 // (conv::kernel::DefaultConv2dFprop) on mma.sync: its main loop, and an epilogue whose visitor
 // requantises. sm_80 and later.
 //
-// K is taken tap by tap within 64 channels. Taps outside of x are loaded from a vector of its zero
-// points (Padded). x is loaded 16 channels at a time by cp.async, or a
+// K is taken tap by tap within 64 channels. x is loaded 16 channels at a time by cp.async, or a
 // byte at a time where groups begin within a vector or the kernel has more taps than the iterator
-// has masks for. A CTA has one group of the convolution: CUTLASS sees a convolution of that group's
-// channels, whose images and output channels begin with those of the CTA, because its offsets along
-// images and output channels are products of 32 bits. The accumulators go through shared memory,
-// from which each thread takes four output channels of several pixels.
+// has masks for; taps outside of x, from a vector of its zero points (Padded). A CTA has one group
+// of the convolution: CUTLASS sees a convolution of that group's channels, whose images and output
+// channels begin with those of the CTA, because its offsets along images and output channels are
+// products of 32 bits. The accumulators go through shared memory, from which each thread takes four
+// output channels of several pixels.
 #include <cutlass/conv/kernel/default_conv2d_fprop.h>
 #include <cutlass/epilogue/thread/linear_combination.h>
 #include <cutlass/epilogue/threadblock/epilogue_with_visitor.h>
