@@ -64,6 +64,7 @@ __device__ __forceinline__ int compensated_bias(ConvProblem const& p, int n, flo
 struct XNumbers {
   float scale;
   int zero;
+  XNumbers() = default;
   __device__ __forceinline__ explicit XNumbers(ConvParams const& p)
       : scale(p.problem.x_scale), zero(p.problem.x_zero_point) {
     if (!p.x_range) return;
@@ -105,10 +106,14 @@ struct ChannelVectors {
 
 __device__ __forceinline__ ChannelVectors channel_vectors(ConvParams const& p, int n,
                                                           float w_scale) {
-  if (!p.x_range)
-    return {requantize_factor(p.problem, w_scale), compensated_bias(p.problem, n, w_scale)};
-  // The bias of floats is added to the scaled sums.
-  XNumbers const x(p);
+  return {requantize_factor(p.problem, w_scale), compensated_bias(p.problem, n, w_scale)};
+}
+// Where x was floats, whose bias is added to the scaled sums.
+__device__ __forceinline__ float float_bias(ConvProblem const& p, int n) {
+  return p.bias ? load_float(p.bias, p.bias_type, n) : 0.0f;
+}
+__device__ __forceinline__ ChannelVectors channel_vectors(ConvParams const& p, int n, float w_scale,
+                                                          XNumbers const& x) {
   int const sum = x.zero ? __ldg(p.problem.weight.sums + n) : 0;
   return {__fmul_rn(x.scale, w_scale), -wrapping_multiply(x.zero, sum)};
 }
@@ -137,24 +142,6 @@ __device__ __forceinline__ uint2 exchange_pairs(uint32_t (&pairs)[4], int t) {
   uint32_t const kept = __byte_perm(own, other, t < 2 ? low : high),
                  found = __shfl_xor_sync(~0u, __byte_perm(own, other, t < 2 ? high : low), 2);
   return t < 2 ? make_uint2(kept, found) : make_uint2(found, kept);
-}
-
-// Word i of a lane of four: two channels of each of four groups of 8 -> the 8 of one, in lanes of
-// fours: lane t has group t.
-__device__ __forceinline__ uint4 exchange_words(uint32_t const (&words)[4], int t) {
-  bool const upper = t & 2, odd = t & 1;
-  // Groups 2 * upper and 2 * upper + 1, of lanes t and t ^ 2.
-  uint32_t const own[2] = {upper ? words[2] : words[0], upper ? words[3] : words[1]};
-  uint32_t const other[2] = {__shfl_xor_sync(~0u, upper ? words[0] : words[2], 2),
-                             __shfl_xor_sync(~0u, upper ? words[1] : words[3], 2)};
-  // Group t, of those lanes and of lanes t ^ 1 and t ^ 3.
-  uint32_t const near = odd ? own[1] : own[0], far = odd ? other[1] : other[0],
-                 next_near = __shfl_xor_sync(~0u, odd ? own[0] : own[1], 1),
-                 next_far = __shfl_xor_sync(~0u, odd ? other[0] : other[1], 1);
-  uint2 const of_near = odd ? make_uint2(next_near, near) : make_uint2(near, next_near),
-              of_far = odd ? make_uint2(next_far, far) : make_uint2(far, next_far);
-  return upper ? make_uint4(of_far.x, of_far.y, of_near.x, of_near.y)
-               : make_uint4(of_near.x, of_near.y, of_far.x, of_far.y);
 }
 
 }  // namespace cutlass_ops

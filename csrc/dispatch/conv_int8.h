@@ -15,7 +15,6 @@ struct ConvParams {
   unsigned low_twice = 0, high_twice = 0, zero_twice = 0;
   bool whole_vectors = false;         // outputs are no int32, and 8 neighbours are stored at once
   uint32_t const* x_range = nullptr;  // where x was floats, their range (device/quantize.cuh)
-  int pixel_bytes = 0;                // from pixel to pixel of x
   // Whether there are taps outside of x, and they count as a zero point that may not be 0.
   bool fills_padding = false;
 };
@@ -41,7 +40,8 @@ struct ConvWgmmaTile {
   static constexpr int kBlockK = 128;  // bytes of one tap: a line of the 128-byte swizzle
   static constexpr int kMostStages = 8;
   static constexpr int kStagedInts = 2 * 16 * 8;
-  static constexpr int kBarrierBytes = (3 * (kMostStages + ConvWindow::kBuffers) + 1) * 8;
+  static constexpr int kBarrierBytes =
+      (3 * (kMostStages + ConvWindow::kBuffers) + 1 + kWarpgroups) * 8;
   static constexpr int kMostSlices = 4;
   static constexpr int kPatches = kBlockM / (ConvWindow::kPatch * ConvWindow::kPatch);  // of a tile
 
@@ -62,10 +62,12 @@ struct ConvWgmmaTile {
   constexpr int window_bytes(ConvWindow const& window) const {
     return windows ? ConvWindow::kBuffers * kPatches * window.bytes() : 0;
   }
-  // Factors and biases of the tile's channels, for each warpgroup; two buffers for stores of each
+  // Sets of channels' vectors: of each tile that is multiplied at a time.
+  constexpr int vector_sets() const { return kWarpgroups / sharing(); }
+  // Factors, integer biases and float biases of the tiles' channels; a buffer for stores of each
   // warp; and barriers.
   constexpr int other_bytes() const {
-    return 2 * block_n * 8 + 8 * kStagedInts * 4 + kBarrierBytes;
+    return vector_sets() * block_n * 12 + 4 * kWarpgroups * kStagedInts * 4 + kBarrierBytes;
   }
   // The sums of a tile.
   static constexpr int slice_bytes(int block_n) { return kBlockM * block_n * 4; }

@@ -168,6 +168,10 @@ Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream
 // The range of all x to problem.range, for the quantiser after it.
 Status launch_find_range(QuantizeProblem const& problem, bool symmetric, Stream stream);
 
+// The codes alone, by the range of all x: `columns` of a row, k rounded up to a multiple of 16.
+Status launch_quantize_codes(QuantizeProblem const& problem, int columns, bool symmetric,
+                             Stream stream);
+
 // quantized_values.cu: as quantized_values(); of one range, if problem.range has it
 Status launch_quantized_values(QuantizedValues const& problem, Stream stream);
 

@@ -241,6 +241,8 @@ int64_t rows_of(ConvProblem const& p, ConvWgmmaTile const& tile) {
 }
 
 constexpr int kLeastStages = 3;  // of conv_int8_wgmma
+// The workspace of a convolution of floats: their range, and their codes.
+constexpr size_t kRangeBytes = 256;
 
 // Whether there are windows that fit into shared memory beside some stages, and into a TMA box.
 bool fits_windows(ConvProblem const& p, ConvWgmmaTile const& tile) {
@@ -382,21 +384,6 @@ ConvPlan plan_collective(ConvProblem const& p, Device const& device,
       waves * (ceil_div(p.weight.channels, tile.block_k) * (tile.k_tile + missing) + tile.tile);
   return plan;
 }
-
-// The workspace of a convolution of floats: their range, codes, and a scale and zero point of each
-// pixel, which are all the same.
-struct QuantizedImage {
-  static constexpr size_t kCodes = 256;
-  int rows, stride;  // pixels, and rounded up
-  size_t scales, zeros, bytes;
-
-  explicit QuantizedImage(ConvProblem const& p)
-      : rows(p.batch * p.height * p.width), stride(int(ceil_div(rows, 16) * 16)) {
-    scales = kCodes + align_256(size_t(rows) * size_t(padded_k(p.channels)));
-    zeros = scales + align_256(size_t(stride) * sizeof(float));
-    bytes = zeros + (p.x_symmetric ? 0 : align_256(size_t(stride)));
-  }
-};
 
 // Vectors of x, which a tap's channels begin with; and masks of the iterators, which have a bit for
 // each tap along an axis.
@@ -567,12 +554,9 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
   for (ConvPlan& plan : *plans) {
     ConvProblem const product = multiplied(p);
     if (flat && plan.kernel != kStem) plan.copied_channels = product.channels;
-    if (floats) {
-      plan.copied_channels = int(padded_k(p.channels));
-      plan.workspace = QuantizedImage(p).bytes;
-      continue;
-    }
+    if (floats) plan.copied_channels = product.channels;
     plan.workspace =
+        (floats ? kRangeBytes : 0) +
         size_t(int64_t(product.batch) * product.height * product.width) * plan.copied_channels;
   }
   return {};
@@ -590,16 +574,14 @@ Status plan_conv_int8(ConvProblem const& problem, Device const& device, ConvPlan
 namespace {
 
 Status quantize(ConvProblem const& p, uint8_t* workspace, Stream stream) {
-  QuantizedImage const image(p);
   QuantizeProblem q;
-  q.x = p.x, q.x_type = p.x_type, q.x_stride = p.channels, q.m = image.rows, q.k = p.channels;
+  q.x = p.x, q.x_type = p.x_type, q.x_stride = p.channels, q.m = p.batch * p.height * p.width,
+  q.k = p.channels;
   q.range = reinterpret_cast<uint32_t*>(workspace);
-  q.out.codes = reinterpret_cast<int8_t*>(workspace + QuantizedImage::kCodes);
-  q.out.scales = reinterpret_cast<float*>(workspace + image.scales);
-  if (!p.x_symmetric) q.out.zeros = reinterpret_cast<int8_t*>(workspace + image.zeros);
-  q.out.block = -1, q.out.stride = image.stride;
+  q.out.codes = reinterpret_cast<int8_t*>(workspace + kRangeBytes);
   Status const status = launch_find_range(q, p.x_symmetric, stream);
-  return status.ok() ? launch_quantize_activations(q, stream) : status;
+  return status.ok() ? launch_quantize_codes(q, stored_channels(p.channels), p.x_symmetric, stream)
+                     : status;
 }
 
 int out_limit(float bound, ConvProblem const& p) {
@@ -658,24 +640,20 @@ Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace wor
     params.low = bounds.low, params.high = bounds.high;
     params.x_range = static_cast<uint32_t const*>(workspace.data);
     status = quantize(problem, static_cast<uint8_t*>(workspace.data), stream);
-    p.x = static_cast<uint8_t*>(workspace.data) + QuantizedImage::kCodes;
-    params.pixel_bytes = plan.copied_channels;
-    if (status.ok()) status = launcher->launch(params, plan, stream);
-    if (!status.ok()) status.text += shape(problem);
-    return status;
+    p.x = static_cast<uint8_t*>(workspace.data) + kRangeBytes;
+  } else {
+    auto const [low, high] = limits(p);
+    params.low = float(low - p.y_zero_point), params.high = float(high - p.y_zero_point);
+    auto const twice = [](int value) { return (unsigned(value) & 0xffff) * 0x10001; };
+    params.low_twice = twice(low - p.y_zero_point);
+    params.high_twice = twice(high - p.y_zero_point), params.zero_twice = twice(p.y_zero_point);
+    if (plan.copied_channels) {
+      status = problem.weight.order == ConvOrder::kFlat
+                   ? launch_gather_taps(problem, workspace.data, plan.copied_channels, stream)
+                   : launch_copy_image(problem, workspace.data, plan.copied_channels, stream);
+      p.x = workspace.data, p.channels = plan.copied_channels;
+    }
   }
-  auto const [low, high] = limits(p);
-  params.low = float(low - p.y_zero_point), params.high = float(high - p.y_zero_point);
-  auto const twice = [](int value) { return (unsigned(value) & 0xffff) * 0x10001; };
-  params.low_twice = twice(low - p.y_zero_point), params.high_twice = twice(high - p.y_zero_point);
-  params.zero_twice = twice(p.y_zero_point);
-  if (plan.copied_channels) {
-    status = problem.weight.order == ConvOrder::kFlat
-                 ? launch_gather_taps(problem, workspace.data, plan.copied_channels, stream)
-                 : launch_copy_image(problem, workspace.data, plan.copied_channels, stream);
-    p.x = workspace.data, p.channels = plan.copied_channels;
-  }
-  params.pixel_bytes = p.channels;
   if (status.ok()) status = launcher->launch(params, plan, stream);
   if (!status.ok()) status.text += shape(problem);
   return status;

@@ -198,11 +198,7 @@ Status quantized_values(QuantizedValues const& problem, Stream stream) {
   if (problem.range) {
     QuantizeProblem all;
     all.x = problem.x, all.x_type = problem.x_type;
-    // A range over all of x does not depend on the order of columns: x is read as rows of 16-byte
-    // vectors where possible.
-    int64_t const count = problem.rows * problem.columns;
-    all.k = count % kKPerTile ? problem.columns : kKPerTile, all.x_stride = all.k,
-    all.m = int(count / all.k);
+    all.m = int(problem.rows), all.k = problem.columns, all.x_stride = problem.columns;
     all.range = problem.range;
     if (Status status = launch_find_range(all, problem.symmetric, stream); !status.ok())
       return status;

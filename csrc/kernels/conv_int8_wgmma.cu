@@ -215,9 +215,15 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* windows, uint8_t c
                                                ChannelVectors* vectors, int* staging,
                                                Barriers& barriers, Params const& p, int rank,
                                                int warpgroup) {
-  constexpr int kColumns = (C::kBlockN + 127) / 128;  // of a thread
-  int const thread = threadIdx.x % 128;
-  vectors += warpgroup * C::kBlockN;
+  // Warpgroups that share a tile share its channels' vectors.
+  constexpr int kThreads = C::kTile.sharing() * 128;
+  constexpr int kColumns = (C::kBlockN + kThreads - 1) / kThreads;  // of a thread
+  int const thread = threadIdx.x % kThreads, own = kOwnBarriers + (C::kTurns ? warpgroup : 0);
+  auto* const biases = reinterpret_cast<float*>(vectors + C::kTile.vector_sets() * C::kBlockN) +
+                       (C::kTurns ? warpgroup * C::kBlockN : 0);
+  if (C::kTurns) vectors += warpgroup * C::kBlockN;
+  XNumbers& x = barriers.x[C::kTurns ? warpgroup : 0];
+  if (p.x_range && thread == 0) x = XNumbers(p);
   Blocks<C> const blocks(p, rank);
   int const band = C::kTurns ? 0 : warpgroup;
   uint64_t* const full = C::kLoadsWindows
@@ -239,7 +245,7 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* windows, uint8_t c
     // Prefetched to L1 during the main loop, which has few registers.
 #pragma unroll
     for (int i = 0; i < kColumns; ++i)
-      prefetch_channel(p.problem, min(tile.first_n + i * 128 + thread, tile.end_n - 1));
+      prefetch_channel(p.problem, min(tile.first_n + i * kThreads + thread, tile.end_n - 1));
     // A wait for a stage tells apart two phases, so all stages of the tile before must be full.
     if (C::kTurns && index >= clusters)
       cutlass::arch::NamedBarrier::sync(C::kWarpgroups * 128, kTurnBarriers + warpgroup);
@@ -256,18 +262,21 @@ __device__ __forceinline__ void multiply_tiles(uint8_t const* windows, uint8_t c
       if (!add_slices<C>(sums[0], windows, barriers, p, rank)) return;
     }
     // The last tile's vectors have been read.
-    cutlass::arch::NamedBarrier::sync(128, kOwnBarriers + warpgroup);
+    cutlass::arch::NamedBarrier::sync(kThreads, own);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      int const n = min(tile.first_n + i * 128 + thread, tile.end_n - 1);
-      if (i * 128 + thread < C::kBlockN && !(keeps && index != first)) {
+      int const column = i * kThreads + thread, n = min(tile.first_n + column, tile.end_n - 1);
+      if (column < C::kBlockN && !(keeps && index != first)) {
         float const scale = row_scale(p.problem.weight, n);
-        vectors[i * 128 + thread] = channel_vectors(p, n, scale);
+        vectors[column] =
+            p.x_range ? channel_vectors(p, n, scale, x) : channel_vectors(p, n, scale);
+        if (p.x_range) biases[column] = float_bias(p.problem, n);
       }
     }
-    cutlass::arch::NamedBarrier::sync(128, kOwnBarriers + warpgroup);
+    cutlass::arch::NamedBarrier::sync(kThreads, own);
 #pragma unroll
-    for (int i = 0; i < C::kBands; ++i) store<C>(sums[i], vectors, staging, p, tile, band + i);
+    for (int i = 0; i < C::kBands; ++i)
+      store<C>(sums[i], vectors, biases, staging, p, tile, band + i);
   }
 }
 
@@ -278,7 +287,9 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
   extern __shared__ __align__(1024) uint8_t windows[];
   uint8_t* const stages = windows + C::Tile(C::kTile).window_bytes(p.window);
   auto* const vectors = reinterpret_cast<ChannelVectors*>(stages + p.stages * C::kStageBytes);
-  auto* const staging = reinterpret_cast<int*>(vectors + C::kWarpgroups * C::kBlockN);
+  auto* const staging = reinterpret_cast<int*>(
+      reinterpret_cast<float*>(vectors + C::kTile.vector_sets() * C::kBlockN) +
+      C::kTile.vector_sets() * C::kBlockN);
   auto& barriers =
       *reinterpret_cast<Barriers*>(staging + 4 * C::kWarpgroups * C::Tile::kStagedInts);
   constexpr bool kClusters = C::kCluster > 1 || C::kSlices;
@@ -336,10 +347,10 @@ Status encode_pixels(Params const& params, bool windows, int line, CUtensorMap* 
   ConvWindow const& window = params.window;
   if (windows) {
     cuuint64_t const channels = cuuint64_t(p.channels), width = cuuint64_t(p.width),
-                     height = cuuint64_t(p.height), pixel = cuuint64_t(params.pixel_bytes);
+                     height = cuuint64_t(p.height);
     return hopper::encode<4>(
         CU_TENSOR_MAP_DATA_TYPE_UINT8, p.x, {channels, width, height, cuuint64_t(p.batch)},
-        {pixel, pixel * width, pixel * width * height},
+        {channels, channels * width, channels * width * height},
         {cuuint32_t(line), cuuint32_t(window.width), cuuint32_t(window.height), 1},
         hopper::swizzle_of(line), CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
   }
@@ -351,8 +362,8 @@ Status encode_pixels(Params const& params, bool windows, int line, CUtensorMap* 
     image.stride[axis + 1] = p.stride[axis], image.padding[axis + 1] = p.padding[axis];
     image.dilation[axis + 1] = p.dilation[axis];
   }
-  return hopper::encode_pixels(p.x, 1, p.channels, params.pixel_bytes, image, params.tile_pixels,
-                               map, line);
+  return hopper::encode_pixels(p.x, 1, p.channels, p.channels, image, params.tile_pixels, map,
+                               line);
 }
 
 template <class C>

@@ -55,7 +55,8 @@ struct Barriers {
   uint64_t window_full[ConvWindow::kBuffers], window_empty[ConvWindow::kBuffers];
   // with the zero point of x, where it has one, outside of x
   uint64_t filled[ConvWgmmaTile::kMostStages], window_filled[ConvWindow::kBuffers];
-  uint64_t sums;  // of the other slices
+  uint64_t sums;                           // of the other slices
+  XNumbers x[ConvWgmmaTile::kWarpgroups];  // where x was floats: a copy for each warpgroup
 };
 static_assert(sizeof(Barriers) == ConvWgmmaTile::kBarrierBytes);
 

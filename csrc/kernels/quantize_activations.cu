@@ -32,6 +32,8 @@
 //   quantize_row_parts the same for a few rows, which clusters of blocks share
 //   quantize_any_rows the same for rows of any length, alignment and order of columns, read
 //                     again for each pass
+#include <cutlass/fast_math.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cuda/annotated_ptr>
@@ -75,7 +77,7 @@ struct Params {
 
 // Columns from `column` on of a row of `data`, in x's type; gathered by perm, if that is given;
 // zeros from K on. Only T = float takes rows that do not start on 16 bytes, and numbers of columns
-// that are no multiple of 16, and it leaves the cache its way.
+// that are no multiple of 8, and it leaves the cache its way.
 template <class T>
 __device__ __forceinline__ void load(Columns<T>& to, QuantizeProblem const& q, void const* data,
                                      int64_t stride, int row, int column, int32_t const* perm,
@@ -87,7 +89,10 @@ __device__ __forceinline__ void load(Columns<T>& to, QuantizeProblem const& q, v
         reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(data) + row * stride + column);
     source = cuda::associate_access_property(source, cached);
     uint4 halves[2] = {};
-    if (column < q.k) halves[0] = source[0], halves[1] = source[1];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (column + 8 * h < q.k) halves[h] = source[h];
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       to.words[4 * h] = halves[h].x, to.words[4 * h + 1] = halves[h].y,
@@ -105,10 +110,14 @@ __device__ __forceinline__ void store(Columns<T> const& c, QuantizeProblem const
     for (int i = 0; i < kLaneColumns; ++i) {
       if (column + i < q.k) store_float(data, q.x_type, start + column + i, c.values[i]);
     }
-  } else if (column < q.k) {
+  } else {
     uint4* to = reinterpret_cast<uint4*>(static_cast<uint16_t*>(data) + start + column);
-    to[0] = make_uint4(c.words[0], c.words[1], c.words[2], c.words[3]);
-    to[1] = make_uint4(c.words[4], c.words[5], c.words[6], c.words[7]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (column + 8 * h < q.k)
+        to[h] =
+            make_uint4(c.words[4 * h], c.words[4 * h + 1], c.words[4 * h + 2], c.words[4 * h + 3]);
+    }
   }
 }
 
@@ -269,8 +278,10 @@ __global__ void __launch_bounds__(kFunction != Function::kNone ? kBlockThreads :
   if (p.start.early) pdl_launch_dependents();  // it loads its weights meanwhile
   pdl_wait_and_launch_dependents();
   QuantizeProblem const& q = p.problem;
-  int const group = (blockIdx.z * kMaxGridY + blockIdx.y) * blockDim.y + threadIdx.y,
-            row = group * kBlockRows;
+  // find_range() has read the last rows last, so that these are in the cache.
+  int const number = blockIdx.z * gridDim.y + blockIdx.y,
+            block = q.range ? int(gridDim.z * gridDim.y) - 1 - number : number,
+            row = (block * int(blockDim.y) + threadIdx.y) * kBlockRows;
   int const piece = blockIdx.x * blockDim.x + threadIdx.x, column = piece * kLaneColumns;
   Columns<T> c[kBlockRows], up[kFunction == Function::kSiluMul ? kBlockRows : 1];
 #pragma unroll
@@ -306,7 +317,7 @@ __global__ void __launch_bounds__(kFunction != Function::kNone ? kBlockThreads :
     if (row + i >= q.m) continue;
     store_codes<kFunction == Function::kNone>(p, row + i, piece, c[i], quantizer);
   }
-  if (piece & ((1 << p.log2_lanes) - 1)) return;
+  if (!q.out.scales || (piece & ((1 << p.log2_lanes) - 1))) return;
   // out.stride is a multiple of 16, so the scale of a row beyond the last fits.
   int64_t to = int64_t(piece >> p.log2_lanes) * q.out.stride + row;
   *reinterpret_cast<float2*>(q.out.scales + to) = make_float2(scales[0], scales[1]);
@@ -511,21 +522,37 @@ __global__ void __launch_bounds__(kAnyThreads, 4)
 
 // ---- the range of all x
 
+template <class T>
+constexpr int kRangeBlocks = std::is_same_v<T, float> ? 4 : 8;  // of an SM
+
+struct RangeParams : Params {
+  cutlass::FastDivmodU64 row_pieces;
+};
+
+// A thread has two pieces at a time, so that enough of x is on its way.
 template <class T, bool kSymmetric>
-__global__ void __launch_bounds__(kAnyThreads) find_range(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(kAnyThreads, kRangeBlocks<T>)
+    find_range(__grid_constant__ RangeParams const p) {
+  __shared__ Span<T, kSymmetric> spans[kAnyThreads / 32];
   pdl_wait_and_launch_dependents();
   QuantizeProblem const& q = p.problem;
   Span<T, kSymmetric> span;
   int64_t const step = int64_t(gridDim.x) * kAnyThreads, total = int64_t(q.m) * p.pieces;
-  for (int64_t i = int64_t(blockIdx.x) * kAnyThreads + threadIdx.x; i < total; i += step) {
-    int const row = int(i / p.pieces), piece = int(i - int64_t(row) * p.pieces);
-    Columns<T> c;
-    load(c, q, q.x, q.x_stride, row, piece * kLaneColumns, q.perm, p.cached);
-    span.add(c);
-  }
+  for (int64_t i = int64_t(blockIdx.x) * kAnyThreads + threadIdx.x; i < total; i += 2 * step) {
+    Columns<T> c[2];
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) span.add(span.of_lane(distance));
-  if (threadIdx.x % 32) return;
+    for (int j = 0; j < 2; ++j) {
+      uint64_t const number = i + j * step, row = p.row_pieces.divide(number);
+      int const column = int(p.row_pieces.modulus(row, number)) * kLaneColumns;
+      bool const exists = int64_t(number) < total;
+      load(c[j], q, q.x, q.x_stride, exists ? int(row) : 0, exists ? column : q.k, q.perm,
+           p.cached);
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) span.add(c[j]);
+  }
+  share_with_block(span, spans);
+  if (threadIdx.x) return;
   // Floats that are not negative are ordered as their bits are, and NaN comes last.
   Range<kSymmetric> const range = span.range();
   if (!kSymmetric) atomicMax(q.range, __float_as_uint(fabsf(range.low)));
@@ -665,49 +692,73 @@ std::pair<Params, bool> parameters(QuantizeProblem const& q, QuantizerStart star
                          : block == 64  ? 2
                          : block == 128 ? 3
                                         : 31;
-  bool const fast = element == 2 && !q.perm && q.k % kLaneColumns == 0 &&
-                    starts_on_16_bytes(q.x, q.x_stride, element) &&
-                    starts_on_16_bytes(q.up, q.up_stride, element) &&
-                    starts_on_16_bytes(q.residual, q.residual_stride, element) &&
-                    starts_on_16_bytes(q.sum, q.k, element) &&
-                    starts_on_16_bytes(q.norm_weight, 0, element);
+  bool const fast =
+      element == 2 && !q.perm && q.k % 8 == 0 && starts_on_16_bytes(q.x, q.x_stride, element) &&
+      starts_on_16_bytes(q.up, q.up_stride, element) &&
+      starts_on_16_bytes(q.residual, q.residual_stride, element) &&
+      starts_on_16_bytes(q.sum, q.k, element) && starts_on_16_bytes(q.norm_weight, 0, element);
   return {{q, int(padded_k(q.k) / kLaneColumns), log2_lanes, start,
            streamed ? cuda::access_property::streaming{} : cuda::access_property{}},
           fast};
 }
 
+// f(T(), whether there are no zero points): the kernels' types.
+template <class F>
+Status visit(Params const& p, bool fast, bool symmetric, F const& f) {
+  auto const typed = [&](auto type) {
+    return symmetric ? f(type, std::true_type()) : f(type, std::false_type());
+  };
+  if (!fast) return typed(float());
+  return p.problem.x_type == DataType::kFloat16 ? typed(__half()) : typed(__nv_bfloat16());
+}
+
+// Rows without gaps between them as rows of kKPerTile columns, where these are whole: the range of
+// all x does not depend on where its rows end, nor on the order of columns.
+QuantizeProblem without_rows(QuantizeProblem q) {
+  int64_t const rows = int64_t(q.m) * q.k / kKPerTile;
+  if (q.x_stride != q.k || int64_t(q.m) * q.k % kKPerTile || rows > INT32_MAX) return q;
+  q.m = int(rows), q.k = kKPerTile, q.x_stride = q.k, q.perm = nullptr;
+  return q;
+}
+
 template <class T, bool kSymmetric>
-Status launch_range(Params p, Stream stream) {
+Status launch_range(Params const& params, Stream stream) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
+  RangeParams p{params, cutlass::FastDivmodU64(params.pieces)};
   cudaError_t const error =
       cudaMemsetAsync(p.problem.range, 0, 2 * sizeof(uint32_t), static_cast<cudaStream_t>(stream));
   if (error != cudaSuccess) return cuda_error("cudaMemsetAsync", error);
   p.cached = cuda::access_property{};  // the quantiser reads x again
   int64_t const blocks = (int64_t(p.problem.m) * p.pieces + kAnyThreads - 1) / kAnyThreads;
-  int const grid = int(std::min<int64_t>(blocks, 4 * device.multiprocessors));
+  int const grid = int(std::min<int64_t>(blocks, kRangeBlocks<T> * device.multiprocessors));
   return launch(find_range<T, kSymmetric>, dim3(grid), dim3(kAnyThreads), 0, stream, p);
 }
 
 }  // namespace
 
-Status launch_find_range(QuantizeProblem const& q, bool symmetric, Stream stream) {
-  auto const [p, fast] = parameters(q, {});
-  if (!fast) return (symmetric ? launch_range<float, true> : launch_range<float, false>)(p, stream);
-  if (q.x_type == DataType::kFloat16)
-    return (symmetric ? launch_range<__half, true> : launch_range<__half, false>)(p, stream);
-  return (symmetric ? launch_range<__nv_bfloat16, true>
-                    : launch_range<__nv_bfloat16, false>)(p, stream);
+Status launch_find_range(QuantizeProblem const& problem, bool symmetric, Stream stream) {
+  auto const [p, fast] = parameters(without_rows(problem), {});
+  return visit(p, fast, symmetric, [&, &p = p](auto type, auto is_symmetric) {
+    return launch_range<decltype(type), is_symmetric>(p, stream);
+  });
+}
+
+Status launch_quantize_codes(QuantizeProblem const& problem, int columns, bool symmetric,
+                             Stream stream) {
+  bool const whole = columns == problem.k;
+  auto [p, fast] = parameters(whole ? without_rows(problem) : problem, {});
+  p.pieces = (whole ? p.problem.k : columns) / kLaneColumns;
+  return visit(p, fast, symmetric, [&, &p = p](auto type, auto is_symmetric) {
+    return launch_blocks<decltype(type), is_symmetric, Function::kNone>(p, stream);
+  });
 }
 
 Status launch_quantize_activations(QuantizeProblem const& q, Stream stream, QuantizerStart start) {
   auto const [p, fast] = parameters(q, start);
-  bool const symmetric = !q.out.zeros;
-  if (!fast) return (symmetric ? launch_typed<float, true> : launch_typed<float, false>)(p, stream);
-  if (q.x_type == DataType::kFloat16)
-    return (symmetric ? launch_typed<__half, true> : launch_typed<__half, false>)(p, stream);
-  return (symmetric ? launch_typed<__nv_bfloat16, true>
-                    : launch_typed<__nv_bfloat16, false>)(p, stream);
+  return visit(p, fast, !q.out.zeros, [&, &p = p](auto type, auto is_symmetric) {
+    return launch_typed<decltype(type), is_symmetric>(p, stream);
+  });
 }
 
 }  // namespace cutlass_ops
