@@ -182,7 +182,8 @@ def test_a_launch_of_int8_is_found_until_codes_are_written_to(of_int8: list[Laun
     [
         (64, (3, 3), True, True),
         (320, (3, 3), True, True),
-        (128, (3, 3), True, False),
+        (128, (3, 3), True, True),
+        (256, (1, 1), True, True),
         (64, (1, 1), True, False),
         (128, (3, 3), False, True),
         (64, (1, 1), False, True),

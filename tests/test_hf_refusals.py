@@ -37,6 +37,14 @@ def test_a_config_of_absurd_size_is_refused(act_order: Path, tmp_path: Path) -> 
         co.load_model(tmp_path / "packed.safetensors")
 
 
+def test_an_old_transformers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny().save_pretrained(tmp_path / "float")
+    reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
+    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    with pytest.raises(ImportError, match=r"^transformers 5\.17\.0 is .* cutlass_ops needs 5\.20 "):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+
+
 def test_transformers_alone_refuses_a_packed_directory(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "float")
     reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))

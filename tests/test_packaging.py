@@ -154,6 +154,19 @@ def test_a_release_has_a_wheel_for_each_python() -> None:
     assert builds == [f"cp{version.replace('.', '')}-*" for version in named]
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is of Python 3.11")
+def test_the_oldest_transformers_is_the_extra_s() -> None:
+    import tomllib
+
+    import_or_skip("transformers")
+    from cutlass_ops.integrations.hf_quantizer import OLDEST
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert extras["hf"] == [f"transformers>={OLDEST}"]
+
+
 # --- the tests themselves -------------------------------------------------------------------------
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -55,6 +57,8 @@ from .packed_model import (
     without_values,
 )
 
+#: Of transformers, as in the extra ``hf``.
+OLDEST = "5.20"
 #: How many names an error lists.
 _MOST_NAMES = 8
 #: Layers with a packed weight in a loaded model.
@@ -198,6 +202,11 @@ class CutlassOpsQuantizer(HfQuantizer):
     def __init__(
         self, quantization_config: CutlassOpsConfig | PackedModelConfig, pre_quantized: bool = True
     ) -> None:
+        if Version(transformers.__version__) < Version(OLDEST):
+            raise ImportError(
+                f"transformers {transformers.__version__} is installed; cutlass_ops needs {OLDEST} "
+                "or later"
+            )
         super().__init__(quantization_config, pre_quantized=pre_quantized)
         if pre_quantized and self._on_load is not None:
             raise ValueError(
