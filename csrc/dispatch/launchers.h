@@ -71,6 +71,10 @@ Status launch_grouped_mma_gemm_a8(GroupedGemm const& problem, Plan const& plan, 
 // rows of x, and kFourWarpgroups. 144 rows are for activations without zero points, 256 for int32
 // sums over all of K, which need no second set of sums.
 constexpr ByWidth<bool> kFourWarpgroups(true, false);
+// Of experts' tiles.
+constexpr int grouped_warpgroups(int bits, int block_m) {
+  return block_m == 64 && kFourWarpgroups[bits] ? 4 : 2;
+}
 constexpr Tile wgmma_gemm_a8_tile(int bits, int block_m, int warpgroups = 2,
                                   bool quantizes = false) {
   int const few_rows = ByWidth<int>(warpgroups == 4 ? 8 : 10, 9)[bits];
@@ -82,7 +86,7 @@ constexpr Tile wgmma_gemm_a8_tile(int bits, int block_m, int warpgroups = 2,
 constexpr int kQuantizingHeight = 96;
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                             Stream stream);
-// For experts: tile heights are kGroupedInt8Heights, with two warpgroups.
+// For experts: tile heights are kGroupedInt8Heights.
 Status launch_grouped_gemm_a8(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // wgmma_gemm_a16.cu: fp16 or bf16 activations, groups of 128 or more without offsets, in clusters
@@ -98,8 +102,7 @@ constexpr Tile wgmma_gemm_a16_tile(int bits, int block_m, int warpgroups = 2) {
 }
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                              Stream stream);
-// For experts: tile heights are those of kGroupedHeights from kLeastExactHeight on, with two
-// warpgroups.
+// For experts: tile heights are those of kGroupedHeights from kLeastExactHeight on.
 Status launch_grouped_gemm_a16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // wgmma_fold16.cuh: 16-bit activations x weights of every format, rounded once to their type;

@@ -212,10 +212,12 @@ Loop loop_of(PackedWeight const& w, bool int8, int height) {
   return height >= kLeastExactHeight && multiplies_exactly(w) ? Loop::kExact : Loop::kRounded;
 }
 
-Tile tile_of(PackedWeight const& w, Loop loop, int height) {
-  return loop == Loop::kInt8    ? wgmma_gemm_a8_tile(code_bits(w), height)
-         : loop == Loop::kExact ? wgmma_gemm_a16_tile(code_bits(w), height)
-                                : wgmma_fold16_tile(height, code_bits(w));
+Tile tile_of(PackedWeight const& w, DataType x_type, Loop loop, int height) {
+  int const bits = code_bits(w), warpgroups = grouped_warpgroups(bits, height);
+  return loop == Loop::kInt8 ? wgmma_gemm_a8_tile(bits, height, warpgroups)
+         : loop == Loop::kExact
+             ? wgmma_gemm_a16_tile(bits, height, has_own_scales(w, x_type) ? warpgroups : 2)
+             : wgmma_fold16_tile(height, bits);
 }
 
 // Measured times of a tile of kGroupedInt8Heights or kGroupedHeights and 256 features, in tenths of
@@ -224,10 +226,17 @@ Tile tile_of(PackedWeight const& w, Loop loop, int height) {
 // number for 32 rows of a weight that kExact takes is set so that the choice between wgmma_fold16's
 // 32 rows and 64 rows is right for layers of int4 in groups of 128 (docs/tuning-notes.md, experts
 // of few rows); for int8 it was not measured.
-constexpr int kTileCosts[3][kWidths][5] = {{{127, 170, 210, 243}, {118, 143, 193, 235}},
-                                           {{115, 149, 176, 230, 329}, {124, 160, 190, 246, 353}},
+constexpr int kTileCosts[3][kWidths][5] = {{{110, 170, 210, 243}, {118, 143, 193, 235}},
+                                           {{115, 135, 176, 230, 329}, {124, 160, 190, 246, 353}},
                                            {{146, 179, 212, 274, 348}, {158, 180, 220, 293, 383}}};
 static_assert(std::size(kGroupedHeights) == 5 && std::size(kGroupedInt8Heights) == 4);
+constexpr int kTwoWarpgroupsCost = 149;  // of kExact's 64 rows and 4 bits, where they are not four
+
+int tile_cost(PackedWeight const& w, Loop loop, Tile const& tile, int height_index) {
+  bool const two = loop == Loop::kExact && tile.block_m == 64 && kFourWarpgroups[code_bits(w)] &&
+                   tile.block_n == 256;
+  return two ? kTwoWarpgroupsCost : kTileCosts[int(loop)][width_index(code_bits(w))][height_index];
+}
 
 // The expected number of tiles if all experts are equally likely: for each expert the sum over i of
 // the probability that it has more than `height` * i rows. The number of rows is binomial and
@@ -309,7 +318,7 @@ int most_decode_rows(MoeProblem const& p, Device const& device) {
 
 // Average rows of an expert up to which int8 codes with scales of blocks and 4-bit weights are
 // multiplied as 16-bit floats in tiles of 32 rows; int8 tiles have at least 64.
-constexpr int kMostRowsOfValues = 24;
+constexpr int kMostRowsOfValues = 22;
 
 // Whether tiles of more than 16 rows multiply int8 codes on Hopper.
 bool multiplies_int8_tiles(MoeProblem const& p) {
@@ -338,14 +347,14 @@ std::pair<int, int> tile_heights(MoeProblem const& p, Device const& device) {
   int const count = int(int8 ? std::size(kGroupedInt8Heights) : std::size(kGroupedHeights));
   auto const time = [&](PackedExperts const& experts, int i) {
     PackedWeight const& w = experts.stack;
-    Tile const tile = tile_of(w, loop_of(w, int8, heights[i]), heights[i]);
-    Loop const costs = loop_of(w, int8, kLeastExactHeight);
+    Tile const tile = tile_of(w, p.x_type, loop_of(w, int8, heights[i]), heights[i]);
+    Loop const costs = loop_of(w, int8, kLeastExactHeight);  // also of 32 rows
     double const waves = expected_tiles(p.route, heights[i]) *
                          ceil_div(padded_rows(experts.n), tile.block_n) /
                          std::max(1, device.multiprocessors / tile.cluster_size);
     // The last wave is half full on average.
-    return (waves <= 1 ? 1 : waves + 0.5) * kTileCosts[int(costs)][width_index(code_bits(w))][i] *
-           tile.block_n * k_tiles(w);
+    return (waves <= 1 ? 1 : waves + 0.5) * tile_cost(w, costs, tile, i) * tile.block_n *
+           k_tiles(w);
   };
   auto const best = [&](auto const& time_of) {
     int found = 0;
@@ -448,7 +457,7 @@ bool plan_product(GroupedGemm const& gemm, RouteProblem const& r, Device const& 
     return true;
   }
   Loop const loop = loop_of(w, moe.int8, height);
-  Tile const tile = tile_of(w, loop, height);
+  Tile const tile = tile_of(w, gemm.x_type, loop, height);
   plan->kernel = loop == Loop::kInt8    ? "wgmma_gemm_a8"
                  : loop == Loop::kExact ? "wgmma_gemm_a16"
                                         : "wgmma_fold16";

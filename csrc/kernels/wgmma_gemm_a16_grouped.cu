@@ -4,10 +4,10 @@
 namespace cutlass_ops {
 namespace {
 
-template <class Element, class Format, int kBlockM>
+template <class Element, class Format, int kBlockM, class Scale = void, int kWarpgroups = 2>
 Status launch_zeros(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   auto const launch = [&](auto zeros) {
-    using C = Config<Element, Format, kBlockM, decltype(zeros)::value, void, 2, true>;
+    using C = Config<Element, Format, kBlockM, decltype(zeros)::value, Scale, kWarpgroups, true>;
     return hopper::launch_grouped(hopper::LaunchConfig::of<C>(), wgmma_gemm_a16<C>, problem, plan,
                                   stream);
   };
@@ -16,6 +16,10 @@ Status launch_zeros(GroupedGemm const& problem, Plan const& plan, Stream stream)
 
 template <class Element, class Format>
 Status launch_tile(GroupedGemm const& problem, Plan const& plan, Stream stream) {
+  if constexpr (kFourWarpgroups[Format::kBits]) {
+    if (plan.block_n == 512)
+      return launch_zeros<Element, Format, 64, Element, 4>(problem, plan, stream);
+  }
   return launch_height<64, 96, 144, 208>(plan, plan.block_m, [&](auto height) {
     return launch_zeros<Element, Format, height()>(problem, plan, stream);
   });

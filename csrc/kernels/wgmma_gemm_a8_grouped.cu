@@ -12,7 +12,9 @@ constexpr ByWidth<bool> kSumsWholeRows(false, true);  // int4 with a scale a row
 template <class Format, int kBlockM, bool kZeros>
 Status launch_promotion(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   auto const launch = [&](auto promotion) {
-    using C = Config<Format, kBlockM, decltype(promotion)::value, kZeros, false, 2, false, true>;
+    constexpr int kWarpgroups = grouped_warpgroups(Format::kBits, kBlockM);
+    using C = Config<Format, kBlockM, decltype(promotion)::value, kZeros, false, kWarpgroups, false,
+                     true>;
     return hopper::launch_grouped(hopper::LaunchConfig::of<C>(), wgmma_gemm_a8<C>, problem, plan,
                                   stream);
   };

@@ -302,8 +302,8 @@ TEST(Experts, HaveTilesOf16RowsForLongerWhereMemoryIsFaster) {
     EXPECT_EQ(choice(device, rounded_rows + 1, ActQuant::kNone, 64), values);
     EXPECT_EQ(choice(device, block_rows, ActQuant::kBlock), exact);
     EXPECT_EQ(choice(device, block_rows + 1, ActQuant::kBlock), values);
-    EXPECT_EQ(choice(device, 24, ActQuant::kBlock), values);
-    EXPECT_EQ(choice(device, 25, ActQuant::kBlock), codes);
+    EXPECT_EQ(choice(device, 22, ActQuant::kBlock), values);
+    EXPECT_EQ(choice(device, 23, ActQuant::kBlock), codes);
     EXPECT_EQ(choice(device, token_rows, ActQuant::kToken), exact);
     EXPECT_EQ(choice(device, token_rows + 1, ActQuant::kToken), codes);
     // codes in short groups: 16 rows, and more are values
