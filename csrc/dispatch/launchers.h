@@ -71,7 +71,7 @@ Status launch_grouped_mma_gemm_a8(GroupedGemm const& problem, Plan const& plan, 
 // rows of x, and kFourWarpgroups. 144 rows are for activations without zero points, 256 for int32
 // sums over all of K, which need no second set of sums.
 constexpr ByWidth<bool> kFourWarpgroups(true, false);
-// Of experts' tiles.
+// The warpgroups of a tile for experts.
 constexpr int grouped_warpgroups(int bits, int block_m) {
   return block_m == 64 && kFourWarpgroups[bits] ? 4 : 2;
 }

@@ -57,7 +57,7 @@ from .packed_model import (
     without_values,
 )
 
-#: Of transformers, as in the extra ``hf``.
+#: The oldest transformers that is supported, as in the extra ``hf``.
 OLDEST = "5.20"
 #: How many names an error lists.
 _MOST_NAMES = 8
