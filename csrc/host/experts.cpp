@@ -225,17 +225,23 @@ Tile tile_of(PackedWeight const& w, DataType x_type, Loop loop, int height) {
 // interpolated for 96 and 144 rows of wgmma_fold16, which were not measured. By loop and width. The
 // number for 32 rows of a weight that kExact takes is set so that the choice between wgmma_fold16's
 // 32 rows and 64 rows is right for layers of int4 in groups of 128 (docs/tuning-notes.md, experts
-// of few rows); for int8 it was not measured.
+// of few rows); for int8 it was not measured. That for 64 rows and 4 bits of kInt8 with a scale for
+// each row of x is set by layers, too.
 constexpr int kTileCosts[3][kWidths][5] = {{{110, 170, 210, 243}, {118, 143, 193, 235}},
                                            {{115, 135, 176, 230, 329}, {124, 160, 190, 246, 353}},
                                            {{146, 179, 212, 274, 348}, {158, 180, 220, 293, 383}}};
+constexpr int kTokenTileCosts[kWidths][4] = {{80, 120, 171, 194}, {94, 116, 174, 209}};
 static_assert(std::size(kGroupedHeights) == 5 && std::size(kGroupedInt8Heights) == 4);
 constexpr int kTwoWarpgroupsCost = 149;  // of kExact's 64 rows and 4 bits, where they are not four
 
-int tile_cost(PackedWeight const& w, Loop loop, Tile const& tile, int height_index) {
+int tile_cost(MoeProblem const& p, PackedWeight const& w, Loop loop, Tile const& tile,
+              int height_index) {
+  int const width = width_index(code_bits(w));
+  if (loop == Loop::kInt8 && p.act_quant != ActQuant::kBlock)
+    return kTokenTileCosts[width][height_index];
   bool const two = loop == Loop::kExact && tile.block_m == 64 && kFourWarpgroups[code_bits(w)] &&
                    tile.block_n == 256;
-  return two ? kTwoWarpgroupsCost : kTileCosts[int(loop)][width_index(code_bits(w))][height_index];
+  return two ? kTwoWarpgroupsCost : kTileCosts[int(loop)][width][height_index];
 }
 
 // The expected number of tiles if all experts are equally likely: for each expert the sum over i of
@@ -252,6 +258,24 @@ double expected_tiles(RouteProblem const& r, int height) {
         0.5 * std::erfc((more * height + 0.5 - rows) / (deviation * std::sqrt(2.0)));
     if (likely < 1e-4) return tiles * r.experts;
     tiles += likely;
+  }
+}
+
+// The expected number of waves in which clusters take so many tiles each. The number of tiles has
+// the deviation of experts that have one tile more than others or not; a token's experts differ, so
+// it is some 0.6 of that of independent choices.
+double expected_waves(RouteProblem const& r, double tiles, double of_tile) {
+  constexpr int kMany = 16;  // of which the last is half full on average
+  double const more = tiles / r.experts - std::floor(tiles / r.experts);
+  double const mean = tiles * of_tile,
+               deviation = 0.6 * std::sqrt(r.experts * more * (1 - more)) * of_tile + 1e-9;
+  if (mean > kMany) return mean + 0.5;
+  double waves = 1;
+  for (double full = 1;; ++full) {
+    double const likely =
+        0.5 * std::erfc((full + 0.5 * of_tile - mean) / (deviation * std::sqrt(2.0)));
+    if (likely < 1e-4) return waves;
+    waves += likely;
   }
 }
 
@@ -349,12 +373,10 @@ std::pair<int, int> tile_heights(MoeProblem const& p, Device const& device) {
     PackedWeight const& w = experts.stack;
     Tile const tile = tile_of(w, p.x_type, loop_of(w, int8, heights[i]), heights[i]);
     Loop const costs = loop_of(w, int8, kLeastExactHeight);  // also of 32 rows
-    double const waves = expected_tiles(p.route, heights[i]) *
-                         ceil_div(padded_rows(experts.n), tile.block_n) /
-                         std::max(1, device.multiprocessors / tile.cluster_size);
-    // The last wave is half full on average.
-    return (waves <= 1 ? 1 : waves + 0.5) * tile_cost(w, costs, tile, i) * tile.block_n *
-           k_tiles(w);
+    double const of_tile = double(ceil_div(padded_rows(experts.n), tile.block_n)) /
+                           std::max(1, device.multiprocessors / tile.cluster_size);
+    return expected_waves(p.route, expected_tiles(p.route, heights[i]), of_tile) *
+           tile_cost(p, w, costs, tile, i) * tile.block_n * k_tiles(w);
   };
   auto const best = [&](auto const& time_of) {
     int found = 0;

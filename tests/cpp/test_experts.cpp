@@ -318,6 +318,39 @@ TEST(Experts, HaveTilesOf16RowsForLongerWhereMemoryIsFaster) {
   }
 }
 
+// Half of the experts have more rows than 64, the average. Tiles of 96 rows fill 14 waves for gate
+// and up; of the larger ones of 64 rows, ten waves are not quite enough.
+TEST(Experts, CountWholeWaves) {
+  MoePlan chosen;
+  for (auto act_quant : {ActQuant::kBlock, ActQuant::kToken}) {
+    MoeProblem p = experts(256, 8, 2, 4096, 14336);
+    p.act_quant = act_quant;
+    ASSERT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+    EXPECT_EQ(chosen.gate_up.block_m, 96);
+    EXPECT_EQ(chosen.down.block_m, 96);
+  }
+}
+
+TEST(Experts, MultiplyFewRowsByFourWarpgroups) {
+  MoePlan chosen;
+  for (auto [act_quant, scales, format, features] :
+       {std::tuple(ActQuant::kNone, DataType::kFloat16, Format::kInt4, 512),
+        {ActQuant::kNone, DataType::kFloat32, Format::kInt4, 256},
+        {ActQuant::kNone, DataType::kFloat16, Format::kInt8, 256},
+        {ActQuant::kBlock, DataType::kFloat16, Format::kInt4, 512},
+        {ActQuant::kBlock, DataType::kFloat32, Format::kInt4, 512},
+        {ActQuant::kToken, DataType::kFloat16, Format::kInt8, 256}}) {
+    MoeProblem p = experts(1400, 256, 8, 7168, 256);
+    p.x_type = DataType::kFloat16, p.act_quant = act_quant;
+    for (PackedExperts* part : {&p.gate_up, &p.down})
+      part->stack.scale_type = scales, part->stack.format = format;
+    ASSERT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+    EXPECT_EQ(chosen.gate_up.block_m, 64);
+    EXPECT_EQ(chosen.gate_up.block_n, features);
+    EXPECT_EQ(chosen.gate_up.threads, features + 128);
+  }
+}
+
 TEST(Experts, UseTilesOf16RowsForLongerWhereLargerOnesWasteFeatures) {
   MoePlan chosen;
   for (auto [tokens, intermediate, height] :
