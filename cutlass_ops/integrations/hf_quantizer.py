@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -202,11 +201,6 @@ class CutlassOpsQuantizer(HfQuantizer):
     def __init__(
         self, quantization_config: CutlassOpsConfig | PackedModelConfig, pre_quantized: bool = True
     ) -> None:
-        if Version(transformers.__version__) < Version(OLDEST):
-            raise ImportError(
-                f"transformers {transformers.__version__} is installed; cutlass_ops needs {OLDEST} "
-                "or later"
-            )
         super().__init__(quantization_config, pre_quantized=pre_quantized)
         if pre_quantized and self._on_load is not None:
             raise ValueError(
@@ -259,6 +253,17 @@ class CutlassOpsQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> Any:
         """The operation that quantises such a tensor."""
         return self._early
+
+    def update_tp_plan(self, config: Any) -> Any:
+        """Say which transformers reads a packed directory: one that is too old calls this, and then
+        would look for ``packed_config.GUARD``.
+        """
+        if getattr(config, GUARD_KEY, None) == GUARD:
+            raise ImportError(
+                f"transformers {transformers.__version__} is installed; its from_pretrained reads "
+                f"packed models from {OLDEST} on"
+            )
+        return config
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Take ``packed_config.GUARD`` out of the configuration."""
