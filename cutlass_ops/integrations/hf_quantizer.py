@@ -260,8 +260,8 @@ class CutlassOpsQuantizer(HfQuantizer):
         """
         if getattr(config, GUARD_KEY, None) == GUARD:
             raise ImportError(
-                f"transformers {transformers.__version__} is installed; its from_pretrained reads "
-                f"packed models from {OLDEST} on"
+                f"transformers {transformers.__version__} is installed; packed models need {OLDEST} "
+                "or later"
             )
         return config
 
