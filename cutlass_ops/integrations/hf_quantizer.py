@@ -260,8 +260,8 @@ class CutlassOpsQuantizer(HfQuantizer):
         """
         if getattr(config, GUARD_KEY, None) == GUARD:
             raise ImportError(
-                f"transformers {transformers.__version__} is installed; packed models need {OLDEST} "
-                "or later"
+                f"transformers {transformers.__version__} is installed; packed models need "
+                f"{OLDEST} or later"
             )
         return config
 
