@@ -41,8 +41,13 @@ def test_a_config_of_absurd_size_is_refused(act_order: Path, tmp_path: Path) -> 
 def test_an_old_transformers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny().save_pretrained(tmp_path / "float")
     reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
-    quantizer = import_module("cutlass_ops.integrations.hf_quantizer").CutlassOpsQuantizer
-    monkeypatch.setattr(quantizer, "update_attn_implementation", quantizer.update_tp_plan)
+    module = import_module("cutlass_ops.integrations.hf_quantizer")
+    quantizer, hook = module.CutlassOpsQuantizer, "update_attn_implementation"
+    # Where transformers has both hooks, as 5.20 does, it calls the older one, too.
+    taken = getattr(quantizer, hook)
+    monkeypatch.setattr(quantizer, hook, lambda own, c: taken(own, own.update_tp_plan(c)))
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    monkeypatch.delattr(module.HfQuantizer, hook)
     monkeypatch.setattr(transformers, "__version__", "5.17.0")
     with pytest.raises(
         ImportError, match=r"^transformers 5\.17\.0 is .* packed models need 5\.20 "

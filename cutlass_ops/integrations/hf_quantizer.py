@@ -255,10 +255,11 @@ class CutlassOpsQuantizer(HfQuantizer):
         return self._early
 
     def update_tp_plan(self, config: Any) -> Any:
-        """Say which transformers reads a packed directory: one that is too old calls this, and then
-        would look for ``packed_config.GUARD``.
+        """Say which transformers reads packed directories: older ones have this hook, but not the
+        next, and would look for a file named ``packed_config.GUARD``.
         """
-        if getattr(config, GUARD_KEY, None) == GUARD:
+        knows_next = hasattr(HfQuantizer, "update_attn_implementation")
+        if not knows_next and getattr(config, GUARD_KEY, None) == GUARD:
             raise ImportError(
                 f"transformers {transformers.__version__} is installed; packed models need "
                 f"{OLDEST} or later"
