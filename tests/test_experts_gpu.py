@@ -412,6 +412,8 @@ def test_a_token_may_have_any_number_of_experts(top: int) -> None:
         *((kind, "none") for kind in FORMATS),
         ("int4", "block"),
         ("int4 with zero points", "token"),
+        ("int4 in short groups", "block"),
+        ("int4 in short groups", "token"),
         ("int8", "token"),
         ("int8 of 128", "block"),
     ],
@@ -425,7 +427,8 @@ def test_row_panels_that_are_dealt_to_all_ctas(kind: str, act_quant: str) -> Non
             [co.quantize(weight, **FORMATS[kind]) for weight in weights] * 24, gated
         )
 
-    # 96 experts. The 22 row panels of down are dealt in threes, the 8 of gate and up one by one.
+    # 96 experts, of which gate and up have 8 row panels and down has 22: a CTA's share, and what it
+    # takes of that at a time, begin and end anywhere in an expert.
     gate_up, down = packed(512, 1408, True), packed(1408, 256, False)
     weights = gate_up.to("cuda"), down.to("cuda")
     for m in (32, 100):  # 256 positions, whose rows CTAs find, and more
@@ -457,6 +460,31 @@ def test_row_panels_that_are_dealt_to_all_ctas(kind: str, act_quant: str) -> Non
             if cached_allocator():
                 graph.replay()
                 assert torch.equal(captured, found)
+
+
+@pytest.mark.parametrize("act_quant", ["none", "token", "block"])
+@pytest.mark.parametrize("kind", ["int4", "int4 in short groups"])
+def test_dealt_row_panels_of_many_small_experts(kind: str, act_quant: str) -> None:
+    # 1200 experts of one and two row panels: a CTA's share is of up to six.
+    random = torch.Generator().manual_seed(0)
+    weights = [
+        [(torch.randn(n, 64, generator=random) / 8).half() for _ in range(7)] for n in (128, 64)
+    ]
+    gate_up, down = (
+        co.reorder_experts(
+            [co.quantize(of[i % 7], **FORMATS[kind]) for i in range(1200)], of is weights[0]
+        )
+        for of in weights
+    )
+    x, w = torch.randn(256, 64, generator=random).half(), torch.rand(256, 8, generator=random)
+    ids = torch.randint(0, 1200, (256, 8), generator=random)
+    expected = co.mixed_moe(x, gate_up, down, ids, w, act_quant=act_quant)
+    on_gpu = (value.to("cuda") for value in (x, gate_up, down, ids, w))
+    found = co.mixed_moe(*on_gpu, act_quant=act_quant)
+    if act_quant == "none":
+        check(found, expected, torch.float16)
+    else:
+        check_quantised(found, expected)
 
 
 @pytest.mark.parametrize(

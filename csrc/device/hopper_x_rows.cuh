@@ -85,8 +85,9 @@ __device__ __forceinline__ int slot_of_row(Work const& work, int row) {
 }
 
 // Rows of a tile of kBlockM rows, read through an index by kWarps warps together; kPanels: panels
-// of 128 bytes of a row, kPanelBytes apart in shared memory.
-template <int kBlockM, int kPanels, int kPanelBytes, int kWarps>
+// of 128 bytes of a row, kPanelBytes apart in shared memory. Sixteen rows follow the sixteen before
+// kSixteenBytes further.
+template <int kBlockM, int kPanels, int kPanelBytes, int kWarps, int kSixteenBytes = 16 * 128>
 class RowsByIndex {
   static constexpr int kHeld = (kBlockM + 31) / 32, kStep = 4 * kWarps;
   static_assert(kBlockM % kStep == 0);
@@ -107,25 +108,32 @@ class RowsByIndex {
     }
   }
 
-  // Copies the panels from byte `byte` of the first `count` rows on to `panels` in shared memory.
-  // They have arrived when every lane has arrived at `full`. Rows of these that are missing are
-  // filled with zeros.
+  // The rows that exist, a bit each.
+  __device__ __forceinline__ uint32_t mask() const {
+    static_assert(kHeld == 1, "a bit for each lane");
+    return __ballot_sync(~0u, first_[0] >= 0);
+  }
+
+  // Copies the panels from byte `byte` of rows on to `panels` in shared memory. They have arrived
+  // when every lane has arrived at `full`. Missing rows are filled with zeros, or left as they are
+  // where `mask` has none of four.
   __device__ __forceinline__ void copy(RowPieces const& rows, int byte, uint32_t panels,
-                                       uint64_t* full, int count = kBlockM) const {
+                                       uint64_t* full, uint32_t mask = ~0u) const {
     int const piece = threadIdx.x % 8;
     uint32_t const to = panels + row_ * 128 + ((piece ^ row_ % 8) << 4);
     uint8_t const* from = rows.x + byte + piece * 16;
     asm volatile("" : "+l"(from));  // one instruction then adds a row's offset
 #pragma unroll
     for (int first = 0; first < kBlockM; first += kStep) {
-      if (first >= count) break;
+      if (!(mask >> first % 32 & 15)) continue;
       int const piece_of_row = __shfl_sync(~0u, first_[first / 32], first % 32 + row_);
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
         bool const exists = piece_of_row >= 0 && byte + panel * 128 + piece * 16 < rows.bytes;
         // Every other step of four rows begins in the middle of an atom of the swizzle.
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                         (to ^ first % 8 * 16) + first * 128 + panel * kPanelBytes),
+                         (to ^ first % 8 * 16) + first / 16 * kSixteenBytes + first % 16 * 128 +
+                         panel * kPanelBytes),
                      "l"(from + int64_t(piece_of_row) * 16 + panel * 128), "r"(exists ? 16 : 0)
                      : "memory");
       }

@@ -196,12 +196,12 @@ WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device
   int const all_row_panels = p.groups.row_panels, all_tiles = int(padded_k(w.k) / kKPerTile);
   int const table = table_bytes(w);
   bool const int8 = p.x_codes != ActQuant::kNone;
-  StageSizes const sizes{WgmmaDecodeShape::kBlockM * kKPerTile * (int8 ? 1 : 2),
-                         int8 ? WgmmaDecodeShape::kBlockM * 4 * tile_groups(w) : 0,
-                         device.shared_memory / 2 - 2048 - table,
-                         table,
-                         table ? 2 : 3,
-                         kFoundTilesBytes};
+  StageSizes sizes{WgmmaDecodeShape::kBlockM * kKPerTile * (int8 ? 1 : 2),
+                   int8 ? WgmmaDecodeShape::kBlockM * 4 * tile_groups(w) : 0,
+                   device.shared_memory / 2 - 2048 - table,
+                   table,
+                   table ? 2 : 3,
+                   kFoundTilesBytes};
   double least = 0;
   for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
     int const tiles = (all_tiles + c - 1) / c;
@@ -224,17 +224,18 @@ WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device
     }
   }
   // Or all CTAs that run at a time have equal shares of all row panels, in turns of up to `most`
-  // row panels, each of which reads x.
+  // row panels of two tiles, each of which reads their x.
+  sizes.x_bytes *= 2, sizes.weight_extra *= 2;
   int const ctas = 2 * device.multiprocessors;
   auto const share = [&](double tiles) { return std::ceil(tiles * all_row_panels / ctas); };
   bool const has_registers = has_narrow_scales(w, p.x_type) && !w.offsets && !p.groups.bias;
   if (!has_registers ||
       (share(most_tiles) - 1) / all_row_panels + 2 > WgmmaDecodeShape::kMostDealtTiles)
     return best;
-  for (int most : {kGroups, 2 * kGroups, kGroups * kMost}) {
+  for (int most : {kGroups, kGroups * WgmmaDecodeShape::kMostDealtPanels}) {
     WgmmaDecodeShape shape;
     shape.cluster = 1, shape.clusters = ctas, shape.most_row_panels = most, shape.dealt = true;
-    double const row_panels = share(row_tiles), turns = std::ceil(row_panels / most) + 0.5;
+    double const row_panels = share(row_tiles), turns = std::ceil(row_panels / most);
     if (row_panels < kGroups) break;  // a warpgroup would have nothing to do
     double const time = (2 * row_panels + turns) * all_tiles + kStartCost;
     if (best.cluster && time >= least) continue;

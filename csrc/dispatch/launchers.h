@@ -109,7 +109,7 @@ Status launch_grouped_gemm_a16(GroupedGemm const& problem, Plan const& plan, Str
 // clusters of two CTAs. `stages`: those of weights.
 constexpr Tile wgmma_fold16_tile(int block_m, int bits) {
   constexpr ByWidth<int> kStages(4, 3);
-  int const warpgroups = block_m <= 64 ? 4 : block_m <= 128 ? 3 : 2;
+  int const warpgroups = block_m <= 64 ? 4 : block_m <= 144 ? 3 : 2;
   return {128 * warpgroups, block_m, block_m == 256 ? 2 : kStages[bits], 1, kHopperSharedBytes, 2};
 }
 template <class Format>

@@ -222,14 +222,15 @@ Tile tile_of(PackedWeight const& w, DataType x_type, Loop loop, int height) {
 
 // Measured times of a tile of kGroupedInt8Heights or kGroupedHeights and 256 features, in tenths of
 // a microsecond for K = 4096 on an H200: the times of a weight in dispatch/tile_costs.inc,
-// interpolated for 96 and 144 rows of wgmma_fold16, which were not measured. By loop and width. The
+// interpolated for 96 rows of wgmma_fold16, which were not measured. By loop and width. Those of
+// 144 and 208 rows of wgmma_fold16 are from layers, where each CTA reads its rows itself. The
 // number for 32 rows of a weight that kExact takes is set so that the choice between wgmma_fold16's
 // 32 rows and 64 rows is right for layers of int4 in groups of 128 (docs/tuning-notes.md, experts
 // of few rows); for int8 it was not measured. That for 64 rows and 4 bits of kInt8 with a scale for
 // each row of x is set by layers, too.
 constexpr int kTileCosts[3][kWidths][5] = {{{110, 170, 210, 243}, {118, 143, 193, 235}},
                                            {{115, 135, 176, 230, 329}, {124, 160, 190, 246, 353}},
-                                           {{146, 179, 212, 274, 348}, {158, 180, 220, 293, 383}}};
+                                           {{146, 179, 212, 308, 412}, {158, 180, 220, 329, 453}}};
 constexpr int kTokenTileCosts[kWidths][4] = {{80, 120, 171, 194}, {94, 116, 174, 209}};
 static_assert(std::size(kGroupedHeights) == 5 && std::size(kGroupedInt8Heights) == 4);
 constexpr int kTwoWarpgroupsCost = 149;  // of kExact's 64 rows and 4 bits, where they are not four
@@ -305,12 +306,13 @@ bool decodes_codes(MoeProblem const& p) {
 struct DecodeRows {  // all of 4 bits
   int exact;         // products of 16-bit x
   int rounded;       // weights, in groups of 64 or more
+  int short_groups;  // and in others
   int blocks;        // with scales for blocks of codes of x
   int tokens;        // with one for each row
 };
-constexpr DecodeRows kDecodeRows[] = {{4, 2, 4, 6}, {12, 8, 12, 12}};
+constexpr DecodeRows kDecodeRows[] = {{4, 2, 2, 4, 6}, {12, 8, 6, 12, 12}};
 static_assert(std::size(kDecodeRows) == kCardCount);
-constexpr int kOtherRoundedRows = 2;  // other rounded weights
+constexpr int kOtherRoundedRows = 2;  // rounded weights of 8 bits
 constexpr int kCodesOf8BitsRows = 3;  // codes of x times weights of 8 bits
 constexpr int kMostDecodeRows = 12;   // of all: with more, many an expert has more than 16
 
@@ -336,7 +338,10 @@ int most_decode_rows(MoeProblem const& p, Device const& device) {
   bool const exact = decodes_exactly(gate_up) && decodes_exactly(down),
              long_groups = both(
                  [](PackedWeight const& w) { return w.group_size == -1 || w.group_size >= 64; });
-  int const rows = exact ? most.exact : nibbles && long_groups ? most.rounded : kOtherRoundedRows;
+  int const rows = exact         ? most.exact
+                   : !nibbles    ? kOtherRoundedRows
+                   : long_groups ? most.rounded
+                                 : most.short_groups;
   return used > 1.15 * wanted ? std::min(2 * rows, kMostDecodeRows) : rows;
 }
 

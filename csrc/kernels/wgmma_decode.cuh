@@ -84,12 +84,19 @@ __device__ __forceinline__ uint64_t columns_from(uint64_t x, uint32_t by) {
   return x + by;
 }
 
+// How many 16 bytes further in shared memory a row panel's x is: those of the next tile, for row
+// panels from `in_first` on.
+template <class C>
+__device__ __forceinline__ uint32_t x_of(int row_panel, int in_first) {
+  return C::kDeals && row_panel >= in_first ? C::kXBytes / 16 : 0;
+}
+
 // A tile's products of codes with 16-bit x and their promotion. `releases`: whether this lane
 // arrives at the barrier of stages that were read.
 template <class C, int kRowPanels>
-__device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& address,
-                                               uint32_t table, Params const& p, bool releases,
-                                               uint64_t* empty,
+__device__ __forceinline__ void multiply_codes(uint64_t x, int in_first,
+                                               StageAddress const& address, uint32_t table,
+                                               Params const& p, bool releases, uint64_t* empty,
                                                float (&sums)[kRowPanels][C::kSums]) {
   int const next_group =
       p.weight_rows.count > 1 ? p.shape.most_row_panels * kRowsPerPanel * C::kScaleBytes : 0;
@@ -140,8 +147,9 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
 #pragma unroll
       for (int j = 0; j < C::kPieces; ++j)
         wgmma_float<typename C::Element, C::kBlockM>(
-            a[j], columns_from<C>(x, step * (C::kPanelBytes / 16) + j * 2), products,
-            step % C::kGroupSteps > 0 || j > 0);
+            a[j],
+            columns_from<C>(x, x_of<C>(row_panel, in_first) + step * (C::kPanelBytes / 16) + j * 2),
+            products, step % C::kGroupSteps > 0 || j > 0);
       cute::warpgroup_commit_batch();
       fence_registers(products);
       int const next = row_panel * C::kSteps + step + 1;
@@ -171,7 +179,7 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
 // A tile's products of codes with int8 x and their promotion, in kGroups groups: where there are
 // registers, a group's products are promoted while the next one's are made.
 template <class C, int kRowPanels, int kGroups>
-__device__ __forceinline__ void multiply_int8(uint64_t x, StageAddress const& address,
+__device__ __forceinline__ void multiply_int8(uint64_t x, int in_first, StageAddress const& address,
                                               Params const& p, bool releases, uint64_t* empty,
                                               float (&sums)[kRowPanels][C::kSums]) {
   constexpr int kPieces = C::kPieces / kGroups,  // MMAs of 32 columns in a group
@@ -213,8 +221,9 @@ __device__ __forceinline__ void multiply_int8(uint64_t x, StageAddress const& ad
     cute::warpgroup_arrive();
 #pragma unroll
     for (int j = 0; j < kPieces; ++j)
-      wgmma_int8<C::kColumns>(a[set][j], columns_from<C>(x, (group * kPieces + j) * 2),
-                              products[set], j > 0);
+      wgmma_int8<C::kColumns>(
+          a[set][j], columns_from<C>(x, x_of<C>(row_panel, in_first) + (group * kPieces + j) * 2),
+          products[set], j > 0);
     cute::warpgroup_commit_batch();
     fence_registers(products[set]);
   };
@@ -229,12 +238,13 @@ __device__ __forceinline__ void multiply_int8(uint64_t x, StageAddress const& ad
       if (kSets == 1) multiply(row_panel, group);
       if (kSets > 1 && !last) multiply(row_panel, group + 1);
       float x_row_scales[C::kMBlocks][2];  // read again for every row panel: registers
+      int const of_group = group + (x_of<C>(row_panel, in_first) ? kGroups : 0);
       int x_row_zeros[C::kMBlocks][2];
 #pragma unroll
       for (int tb = 0; tb < C::kMBlocks; ++tb) {
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                      : "=f"(x_row_scales[tb][0]), "=f"(x_row_scales[tb][1])
-                     : "r"(address.x_rows + group * C::kBlockM * 4 + tb * 32));
+                     : "r"(address.x_rows + of_group * C::kBlockM * 4 + tb * 32));
         if constexpr (C::kXRowZeros) {
           uint32_t zeros_of_two;
           asm volatile("ld.shared.u16 %0, [%1];"
@@ -286,9 +296,9 @@ __device__ __forceinline__ void multiply_int8(uint64_t x, StageAddress const& ad
 // A tile's products of values, 32 columns at a time: more operands would need more registers than
 // two CTAs per SM leave. kGroupsOf16: 32 columns have the scales of two groups.
 template <class C, int kRowPanels, bool kGroupsOf16>
-__device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& address,
-                                                uint32_t table, Params const& p, bool releases,
-                                                uint64_t* empty,
+__device__ __forceinline__ void multiply_values(uint64_t x, int in_first,
+                                                StageAddress const& address, uint32_t table,
+                                                Params const& p, bool releases, uint64_t* empty,
                                                 float (&sums)[kRowPanels][C::kSums]) {
   using Fold = typename C::Fold;
   constexpr int kGroups = C::kSteps * Fold::kGroups;  // of 32 columns
@@ -340,8 +350,10 @@ __device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& 
 #pragma unroll
     for (int j = 0; j < Fold::kGroupKSlices; ++j)
       wgmma_float<typename C::Element, C::kBlockM>(
-          a[j], x + group / 2 * (C::kPanelBytes / 16) + group % 2 * 4 + j * 2, sums[row_panel],
-          true);
+          a[j],
+          columns_from<C>(x, x_of<C>(row_panel, in_first) + group / 2 * (C::kPanelBytes / 16) +
+                                 group % 2 * 4 + j * 2),
+          sums[row_panel], true);
     cute::warpgroup_commit_batch();
     fence_registers(sums[row_panel]);
     bool const more = i + 1 < kRowPanels * kGroups;
@@ -411,6 +423,7 @@ __device__ __forceinline__ void finish_piece(float (&v)[4], int n, int m_block,
 __device__ __forceinline__ void store_piece(float const* v, int n, int m_block,
                                             SlotTile const& tile, Params const& p) {
   int const lane = threadIdx.x % 32;
+  if (tile.rows <= m_block * 8) return;
   n += lane / 4;
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
@@ -441,9 +454,13 @@ struct RingPosition {
 template <class C, int kRowPanels>
 __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Params const& p,
                                         Part const& part, int warp, int first, RingPosition& ring,
-                                        SlotTile const& tile) {
+                                        SlotTile const* tiles) {
   int const lane = threadIdx.x % 32, block = warp % 4, set = p.shape.sets > 1 ? warp / 4 : 0;
   float sums[kRowPanels][C::kSums] = {};
+  // Of these row panels, those in the part's first tile: of three, for which there would be too few
+  // registers, all.
+  static_assert(WgmmaDecodeShape::kMostDealtPanels == 2);
+  int const in_first = kRowPanels > 2 ? kRowPanels : part.in_first - first;
   // Pinned in registers, as in hopper_gemm.cuh.
   uint32_t row = first * kRowsPerPanel + lane / 4 * 8 + block * 2;  // in the order of group vectors
   uint32_t x_at = cute::cast_smem_ptr_to_uint(shared), base = x_at + p.shape.weights,
@@ -484,8 +501,9 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
       }
     }
     uint32_t const offset = stage * weight_bytes;
+    int const x_stride = C::kGrouped ? p.x_bytes : C::kXStride;
     uint64_t const x = uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 |
-                       __shfl_sync(~0u, (x_at + stage * C::kXStride) >> 4 & 0x3fff, 0);
+                       __shfl_sync(~0u, (x_at + stage * x_stride) >> 4 & 0x3fff, 0);
     TransactionBarrier::wait(full + stage, phase);
     StageAddress here{
         address.units + offset, address.scales + offset, 0,
@@ -502,27 +520,35 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     uint32_t const table = x_at + p.shape.table + lane * 4;
     if constexpr (C::kFolds) {
       if (p.weight_rows.count == 8) {
-        multiply_values<C, kRowPanels, true>(x, here, table, p, releases, empty, sums);
+        multiply_values<C, kRowPanels, true>(x, in_first, here, table, p, releases, empty, sums);
       } else {
-        multiply_values<C, kRowPanels, false>(x, here, table, p, releases, empty, sums);
+        multiply_values<C, kRowPanels, false>(x, in_first, here, table, p, releases, empty, sums);
       }
     } else if constexpr (!C::kInt8) {
-      multiply_codes<C, kRowPanels>(x, here, table, p, releases, empty, sums);
+      multiply_codes<C, kRowPanels>(x, in_first, here, table, p, releases, empty, sums);
     } else if constexpr (!C::kShortGroups) {
-      multiply_int8<C, kRowPanels, 1>(x, here, p, releases, empty, sums);
+      multiply_int8<C, kRowPanels, 1>(x, in_first, here, p, releases, empty, sums);
     } else if (p.weight_rows.count == 2) {
-      multiply_int8<C, kRowPanels, 2>(x, here, p, releases, empty, sums);
+      multiply_int8<C, kRowPanels, 2>(x, in_first, here, p, releases, empty, sums);
     } else {
-      multiply_int8<C, kRowPanels, 4>(x, here, p, releases, empty, sums);
+      multiply_int8<C, kRowPanels, 4>(x, in_first, here, p, releases, empty, sums);
     }
     ring.advance(p.shape);
   }
+  // Of dealt row panels: the feature that a warp's sums begin with, and the tile of their rows.
+  auto const first_feature = [&](int row_panel) {
+    int const from = row_panel < in_first ? part.first_row_panel + first : -in_first;
+    return (from + row_panel) * kRowsPerPanel + block * 16;
+  };
+  auto const tile_of = [&](int row_panel) -> SlotTile const& {
+    return tiles[part.tile + (row_panel >= in_first)];
+  };
   if (C::kDeals && p.shape.dealt && !p.groups.gated) {
 #pragma unroll
     for (int i = 0; i < kRowPanels * C::kMBlocks; ++i) {
-      store_piece(&sums[i / C::kMBlocks][i % C::kMBlocks * 4],
-                  (part.first_row_panel + first + i / C::kMBlocks) * kRowsPerPanel + block * 16,
-                  i % C::kMBlocks, tile, p);
+      int const row_panel = i / C::kMBlocks;
+      store_piece(&sums[row_panel][i % C::kMBlocks * 4], first_feature(row_panel), i % C::kMBlocks,
+                  tile_of(row_panel), p);
     }
     return;
   }
@@ -534,8 +560,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
 #pragma unroll
       for (int j = 0; j < kRowPanels * C::kMBlocks * 4; ++j)
         if (j / 4 == i) v[j % 4] = sums[j / 4 / C::kMBlocks][j % (4 * C::kMBlocks)];
-      finish_piece(v, (part.first_row_panel + first + i / C::kMBlocks) * kRowsPerPanel + block * 16,
-                   i % C::kMBlocks, tile, p);
+      finish_piece(v, first_feature(i / C::kMBlocks), i % C::kMBlocks, tile_of(i / C::kMBlocks), p);
     }
     return;
   }
@@ -604,7 +629,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
       if (!p.groups.tiles) FoundTiles::clear(counts, p.groups.route.experts, C::kThreads);
       if (!p.groups.written) pdl_wait();
       auto const share_of = [&](int count) {
-        Dealt const mine(p, count, C::kPanelsPerRun);
+        Dealt const mine(p, count);
         if (threadIdx.x == 0) dealt = mine;
         return make_int2(mine.first_tile, mine.tiles(p.groups.row_panels));
       };
@@ -617,16 +642,14 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
         cutlass::arch::fence_view_async_shared();  // before copies to the same memory
       }
       __syncthreads();
-      return Part(p);
+      return Part(p, dealt);
     } else {
       return Part(p, WgmmaDecodeShape::unit(C::kOneCta));
     }
   }();
-  int next = 0;  // of the block's row panels of experts
   if constexpr (C::kGrouped) {
-    next = dealt.begin;
     // the grid covers the largest possible number of tiles
-    if (!part.template take<C::kPanelsPerRun>(p, next, dealt, tiles)) return pdl_wait();
+    if (!part.take(p, dealt)) return pdl_wait();
   } else if (threadIdx.x == 32 * C::kWarps) {
     init_barriers(part.row_panels);
   }
@@ -664,7 +687,6 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
           group = warp / 4;
       first = group * base + min(group, rest), count = base + (group < rest);
     }
-    SlotTile const& tile = tiles[part.tile];
     switch (count) {
       case 0:
         if (C::kDeals && p.shape.dealt) {  // a stage is free when all warpgroups have arrived
@@ -678,18 +700,17 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
         }
         break;
       case 1:
-        consume<C, 1>(shared, barriers, p, part, warp, first, ring, tile);
+        consume<C, 1>(shared, barriers, p, part, warp, first, ring, tiles);
         break;
       case 2:
-        consume<C, 2>(shared, barriers, p, part, warp, first, ring, tile);
+        consume<C, 2>(shared, barriers, p, part, warp, first, ring, tiles);
         break;
       case 3:
         if constexpr (C::kMostRowPanels >= 3)
-          consume<C, 3>(shared, barriers, p, part, warp, first, ring, tile);
+          consume<C, 3>(shared, barriers, p, part, warp, first, ring, tiles);
         break;
     }
-    if constexpr (C::kDeals)
-      more = p.shape.dealt && part.template take<C::kPanelsPerRun>(p, next, dealt, tiles);
+    if constexpr (C::kDeals) more = p.shape.dealt && part.take(p, dealt);
   } while (more);
   if (C::kDeals && p.shape.dealt) {
     cute::cluster_arrive_relaxed();
@@ -855,7 +876,8 @@ inline Status launch_groups_of_rows(DecodeLaunch const& c, void (*kernel)(Maps, 
                  int(padded_rows(w.n)),
                  log2_of(shape.cluster),
                  groups,
-                 RowPieces(problem)};
+                 RowPieces(problem),
+                 shape.weights / shape.stages};
   return launch_plan(kernel, plan, WgmmaDecodeShape::threads(c.one_cta), shape.shared_bytes, stream,
                      maps, p);
 }

@@ -91,9 +91,6 @@ struct Config
   using Scale = Scale_;
   static constexpr bool kFolds = false, kCodebook = Format::kTableBytes > 0, kZeros = kZeros_,
                         kOffsets = false, kDeals = kGrouped_, kShortGroups = kShortGroups_;
-  // Row panels that are assigned together. A part of a tile takes as long as the warpgroup with
-  // most row panels, so shares that began anywhere would make the other warpgroups wait.
-  static constexpr int kPanelsPerRun = WgmmaDecodeShape::warpgroups(kOneCta_);
   static constexpr int kScaleBytes = sizeof(Scale);
   static constexpr bool kIntegers = kQuantizes_ || std::is_same_v<Element_, int8_t>;
   using Decode = typename DecoderOf<Format, Element_, kIntegers, kZeros_>::Type;
@@ -114,8 +111,6 @@ struct FoldConfig
   static constexpr bool kZeros = Fold::kZeros, kOffsets = Fold::kOffsets;
   // the others need the registers
   static constexpr bool kDeals = kGrouped_ && Fold::kNarrow && !kOffsets;
-  // Decoding takes most of the time, whichever warpgroup does it.
-  static constexpr int kPanelsPerRun = 1;
 };
 
 struct Maps {
@@ -138,7 +133,8 @@ struct Params {
   EvenPartition units, tiles;  // of the clusters, and of a cluster's blocks
   int k_tiles, n_pad, log_cluster;
   Groups groups;
-  RowPieces rows;  // of experts' x
+  RowPieces rows;   // of experts' x
+  int x_bytes = 0;  // of a stage, of experts' x: of a tile, or of two where row panels are dealt
 };
 
 // Bytes of the inner dimension of the codes' tensor map: a box has at most 256 elements in one,
@@ -156,23 +152,14 @@ struct Barriers {
 // first is in tile `first_tile`.
 struct Dealt {
   int begin, end, first_tile;
+  int of_part;  // row panels that a block takes at a time
 
-  // The row panels of a cluster in one tile, or an equal share of the panels of all `tiles`. A
-  // share is whole runs of `length` row panels of a tile, unless a CTA would have more row panels
-  // for that.
-  __device__ __forceinline__ Dealt(Params const& p, int tiles, int length) {
+  // The row panels of a cluster in one tile, or an equal share of the panels of all `tiles`.
+  __device__ __forceinline__ Dealt(Params const& p, int tiles) {
     int const index = blockIdx.x >> p.log_cluster, row_panels = p.groups.row_panels;
     if (p.shape.dealt) {
-      int runs = (row_panels - 1) / length + 1;  // of a tile
-      auto const most = [&](int items) { return (items - 1) / p.shape.clusters + 1; };
-      if (most(tiles * runs) * length >= most(tiles * row_panels) + length)
-        runs = row_panels, length = 1;
-      EvenPartition const shares(tiles * runs, p.shape.clusters);
-      auto const row_panel = [&](int run) {
-        int const tile = run / runs;
-        return tile * row_panels + min((run - tile * runs) * length, row_panels);
-      };
-      begin = row_panel(shares.first(index)), end = row_panel(shares.first(index + 1));
+      EvenPartition const shares(tiles * row_panels, p.shape.clusters);
+      begin = shares.first(index), end = begin + shares.count(index);
       first_tile = begin / row_panels;
     } else {
       first_tile = index / p.shape.clusters;
@@ -180,6 +167,8 @@ struct Dealt {
       begin = first_tile * row_panels + p.units.first(share);
       end = first_tile < tiles ? begin + p.units.count(share) : begin;
     }
+    int const most = p.shape.most_row_panels, parts = max(1, (end - begin + most - 1) / most);
+    of_part = (end - begin + parts - 1) / parts;
   }
   Dealt() = default;
 
@@ -192,7 +181,9 @@ struct Dealt {
 // on, which count from the first row panel's.
 struct Part {
   int rank, first_row_panel, row_panels, begin, end, first_tile, tiles;
-  int tile = 0, expert = 0;  // of experts: the block's tile
+  // Of experts: the tile of the first row panels, so many; the others are the first of the next
+  // tile.
+  int tile = 0, in_first = 0;
 
   __device__ __forceinline__ Part(Params const& p, int unit) {
     int index = blockIdx.x >> p.log_cluster;
@@ -209,30 +200,22 @@ struct Part {
     first_tile = p.tiles.first(rank), tiles = p.tiles.count(rank);
   }
 
-  // For experts.
-  explicit __device__ __forceinline__ Part(Params const& p) {
-    rank = blockIdx.x & (p.shape.cluster - 1), row_panels = 0;
+  // For experts, before the first row panels.
+  __device__ __forceinline__ Part(Params const& p, Dealt const& dealt) {
+    rank = blockIdx.x & (p.shape.cluster - 1);
+    first_row_panel = dealt.begin - dealt.first_tile * p.groups.row_panels, row_panels = 0;
     first_tile = p.tiles.first(rank), tiles = p.tiles.count(rank);
   }
 
-  // Takes the row panels of `dealt` from `next` on that are in one tile, at most as many as a stage
-  // holds; false: there are none.
-  template <int kPanelsPerRun>
-  __device__ __forceinline__ bool take(Params const& p, int& next, Dealt const& dealt,
-                                       SlotTile const* slot_tiles) {
-    if (next >= dealt.end) return false;
-    int const index = next / p.groups.row_panels;
-    first_row_panel = next - index * p.groups.row_panels;
-    int const left = min(dealt.end - next, p.groups.row_panels - first_row_panel);
-    if constexpr (kPanelsPerRun > 1) {
-      row_panels = min(left, p.shape.most_row_panels);
-    } else {
-      int const turns = (left + p.shape.most_row_panels - 1) / p.shape.most_row_panels;
-      row_panels = (left + turns - 1) / turns;
-    }
-    next += row_panels;
-    tile = index - dealt.first_tile, expert = slot_tiles[tile].expert;
-    return true;
+  // Takes the next row panels of `dealt`, of two tiles at most; false: there are none.
+  __device__ __forceinline__ bool take(Params const& p, Dealt const& dealt) {
+    int const of_tile = p.groups.row_panels;
+    for (first_row_panel += row_panels; first_row_panel >= of_tile; first_row_panel -= of_tile)
+      ++tile;
+    int const left = dealt.end - (dealt.first_tile + tile) * of_tile - first_row_panel;
+    in_first = of_tile - first_row_panel;
+    row_panels = min(min(left, dealt.of_part), in_first + of_tile);
+    return row_panels > 0;
   }
 };
 

@@ -9,36 +9,46 @@ namespace {
 
 template <class C>
 __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps const& maps,
-                                             Params const& p, Part const& part, int tile) {
+                                             Params const& p, Part const& part, int tile,
+                                             [[maybe_unused]] SlotTile const* tiles = nullptr) {
   using Copy = cute::SM90_TMA_LOAD_3D;
   constexpr auto kKeep = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   PackedWeight const& w = p.weight;
   int const features = p.shape.most_row_panels * kRowsPerPanel, group = p.weight_rows.first(tile);
   bool const zeros = C::kZeros && w.zeros, offsets = C::kOffsets && w.offsets;
   if constexpr (C::kGrouped) {
-    int const row_panel = part.expert * p.groups.row_panels + part.first_row_panel;
     int const bytes = p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0);
     if (p.shape.dealt) {  // the number of row panels varies, which a map's box cannot
-      int const rows = part.row_panels * kRowsPerPanel;
       TransactionBarrier::arrive_and_expect_tx(
-          full, part.row_panels * C::kChunk + p.weight_rows.count * rows * bytes);
-      uint8_t const* codes = w.codes + (int64_t(row_panel) * p.k_tiles + tile) * C::kChunk;
+          full, part.row_panels * (C::kChunk + p.weight_rows.count * kRowsPerPanel * bytes));
+      int row_panel = tiles[part.tile].expert * p.groups.row_panels + part.first_row_panel,
+          count = min(part.in_first, part.row_panels);
 #pragma unroll 1
-      for (int i = 0; i < part.row_panels; ++i, codes += int64_t(p.k_tiles) * C::kChunk)
-        bulk_copy(codes, full, to + i * C::kChunk, C::kChunk, true);
+      for (int first = 0; first < part.row_panels; first += count) {
+        if (first > 0)
+          row_panel = tiles[part.tile + 1].expert * p.groups.row_panels,
+          count = part.row_panels - first;
+        uint8_t const* codes = w.codes + (int64_t(row_panel) * p.k_tiles + tile) * C::kChunk;
 #pragma unroll 1
-      for (int i = 0; i < p.weight_rows.count; ++i) {
-        int64_t const from = int64_t(group + i) * p.n_pad + row_panel * kRowsPerPanel;
-        auto const copy = [&](void const* vectors, int offset, int size) {
-          cute::SM90_BULK_COPY_G2S::copy(static_cast<uint8_t const*>(vectors) + from * size, full,
-                                         to + offset + i * features * size, rows * size);
-        };
-        copy(w.scales, p.shape.scales, p.scale_bytes);
-        if (offsets) copy(w.offsets, p.shape.offsets, p.offset_bytes);
-        if (zeros) copy(w.zeros, p.shape.zeros, 1);
+        for (int i = first; i < first + count; ++i, codes += int64_t(p.k_tiles) * C::kChunk)
+          bulk_copy(codes, full, to + i * C::kChunk, C::kChunk, true);
+        int const rows = count * kRowsPerPanel;
+#pragma unroll 1
+        for (int i = 0; i < p.weight_rows.count; ++i) {
+          int64_t const from = int64_t(group + i) * p.n_pad + row_panel * kRowsPerPanel;
+          auto const copy = [&](void const* vectors, int offset, int size) {
+            int const row = i * features + first * kRowsPerPanel;
+            cute::SM90_BULK_COPY_G2S::copy(static_cast<uint8_t const*>(vectors) + from * size, full,
+                                           to + offset + row * size, rows * size);
+          };
+          copy(w.scales, p.shape.scales, p.scale_bytes);
+          if (offsets) copy(w.offsets, p.shape.offsets, p.offset_bytes);
+          if (zeros) copy(w.zeros, p.shape.zeros, 1);
+        }
       }
       return;
     }
+    int const row_panel = tiles[part.tile].expert * p.groups.row_panels + part.first_row_panel;
     TransactionBarrier::arrive_and_expect_tx(
         full, p.shape.most_row_panels * C::kChunk + p.weight_rows.count * features * bytes);
     Copy::copy(&maps.codes, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0,
@@ -95,22 +105,17 @@ __device__ __forceinline__ void copy_x_rows(uint8_t* to, uint8_t* to_scales, uin
   }
 }
 
-// A block's tiles of K, those of its row panels of one tile of rows after another.
-template <class C>
+// A block's tiles of K, those of one part of its row panels after another.
 struct Step {
   Part part;
-  int next;   // row panels behind it
   int i = 0;  // of the part's tiles of K
   bool exists;
 
-  __device__ __forceinline__ Step(Params const& p, Dealt const& dealt, SlotTile const* tiles)
-      : part(p), next(dealt.begin) {
-    exists = part.template take<C::kPanelsPerRun>(p, next, dealt, tiles);
+  __device__ __forceinline__ Step(Params const& p, Dealt const& dealt) : part(p, dealt) {
+    exists = part.take(p, dealt);
   }
-  __device__ __forceinline__ void advance(Params const& p, Dealt const& dealt,
-                                          SlotTile const* tiles) {
-    if (++i == part.tiles)
-      i = 0, exists = part.template take<C::kPanelsPerRun>(p, next, dealt, tiles);
+  __device__ __forceinline__ void advance(Params const& p, Dealt const& dealt) {
+    if (++i == part.tiles) i = 0, exists = part.take(p, dealt);
   }
 };
 
@@ -120,50 +125,60 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barrie
                                                Maps const& maps, Params const& p,
                                                Dealt const& dealt, SlotTile const* tiles) {
   bool const leader = cute::elect_one_sync();
-  auto const weights = [&](Step<C> const& step, int stage) {
+  auto const weights = [&](Step const& step, int stage) {
     if (leader)
       copy_weights<C>(shared + p.shape.weights + stage * p.shape.weight_bytes,
-                      &barriers.full[stage], maps, p, step.part, step.part.first_tile + step.i);
+                      &barriers.full[stage], maps, p, step.part, step.part.first_tile + step.i,
+                      tiles);
   };
   int filled = 0;
-  for (Step<C> step(p, dealt, tiles); step.exists && filled < p.shape.stages;
-       step.advance(p, dealt, tiles))
+  for (Step step(p, dealt); step.exists && filled < p.shape.stages; step.advance(p, dealt))
     weights(step, filled++);
   pdl_wait();
-  Step<C> step(p, dealt, tiles);
-  // Where int8 x has scales of blocks: the row of x of this lane's row of the tile, or -1.
+  Step step(p, dealt);
+  // Rows of two tiles, sixteen of each. Where int8 x has scales of blocks: the row of x of this
+  // lane's row, or -1.
   bool const scales = C::kInt8 && p.x_row_stride > 0;
-  int x_row = -1;
+  int const lane = threadIdx.x % 32;
+  int x_row = -1, tile = 0, of_tiles = 0;
   auto const rows_of = [&] {
-    SlotTile const& tile = tiles[step.part.tile];
-    if (scales)
-      x_row = threadIdx.x % 32 < tile.rows
-                  ? row_of_slot(p.groups, tile.slots[threadIdx.x % 32 % kSlotRows])
-                  : -1;
-    return hopper::RowsByIndex<C::kBlockM, C::kXBytes / C::kPanelBytes, C::kPanelBytes, 1>(
-        p.groups, p.rows, 0, [&](int row) { return row < tile.rows ? tile.slots[row] : -1; });
+    Part const& part = step.part;
+    tile = part.tile, of_tiles = part.row_panels > part.in_first ? 2 : 1;
+    auto const slot_of = [&](int row) {
+      if (row >= of_tiles * kSlotRows) return -1;
+      SlotTile const& tile = tiles[part.tile + row / kSlotRows];
+      return row % kSlotRows < tile.rows ? tile.slots[row % kSlotRows] : -1;
+    };
+    if (scales) {
+      int const slot = slot_of(lane);
+      x_row = slot >= 0 ? row_of_slot(p.groups, slot) : -1;
+    }
+    return hopper::RowsByIndex<2 * kSlotRows, C::kXBytes / C::kPanelBytes, C::kPanelBytes, 1,
+                               C::kXBytes>(p.groups, p.rows, 0, slot_of);
   };
   auto rows = rows_of();
-  int tile = step.part.tile;  // whose they are
+  uint32_t mask = rows.mask();
   auto const x_rows = [&](int stage) {
-    if (step.part.tile != tile) rows = rows_of(), tile = step.part.tile;
+    if (step.part.tile != tile || (step.part.row_panels > step.part.in_first) != (of_tiles > 1))
+      rows = rows_of(), mask = rows.mask();
     // Other rows of the stage keep what they have: their sums are not stored.
     int const k_tile = step.part.first_tile + step.i;
     uint32_t const to = cute::cast_smem_ptr_to_uint(shared);
     if (x_row >= 0) {
-      uint32_t to_scale = to + p.shape.weights + stage * p.shape.weight_bytes +
-                          p.shape.x_row_scales + threadIdx.x % 32 * 4;
       int const blocks = p.weight_rows.count;
+      uint32_t to_scale = to + p.shape.weights + stage * p.shape.weight_bytes +
+                          p.shape.x_row_scales +
+                          (lane / kSlotRows * blocks * kSlotRows + lane % kSlotRows) * 4;
       float const* scale = p.x_row_scales + int64_t(k_tile) * blocks * p.x_row_stride + x_row;
 #pragma unroll 1
       for (int i = 0; i < blocks; ++i, to_scale += C::kBlockM * 4, scale += p.x_row_stride)
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to_scale), "l"(scale)
                      : "memory");
     }
-    rows.copy(p.rows, k_tile * kKPerTile * int(sizeof(typename C::Element)),
-              to + stage * C::kXStride, &barriers.full[stage], tiles[tile].rows);
+    rows.copy(p.rows, k_tile * kKPerTile * int(sizeof(typename C::Element)), to + stage * p.x_bytes,
+              &barriers.full[stage], mask);
   };
-  for (int i = 0; i < filled; ++i, step.advance(p, dealt, tiles)) x_rows(i);
+  for (int i = 0; i < filled; ++i, step.advance(p, dealt)) x_rows(i);
   // With row panels in even shares the next launch's CTAs find room only as these end, and then
   // should request weights at once.
   bool launched = p.shape.dealt;
@@ -172,7 +187,7 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barrie
   int stage = 0;
   uint32_t phase = 0;
 #pragma unroll 1
-  for (; step.exists; step.advance(p, dealt, tiles)) {
+  for (; step.exists; step.advance(p, dealt)) {
     if (!launched && step.i + early >= step.part.tiles) pdl_launch_dependents(), launched = true;
     ClusterBarrier::wait(&barriers.empty[stage], phase);
     weights(step, stage);

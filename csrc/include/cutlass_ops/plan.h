@@ -88,7 +88,8 @@ struct WgmmaDecodeShape {
   static constexpr int most_row_panels_of(bool one_cta, bool x_row_zeros) {
     return one_cta || x_row_zeros ? 2 : 3;
   }
-  static constexpr int kMostDealtTiles = 8;  // whose row panels a CTA has parts of
+  static constexpr int kMostDealtTiles = 8;   // whose row panels a CTA has parts of
+  static constexpr int kMostDealtPanels = 2;  // of a warpgroup at a time
   // Output features that are never divided between clusters.
   static constexpr int unit(bool one_cta) { return one_cta ? 32 : 64; }
 
