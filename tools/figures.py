@@ -77,6 +77,8 @@ EXPERT_MODES = {
     "W4A16": ("w4a16", "ours"),
     "W4A8 block": ("w4a8", "ours-block"),
     "W4A8 token": ("w4a8", "ours-tok"),
+    "W8A8 block": ("w8a8", "ours-block"),
+    "W8A8 token": ("w8a8", "ours-tok"),
 }
 
 

@@ -160,7 +160,7 @@ struct Fold16Cta {
   bool grouped;  // rows of x and weights are experts'
 
   int stages = wgmma_fold16_tile(block_m, bits).stages;  // of weights
-  int warpgroups = wgmma_fold16_tile(block_m, bits).block_n / (2 * kRowsPerPanel);
+  int warpgroups = wgmma_fold16_tile(block_m, bits, narrow).block_n / (2 * kRowsPerPanel);
   int rows = kRowsPerPanel * warpgroups;
 
   // Outputs are stored through shared memory, line_rows rows of x at a time, each part after the

@@ -106,10 +106,11 @@ Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float
 Status launch_grouped_gemm_a16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // wgmma_fold16.cuh: 16-bit activations x weights of every format, rounded once to their type;
-// clusters of two CTAs. `stages`: those of weights.
-constexpr Tile wgmma_fold16_tile(int block_m, int bits) {
+// clusters of two CTAs. `stages`: those of weights. `narrow`: scales and offsets are of x's type;
+// others need more registers.
+constexpr Tile wgmma_fold16_tile(int block_m, int bits, bool narrow = true) {
   constexpr ByWidth<int> kStages(4, 3);
-  int const warpgroups = block_m <= 64 ? 4 : block_m <= 144 ? 3 : 2;
+  int const warpgroups = block_m <= (narrow ? 96 : 64) ? 4 : block_m <= 144 ? 3 : 2;
   return {128 * warpgroups, block_m, block_m == 256 ? 2 : kStages[bits], 1, kHopperSharedBytes, 2};
 }
 template <class Format>

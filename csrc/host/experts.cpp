@@ -217,23 +217,26 @@ Tile tile_of(PackedWeight const& w, DataType x_type, Loop loop, int height) {
   return loop == Loop::kInt8 ? wgmma_gemm_a8_tile(bits, height, warpgroups)
          : loop == Loop::kExact
              ? wgmma_gemm_a16_tile(bits, height, has_own_scales(w, x_type) ? warpgroups : 2)
-             : wgmma_fold16_tile(height, bits);
+             : wgmma_fold16_tile(height, bits, folds_narrow_scales(w, x_type));
 }
 
 // Measured times of a tile of kGroupedInt8Heights or kGroupedHeights and 256 features, in tenths of
-// a microsecond for K = 4096 on an H200: the times of a weight in dispatch/tile_costs.inc,
-// interpolated for 96 rows of wgmma_fold16, which were not measured. By loop and width. Those of
-// 144 and 208 rows of wgmma_fold16 are from layers, where each CTA reads its rows itself. The
+// a microsecond for K = 4096 on an H200, by loop and width: of the first two loops the times of a
+// weight in dispatch/tile_costs.inc, of wgmma_fold16 those that layers of 4-bit weights fit, where
+// each CTA reads its rows itself. (Of 8 bits two layers were measured, with 96 and 144 rows.) The
 // number for 32 rows of a weight that kExact takes is set so that the choice between wgmma_fold16's
 // 32 rows and 64 rows is right for layers of int4 in groups of 128 (docs/tuning-notes.md, experts
 // of few rows); for int8 it was not measured. That for 64 rows and 4 bits of kInt8 with a scale for
 // each row of x is set by layers, too.
 constexpr int kTileCosts[3][kWidths][5] = {{{110, 170, 210, 243}, {118, 143, 193, 235}},
                                            {{115, 135, 176, 230, 329}, {124, 160, 190, 246, 353}},
-                                           {{146, 179, 212, 308, 412}, {158, 180, 220, 329, 453}}};
+                                           {{120, 148, 213, 300, 440}, {148, 170, 245, 334, 470}}};
 constexpr int kTokenTileCosts[kWidths][4] = {{80, 120, 171, 194}, {94, 116, 174, 209}};
 static_assert(std::size(kGroupedHeights) == 5 && std::size(kGroupedInt8Heights) == 4);
 constexpr int kTwoWarpgroupsCost = 149;  // of kExact's 64 rows and 4 bits, where they are not four
+// What a tile of values takes longer with a scale for each row of x, which four warpgroups load at
+// its end.
+constexpr int kLateScalesCost = 16;
 
 int tile_cost(MoeProblem const& p, PackedWeight const& w, Loop loop, Tile const& tile,
               int height_index) {
@@ -380,8 +383,10 @@ std::pair<int, int> tile_heights(MoeProblem const& p, Device const& device) {
     Loop const costs = loop_of(w, int8, kLeastExactHeight);  // also of 32 rows
     double const of_tile = double(ceil_div(padded_rows(experts.n), tile.block_n)) /
                            std::max(1, device.multiprocessors / tile.cluster_size);
+    bool const late = !int8 && p.act_quant == ActQuant::kToken && tile.block_n == 512;
     return expected_waves(p.route, expected_tiles(p.route, heights[i]), of_tile) *
-           tile_cost(p, w, costs, tile, i) * tile.block_n * k_tiles(w);
+           (tile_cost(p, w, costs, tile, i) * (tile.block_n / 256.0) * (k_tiles(w) / 32.0) +
+            (late ? kLateScalesCost : 0));
   };
   auto const best = [&](auto const& time_of) {
     int found = 0;

@@ -457,8 +457,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
                                         SlotTile const* tiles) {
   int const lane = threadIdx.x % 32, block = warp % 4, set = p.shape.sets > 1 ? warp / 4 : 0;
   float sums[kRowPanels][C::kSums] = {};
-  // Of these row panels, those in the part's first tile: of three, for which there would be too few
-  // registers, all.
+  // How many of these row panels are in the part's first tile: of three, for which there would be
+  // too few registers, all.
   static_assert(WgmmaDecodeShape::kMostDealtPanels == 2);
   int const in_first = kRowPanels > 2 ? kRowPanels : part.in_first - first;
   // Pinned in registers, as in hopper_gemm.cuh.
@@ -535,7 +535,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     }
     ring.advance(p.shape);
   }
-  // Of dealt row panels: the feature that a warp's sums begin with, and the tile of their rows.
+  // For dealt row panels: the feature that a warp's sums begin with, and the tile of their rows.
   auto const first_feature = [&](int row_panel) {
     int const from = row_panel < in_first ? part.first_row_panel + first : -in_first;
     return (from + row_panel) * kRowsPerPanel + block * 16;

@@ -181,7 +181,7 @@ struct Dealt {
 // on, which count from the first row panel's.
 struct Part {
   int rank, first_row_panel, row_panels, begin, end, first_tile, tiles;
-  // Of experts: the tile of the first row panels, so many; the others are the first of the next
+  // For experts: the tile of the first row panels, so many; the others are the first of the next
   // tile.
   int tile = 0, in_first = 0;
 
