@@ -65,7 +65,9 @@ void multiply_panel(CpuProduct const& p, int panel, int first, int rows) {
   Tiles const loaded(shapes);
   Products products[2];  // of a block, and of the one before
   for_each_wide_tile<kBits, true>(
-      p, panel, first, rows, [&](auto const& tile, TileMemory& memory, Span const& span) {
+      p, panel, first, rows,
+      [&](auto const& tile, TileMemory& memory, Span const& span, FarPrefetch& prefetch) {
+        prefetch.lines(span.columns / 4 * tile.kLines);
         XRows before = {};
         auto const add = [&](int block, XRows const& x) {
           add_products(p, tile, memory, span, block, products[block % 2], first, x);

@@ -95,7 +95,7 @@ void multiply_vnni(CpuProduct const& p, int panel, int m) {
   __m512i const of_row[2] = {_mm512_set1_epi8(char(kCode)),
                              _mm512_set1_epi8(char(kCode << kRowShift))};
   __m512i const shifts = _mm512_set1_epi64(int64_t(kRowShift) << 32);
-  Prefetch prefetch(tiles);
+  FarPrefetch prefetch(tiles);
   RowTotals totals[kRows];
   RunSums<int32_t> sums[kSums];  // of rows of x, then of codes
   for (Runs runs(p, panel); runs.next();) {

@@ -66,7 +66,8 @@ template <int kBits, int kAbove, class Use>
 template <int kBits, bool kSigned = false>
 struct WideTile {
   static constexpr int kMostWords = kKPerTile / 4;
-  static constexpr int kAbove = kSigned ? 0 : 1 << (kBits - 1);  // what they are more
+  static constexpr int kLines = kRowsPerPanel * 4 * kBits / 8 / 64;  // of cache, of a word's codes
+  static constexpr int kAbove = kSigned ? 0 : 1 << (kBits - 1);      // what they are more
   __m512i words[kRowBlocks][kMostWords];
   __m512i colsums[kMostRuns][kRowBlocks];
 
@@ -171,9 +172,13 @@ template <int kRows, int kBlocks, class Tile, class Multiply>
   for (int i = block; i < block + kBlocks; ++i) add_offsets(p, memory, run, x_block, i, row, kRows);
 }
 
+// The products of the first rows of x fetch the next tile's codes: fetched all at once, they are
+// more than can be in flight.
 template <int kRows, int kBlocks, class Tile>
 void multiply_wide(CpuProduct const& p, Tile const& tile, TileMemory& memory, Span const& span,
-                   int block, int m, int row) {
+                   int block, int m, int row, FarPrefetch& prefetch) {
+  constexpr int kLines = Tile::kLines * kBlocks / kRowBlocks;
+  bool const ahead = row == 0;
   int const steps = p.run() / 4;
   int64_t const x_stride = p.x_stride;
   for (int part = 0; part < span.runs; ++part) {
@@ -184,6 +189,7 @@ void multiply_wide(CpuProduct const& p, Tile const& tile, TileMemory& memory, Sp
           __m512i const* codes = tile.words[block] + part * steps;
 #pragma GCC unroll 1
           for (int step = 0; step < steps; ++step, ++codes, x += 4) {
+            if (ahead) prefetch.lines(kLines);
             __m512i words[kBlocks];
             unrolled<kBlocks>([&](auto i) { words[i] = codes[i * Tile::kMostWords]; });
             unrolled<kRows>([&](auto r) {
@@ -206,12 +212,11 @@ void for_each_wide_tile(CpuProduct const& p, int panel, int first, int rows,
   memory->clear(p, rows);
   WideTile<kBits, kSigned> tile;
   uint8_t const* const chunks = codes_of_panel<kBits>(p, panel);
-  Prefetch prefetch(chunks);
+  FarPrefetch prefetch(chunks);
   for (Runs runs(p, panel); runs.next();) {
     Span const span(p, runs);
-    prefetch.lines(span.columns * kRowsPerPanel * kBits / 8 / 64);
     tile.decode(p, span, codes_at<kBits>(chunks, span.begin));
-    multiply(tile, *memory, span);
+    multiply(tile, *memory, span, prefetch);
   }
   store_rows(p, *memory, panel, first, rows);
 }
@@ -219,13 +224,14 @@ void for_each_wide_tile(CpuProduct const& p, int panel, int first, int rows,
 template <int kBits>
 void multiply_wide_panel(CpuProduct const& p, int panel, int first, int rows) {
   for_each_wide_tile<kBits, false>(
-      p, panel, first, rows, [&](auto const& tile, TileMemory& memory, Span const& span) {
+      p, panel, first, rows,
+      [&](auto const& tile, TileMemory& memory, Span const& span, FarPrefetch& prefetch) {
         for_parts<kMostTileRows>(rows, [&](int row, auto count) {
           // Row blocks whose sums fit into registers.
           constexpr int kRows = decltype(count)::value,
                         kBlocks = kRows <= kMostTileRows / 2 ? 4 : 2;
           for (int block = 0; block < kRowBlocks; block += kBlocks)
-            multiply_wide<kRows, kBlocks>(p, tile, memory, span, block, first + row, row);
+            multiply_wide<kRows, kBlocks>(p, tile, memory, span, block, first + row, row, prefetch);
         });
       });
 }

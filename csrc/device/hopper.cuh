@@ -110,17 +110,17 @@ __device__ __forceinline__ void load_shared(uint32_t address, uint32_t (&v)[4]) 
                : "r"(address));
 }
 
+__device__ __forceinline__ void load_shared(uint32_t address, float (&v)[4]) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "r"(address));
+}
+
 // Four 8 x 8 matrices of 16 bits; a lane has the address of a line of one.
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t const (&v)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                : "memory");
-}
-
-__device__ __forceinline__ void load_shared(uint32_t address, float (&v)[4]) {
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-               : "r"(address));
 }
 
 // Keep the compiler from moving uses of registers that an MMA in flight reads or writes.

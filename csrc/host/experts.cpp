@@ -265,14 +265,17 @@ double expected_tiles(RouteProblem const& r, int height) {
   }
 }
 
-// The expected number of waves in which clusters take so many tiles each. The number of tiles has
-// the deviation of experts that have one tile more than others or not; a token's experts differ, so
-// it is some 0.6 of that of independent choices.
+// The deviation of the number of tiles: each expert has one more than others or not, and as a
+// token's experts differ, it is some 0.6 of that of independent choices.
+double tiles_deviation(RouteProblem const& r, double tiles) {
+  double const more = tiles / r.experts - std::floor(tiles / r.experts);
+  return 0.6 * std::sqrt(r.experts * more * (1 - more));
+}
+
+// The expected number of waves in which clusters take so many tiles each.
 double expected_waves(RouteProblem const& r, double tiles, double of_tile) {
   constexpr int kMany = 16;  // of which the last is half full on average
-  double const more = tiles / r.experts - std::floor(tiles / r.experts);
-  double const mean = tiles * of_tile,
-               deviation = 0.6 * std::sqrt(r.experts * more * (1 - more)) * of_tile + 1e-9;
+  double const mean = tiles * of_tile, deviation = tiles_deviation(r, tiles) * of_tile + 1e-9;
   if (mean > kMany) return mean + 0.5;
   double waves = 1;
   for (double full = 1;; ++full) {
@@ -438,12 +441,10 @@ bool gathers(MoeProblem const& p, Device const& device, MoePlan const& plan) {
 }
 
 // A number of tiles that most routings do not exceed, so that the choice does not miss a wave of
-// CTAs by one tile. An expert is touched or not; a token's experts differ, so the deviation is some
-// 0.6 of that of independent choices.
+// CTAs by one tile.
 double likely_tiles(RouteProblem const& r, int height) {
-  double const tiles = expected_tiles(r, height), share = std::min(1.0, tiles / r.experts);
-  return std::min(double(most_tiles(r, height)),
-                  tiles + 0.6 * std::sqrt(r.experts * share * (1 - share)));
+  double const tiles = expected_tiles(r, height);
+  return std::min(double(most_tiles(r, height)), tiles + tiles_deviation(r, tiles));
 }
 
 // The plan of one product by a portable kernel: a CTA for each tile that there may be. K is cut
