@@ -312,13 +312,13 @@ bool decodes_codes(MoeProblem const& p) {
 struct DecodeRows {  // all of 4 bits
   int exact;         // products of 16-bit x
   int rounded;       // weights, in groups of 64 or more
-  int short_groups;  // and in others
+  int short_groups;  // and in others, with scales of x's type, without offsets and biases
   int blocks;        // with scales for blocks of codes of x
   int tokens;        // with one for each row
 };
 constexpr DecodeRows kDecodeRows[] = {{4, 2, 2, 4, 6}, {12, 8, 6, 12, 12}};
 static_assert(std::size(kDecodeRows) == kCardCount);
-constexpr int kOtherRoundedRows = 2;  // rounded weights of 8 bits
+constexpr int kOtherRoundedRows = 2;  // other rounded weights
 constexpr int kCodesOf8BitsRows = 3;  // codes of x times weights of 8 bits
 constexpr int kMostDecodeRows = 12;   // of all: with more, many an expert has more than 16
 
@@ -343,11 +343,14 @@ int most_decode_rows(MoeProblem const& p, Device const& device) {
   }
   bool const exact = decodes_exactly(gate_up) && decodes_exactly(down),
              long_groups = both(
-                 [](PackedWeight const& w) { return w.group_size == -1 || w.group_size >= 64; });
-  int const rows = exact         ? most.exact
-                   : !nibbles    ? kOtherRoundedRows
-                   : long_groups ? most.rounded
-                                 : most.short_groups;
+                 [](PackedWeight const& w) { return w.group_size == -1 || w.group_size >= 64; }),
+             dealt = !p.gate_up.bias && !p.down.bias && both([&](PackedWeight const& w) {
+               return has_narrow_scales(w, p.x_type) && !w.offsets;
+             });
+  int const rows = exact                    ? most.exact
+                   : nibbles && long_groups ? most.rounded
+                   : nibbles && dealt       ? most.short_groups
+                                            : kOtherRoundedRows;
   return used > 1.15 * wanted ? std::min(2 * rows, kMostDecodeRows) : rows;
 }
 
