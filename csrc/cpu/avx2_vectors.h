@@ -310,11 +310,11 @@ template <class Of>
 }
 
 // Prefetches the codes of a panel one cache line at a time, in the order of memory, in which the
-// hardware's prefetcher does not see them used. kHint: into which caches.
-template <_mm_hint kHint>
+// hardware's prefetcher does not see them used. kHint: into which caches; kAhead: bytes.
+template <_mm_hint kHint, int kAhead>
 class PrefetchTo {
  public:
-  PrefetchTo(uint8_t const* codes, int ahead)
+  explicit PrefetchTo(uint8_t const* codes, int ahead = kAhead)
       : next_(reinterpret_cast<char const*>(codes) + ahead) {}
   void line() { _mm_prefetch(next_, kHint), next_ += 64; }
   void lines(int count) {
@@ -324,18 +324,10 @@ class PrefetchTo {
  private:
   char const* next_;
 };
-
-struct Prefetch : PrefetchTo<_MM_HINT_T0> {
-  static constexpr int kAhead = 4096;  // bytes
-  explicit Prefetch(uint8_t const* codes, int ahead = kAhead) : PrefetchTo(codes, ahead) {}
-};
-
+using Prefetch = PrefetchTo<_MM_HINT_T0, 4096>;
 // For products that take less time for a line than memory does: into the second cache, where more
 // lines may be on their way.
-struct FarPrefetch : PrefetchTo<_MM_HINT_T1> {
-  static constexpr int kAhead = 8192;
-  explicit FarPrefetch(uint8_t const* codes) : PrefetchTo(codes, kAhead) {}
-};
+using FarPrefetch = PrefetchTo<_MM_HINT_T1, 8192>;
 
 // Denormal numbers keep their values here, whatever mode the caller's thread has set.
 class KeepDenormals {
