@@ -283,9 +283,10 @@ TEST(Experts, UseTilesOfAnotherHeightForEachProduct) {
 TEST(Experts, HaveTilesOf16RowsForLongerWhereMemoryIsFaster) {
   using Choice = std::pair<int, std::string>;
   auto const choice = [](Device const& device, int rows, ActQuant act_quant, int group_size = 128,
-                         Format format = Format::kInt4) {
+                         Format format = Format::kInt4, DataType scales = DataType::kFloat16) {
     MoeProblem p = experts(32 * rows, 256, 8, 7168, 256, group_size);
     p.gate_up.stack.format = p.down.stack.format = format;
+    p.gate_up.stack.scale_type = p.down.stack.scale_type = scales;
     p.act_quant = act_quant;
     p.x_type = DataType::kFloat16;  // the scales', so that few rows are decoded exactly
     MoePlan chosen;
@@ -294,13 +295,17 @@ TEST(Experts, HaveTilesOf16RowsForLongerWhereMemoryIsFaster) {
   };
   Choice const exact(16, "wgmma_decode"), rounded(16, "wgmma_decode_fold16");
   Choice const values(32, "wgmma_fold16"), codes(64, "wgmma_gemm_a8");
-  for (auto const& [device, exact_rows, rounded_rows, block_rows, token_rows] :
-       {std::tuple(kH100, 4, 2, 4, 6), {kHopper, 12, 8, 12, 12}}) {
+  for (auto const& [device, exact_rows, rounded_rows, short_rows, block_rows, token_rows] :
+       {std::tuple(kH100, 4, 2, 2, 4, 6), {kHopper, 12, 8, 6, 12, 12}}) {
     EXPECT_EQ(choice(device, exact_rows, ActQuant::kNone), exact);
     EXPECT_EQ(choice(device, exact_rows + 1, ActQuant::kNone), values);
     EXPECT_EQ(choice(device, 48, ActQuant::kNone), Choice(64, "wgmma_gemm_a16"));
     EXPECT_EQ(choice(device, rounded_rows, ActQuant::kNone, 64), rounded);
     EXPECT_EQ(choice(device, rounded_rows + 1, ActQuant::kNone, 64), values);
+    EXPECT_EQ(choice(device, short_rows, ActQuant::kNone, 32), rounded);
+    EXPECT_EQ(choice(device, short_rows + 1, ActQuant::kNone, 32), values);
+    // row panels are not dealt
+    EXPECT_EQ(choice(device, 3, ActQuant::kNone, 32, Format::kInt4, DataType::kFloat32), values);
     EXPECT_EQ(choice(device, block_rows, ActQuant::kBlock), exact);
     EXPECT_EQ(choice(device, block_rows + 1, ActQuant::kBlock), values);
     EXPECT_EQ(choice(device, 22, ActQuant::kBlock), values);
