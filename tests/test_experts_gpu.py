@@ -463,6 +463,26 @@ def test_row_panels_that_are_dealt_to_all_ctas(kind: str, act_quant: str) -> Non
 
 
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
+@pytest.mark.parametrize("kind", ["int4", "int4 in short groups", "int8 of 128"])
+@pytest.mark.parametrize("more", [0, 36, 144])
+def test_tiles_multiply_the_rows_that_there_are(more: int, kind: str, act_quant: str) -> None:
+    # The least and most rows of the steps of tiles of 96, 144 and 176 rows; `more` for an average
+    # that takes tiles of these.
+    rows = (1, 16, 47, 48, 49, 64, 65, 79, 80, 81, 96, 97, 111, 112, 113, 128, 143, 144, 145, 176)
+    random = torch.Generator().manual_seed(0)
+    ids = torch.arange(20).repeat_interleave(torch.tensor(rows) + more)
+    ids = ids[torch.randperm(len(ids), generator=random)][:, None]
+    x = torch.randn(len(ids), 1024, generator=random).half()
+    values = (x, *experts_of("long", kind), ids, torch.ones(len(ids), 1))
+    expected = co.mixed_moe(*values, act_quant=act_quant)
+    found = co.mixed_moe(*[value.to("cuda") for value in values], act_quant=act_quant)
+    if act_quant == "none":
+        check(found, expected, torch.float16)
+    else:
+        check_quantised(found, expected)
+
+
+@pytest.mark.parametrize("act_quant", ["none", "token", "block"])
 @pytest.mark.parametrize("kind", ["int4", "int4 in short groups"])
 def test_dealt_row_panels_of_many_small_experts(kind: str, act_quant: str) -> None:
     # 1200 experts of one and two row panels: a CTA's share is of up to six.

@@ -42,6 +42,17 @@ __device__ __forceinline__ void store_remote(uint32_t* here, uint32_t v, uint64_
                : "memory");
 }
 
+// `bytes`, a multiple of 16, from shared memory to the same place of another block of the cluster;
+// `barrier`, at its address there, counts them.
+__device__ __forceinline__ void send(void const* here, uint64_t* barrier, int rank, int bytes) {
+  uint32_t const from = cute::cast_smem_ptr_to_uint(here);
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(cute::set_block_rank(from, rank)),
+      "r"(from), "r"(bytes), "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(barrier), rank))
+      : "memory");
+}
+
 // `bytes`, a multiple of 16, to the same place of the CTAs of the cluster that have a bit in
 // `ctas`; `barrier`, at its place there, counts them.
 __device__ __forceinline__ void bulk_copy_multicast(void const* from, uint64_t* barrier,
@@ -89,15 +100,15 @@ __device__ __forceinline__ void wgmma_expand(uint32_t const (&a)[4], uint64_t b,
 
 // sums[64 x kBlockM] (+)= a[64 x 32] b[kBlockM x 32]^T, issued; `b` is a shared-memory descriptor.
 template <int kBlockM>
-__device__ __forceinline__ void wgmma_int8(uint32_t const (&a)[4], uint64_t b,
-                                           uint32_t (&sums)[kBlockM / 2], bool add) {
+__device__ __forceinline__ void wgmma_int8(uint32_t const (&a)[4], uint64_t b, uint32_t* sums,
+                                           bool add) {
   wgmma_expand<Int8Wgmma<kBlockM>>(a, b, sums, add, std::make_index_sequence<kBlockM / 2>{});
 }
 
 // sums[64 x kBlockM] (+)= a[64 x 16] b[kBlockM x 16]^T, issued.
 template <class Element, int kBlockM>
-__device__ __forceinline__ void wgmma_float(uint32_t const (&a)[4], uint64_t b,
-                                            float (&sums)[kBlockM / 2], bool add) {
+__device__ __forceinline__ void wgmma_float(uint32_t const (&a)[4], uint64_t b, float* sums,
+                                            bool add) {
   wgmma_expand<FloatWgmma<Element, kBlockM>>(a, b, sums, add,
                                              std::make_index_sequence<kBlockM / 2>{});
 }

@@ -304,38 +304,40 @@ __device__ __forceinline__ void scale_x_rows(float (&sums)[C::kSums], typename C
   }
 }
 
-// scale_x_rows() for experts. Finding a row of x takes two loads and a division, so they are issued
-// before the main loop and end during it: lane i of a warp has rows i, i + 32 and so on. With four
-// warpgroups the scales are loaded at the end: there are no registers for them, and the shuffles
-// make the main loop slower.
+// scale_x_rows() for experts. Lane i of a warp loads the scales of rows i, i + 32 and so on, since
+// finding a row of x takes two loads and a division. They are issued before the main loop and end
+// during it, but with four warpgroups, which have no registers for them, after it. 32 rows need no
+// shuffles, which make that main loop slower.
 template <class C>
 class ExpertRowScales {
-  static constexpr bool kEarly = C::kWarpgroups < 4;
+  static constexpr bool kEarly = C::kWarpgroups < 4, kShuffles = kEarly || C::kBlockM > 32;
   float scales_[(C::kBlockM + 31) / 32];
 
   static __device__ __forceinline__ float of_row(GroupedParams const& p,
                                                  typename C::Work const& work, int row) {
     return p.x.scales[row_of_slot(p.groups, min(work.first_x_row + row, work.end_x_row - 1))];
   }
+  __device__ __forceinline__ void load(GroupedParams const& p, ThreadCoord<C> const& coord,
+                                       typename C::Work const& work) {
+#pragma unroll
+    for (int i = 0; i * 32 < C::kBlockM; ++i) scales_[i] = of_row(p, work, i * 32 + coord.lane);
+  }
 
  public:
   __device__ __forceinline__ ExpertRowScales(GroupedParams const& p, ThreadCoord<C> const& coord,
                                              typename C::Work const& work) {
-    if (kEarly && p.x.scales) {
-#pragma unroll
-      for (int i = 0; i * 32 < C::kBlockM; ++i) scales_[i] = of_row(p, work, i * 32 + coord.lane);
-    }
+    if (kEarly && p.x.scales) load(p, coord, work);
   }
   __device__ __forceinline__ void apply(float (&sums)[C::kSums], GroupedParams const& p,
-                                        ThreadCoord<C> const& coord,
-                                        typename C::Work const& work) const {
+                                        ThreadCoord<C> const& coord, typename C::Work const& work) {
     if (!p.x.scales) return;
+    if (kShuffles && !kEarly) load(p, coord, work);
     int const pair = coord.lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < C::kBlockM / 4; ++i) {
       int const row = i / 2 * 8 + i % 2;
-      float const scale = kEarly ? __shfl_sync(~0u, scales_[row / 32], row % 32 + pair)
-                                 : of_row(p, work, row + pair);
+      float const scale = kShuffles ? __shfl_sync(~0u, scales_[row / 32], row % 32 + pair)
+                                    : of_row(p, work, row + pair);
       sums[i / 2 * 4 + i % 2] *= scale, sums[i / 2 * 4 + i % 2 + 2] *= scale;
     }
   }

@@ -44,17 +44,17 @@ template <class C>
 __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map,
                                     CUtensorMap const& out_map, typename C::Params const& p) {
   auto* staging = reinterpret_cast<float*>(stages + C::kStages * C::kStageBytes);
-  static_assert(sizeof(Barriers<C>) <= 256);
-  auto& barriers = *reinterpret_cast<Barriers<C>*>(stages + C::kSharedBytes - 256);
+  static_assert(sizeof(Barriers<C>) <= C::kBarrierBytes);
+  auto& barriers = *reinterpret_cast<Barriers<C>*>(stages + C::kSharedBytes - C::kBarrierBytes);
   int rank = int(cute::block_rank_in_cluster()), warpgroup = threadIdx.x / 128;
   int const preparing_warps = C::kImages && p.image.columns ? kPixelWarps : 1;
   int const preparing = C::kQuantizes ? kQuantizingWarps + 1 : 32 * preparing_warps;
   bool const index = by_index<C>(p);
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
-      // The two loading threads; or the one for the weights, and the lanes that copy rows through
-      // an index.
-      TransactionBarrier::init(&barriers.full[i], index ? 1 + 32 * kIndexWarps : 2);
+      // The two loading threads; and the lanes that copy rows through an index.
+      TransactionBarrier::init(&barriers.full[i], index ? 2 + 32 * kIndexWarps : 2);
+      if constexpr (C::kGrouped) ClusterBarrier::init(&barriers.half[i], 32 * kIndexWarps);
       ClusterBarrier::init(&barriers.empty[i], C::kCluster * C::kWarpgroups * 4);
       // The lanes; or the warps that quantise, and the one that prepares the weights' scales.
       ClusterBarrier::init(&barriers.prepared[i], preparing);
@@ -73,16 +73,15 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map,
     if (warp == 0) produce_weights<C>(stages, barriers, p, rank);
     if (warp == 1 && !index) produce_x_rows<C>(stages, barriers, p, map, rank);
     if constexpr (C::kGrouped) {
-      if (index && warp % 2 == 1) produce_rows_by_index<C>(stages, barriers, p, warp / 2);
+      if (index && warp % 2 == 1) produce_rows_by_index<C>(stages, barriers, p, rank, warp / 2);
+      if (index && warp == 2) send_rows<C>(stages, barriers, p, rank);
     }
     if constexpr (C::kQuantizes) {
       if (warp == 2) prepare_all_weight_scales<C>(stages, barriers, p);
       if (warp >= 4) quantize_x_rows<C>(stages, barriers, p, warp - 4);
     } else if constexpr (C::kLoadXRowScales) {
       if (index) {
-        if constexpr (C::kGrouped) {
-          if (warp == 2) prepare_scales_by_index<C>(stages, barriers, p);
-        }
+        // send_rows() prepares them
       } else if (preparing_warps == 1) {
         if (warp == 2) prepare_x_rows<C>(stages, barriers, p);
       } else if (warp >= 2) {

@@ -211,25 +211,46 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
   }
 }
 
-// Copies experts' rows through an index, by one of kIndexWarps warps. run() has waited for the
-// previous kernels.
+// Copies this CTA's half of experts' rows through an index, by one of kIndexWarps warps. run() has
+// waited for the previous kernels.
 template <class C>
 __device__ __forceinline__ void produce_rows_by_index(uint8_t* stages, Barriers<C>& barriers,
-                                                      typename C::Params const& p, int warp) {
+                                                      typename C::Params const& p, int rank,
+                                                      int warp) {
   uint32_t const first = cute::cast_smem_ptr_to_uint(stages) + C::kActivations;
+  bool const leader = cute::elect_one_sync() && warp == 0;
   Ring<C::kStages> ring;
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p);
-    RowsByIndex<C::kBlockM, C::kColumnPanels, C::kPanelBytes, kIndexWarps> const rows(
-        p.groups, p.rows, warp, [&](int row) { return slot_of_row(work, row); });
+    with_rows_of<C>(work, [&](auto taken) {
+      constexpr int kHalf = taken() / C::kCluster;
+      RowsByIndex<kHalf, C::kColumnPanels, C::kPanelBytes, kIndexWarps> const rows(
+          p.groups, p.rows, warp, [&](int row) { return slot_of_row(work, rank * kHalf + row); });
 #pragma unroll 1
-    for (int k = work.first_k(p), end = work.end_k(p); k < end; ++k, ring.advance()) {
-      ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
-      rows.copy(p.rows, k * C::kColumnPanels * C::kSwizzleBytes,
-                first + ring.stage * C::kStageBytes, &barriers.full[ring.stage]);
-    }
+      for (int k = work.first_k(p), end = work.end_k(p); k < end; ++k, ring.advance()) {
+        uint64_t* const full = &barriers.full[ring.stage];
+        ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
+        if (leader)  // the other CTA's half
+          TransactionBarrier::arrive_and_expect_tx(full,
+                                                   C::kColumnPanels * kHalf * C::kSwizzleBytes);
+        rows.template copy<false>(
+            p.rows, k * C::kColumnPanels * C::kSwizzleBytes,
+            first + ring.stage * C::kStageBytes + rank * kHalf * C::kSwizzleBytes, full,
+            &barriers.half[ring.stage]);
+      }
+    });
   }
+}
+
+// Sends the first `bytes` of panels of x, which this CTA's lanes have copied, to the cluster's other
+// CTA: by one lane.
+template <int kPanels, int kPanelBytes>
+__device__ __forceinline__ void send_panels(uint8_t* panels, uint64_t* full, int rank, int bytes) {
+  cutlass::arch::fence_view_async_shared();  // TMA reads what lanes have written
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel)
+    send(panels + panel * kPanelBytes, full, rank ^ 1, bytes);
 }
 
 // The scales of a stage's weights as fp32 numbers, times C::kUnit, in their place.
@@ -351,37 +372,55 @@ __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& bar
   }
 }
 
-// prepare_x_rows() for experts' rows that are read through an index, by one warp.
+// Where experts' rows are read through an index, a warp sends this CTA's half of a stage to the
+// other CTA. It is prepare_x_rows(), too, one stage behind, since a stage is full only when the
+// other CTA has sent its half.
 template <class C>
-__device__ __forceinline__ void prepare_scales_by_index(uint8_t* stages, Barriers<C>& barriers,
-                                                        typename C::Params const& p) {
+__device__ __forceinline__ void send_rows(uint8_t* stages, Barriers<C>& barriers,
+                                          typename C::Params const& p, int rank) {
   constexpr int kEach = (C::kBlockM + 31) / 32;
   Ring<C::kStages> ring;
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p), lane = threadIdx.x % 32;
+  bool const leader = cute::elect_one_sync();
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p);
+    int const half_bytes = taken_rows<C>(work) / C::kCluster * C::kSwizzleBytes;
+    int const begin = work.first_k(p), end = work.end_k(p);
     int rows[kEach];
     float scales[kEach];
-#pragma unroll
-    for (int i = 0; i < kEach; ++i)
-      rows[i] = row_of_slot(p.groups, min(work.first_x_row + i * 32 + lane, work.end_x_row - 1));
     auto const load = [&](int k) {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) scales[i] = p.x.scales[int64_t(k) * p.x.stride + rows[i]];
     };
-    int k = work.first_k(p);
-    load(k);
-#pragma unroll 1
-    for (int const end = work.end_k(p); k < end; ++k, ring.advance()) {
-      uint8_t* stage = stages + ring.stage * C::kStageBytes;
-      TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+    if constexpr (C::kLoadXRowScales) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i)
+        rows[i] = row_of_slot(p.groups, slot_of_row(work, i * 32 + lane));
+      load(begin);
+    }
+    auto const prepare = [&](int k) {
+      Ring<C::kStages> const before = ring.before();
+      uint8_t* const stage = stages + before.stage * C::kStageBytes;
+      TransactionBarrier::wait(&barriers.full[before.stage], before.phase);
       auto* factors = reinterpret_cast<float*>(stage + C::kXRowFactors);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) store_factor<C>(factors, i * 32 + lane, scales[i]);
       if (k + 1 < end) load(k + 1);
       if constexpr (C::kPrepareScales) prepare_weight_scales<C>(stage, p, lane);
-      ClusterBarrier::arrive(&barriers.prepared[ring.stage]);
+      ClusterBarrier::arrive(&barriers.prepared[before.stage]);
+    };
+#pragma unroll 1
+    for (int k = begin; k < end; ++k, ring.advance()) {
+      ClusterBarrier::wait(&barriers.half[ring.stage], ring.phase);
+      if (leader)
+        send_panels<C::kColumnPanels, C::kPanelBytes>(
+            stages + ring.stage * C::kStageBytes + C::kActivations + rank * half_bytes,
+            &barriers.full[ring.stage], rank, half_bytes);
+      if constexpr (C::kLoadXRowScales) {
+        if (k > begin) prepare(k - 1);
+      }
     }
+    if constexpr (C::kLoadXRowScales) prepare(end - 1);
   }
 }
 

@@ -45,6 +45,7 @@ struct TileConfig {
       false;  // whether a block loads less than half a tile where there are not as many rows of x
   using Work = hopper::Work;                        // how clusters share tiles
   using Params = hopper::Params;                    // of the kernel
+  static constexpr int kLeastRows = kBlockM;        // of x, that a tile's MMAs take
   static constexpr int kWindowTiles = 0;            // tiles of K between one compensation
                                                     // (zero_compensation.h) and the next; 0: none
   static constexpr int kWarpgroups = kWarpgroups_;  // that multiply
@@ -79,7 +80,7 @@ struct TileConfig {
   static constexpr int kStoreBytes = kCta.store_bytes;
   static constexpr int kEndScales = kCta.end_scales, kEndZeros = kCta.end_zeros,
                        kEndBytes = kCta.end_bytes;
-  static constexpr int kSharedBytes = kCta.shared_bytes;
+  static constexpr int kBarrierBytes = 256, kSharedBytes = kCta.shared_bytes;
   static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
   static_assert(kBlockM / kCluster % 8 == 0, "half of BLOCK_M is whole swizzle atoms");
 };
@@ -144,6 +145,14 @@ __device__ __forceinline__ int first_feature(int row_pair, int rank, Params cons
   return (row_pair * C::kCluster + rank) * C::kRows;
 }
 template <class C>
+__device__ __forceinline__ int x_rows_of(typename C::Work const& work) {
+  if constexpr (C::kGrouped) {
+    return work.end_x_row - work.first_x_row;
+  } else {
+    return C::kBlockM;
+  }
+}
+template <class C>
 __device__ __forceinline__ int first_x_row(typename C::Work const& work, int rank,
                                            Params const& p) {
   if constexpr (C::kGrouped) {
@@ -155,6 +164,32 @@ __device__ __forceinline__ int first_x_row(typename C::Work const& work, int ran
   }
 }
 
+// A tile's MMAs take the least number of rows of x that has `rows`, of kMost, kMost - kStep and so
+// on to kLeast. Calls f with it. Every lane has the same `rows`.
+template <int kLeast, int kMost, int kStep, class F>
+__device__ __forceinline__ void with_rows(int rows, F const& f) {
+  constexpr int kSteps = (kMost - kLeast) / kStep;
+  if constexpr (kSteps > 0) {
+    constexpr int kUpper = kMost - kSteps / 2 * kStep;  // the least of the upper half
+    if (rows <= kUpper - kStep) return with_rows<kLeast, kUpper - kStep, kStep>(rows, f);
+    with_rows<kUpper, kMost, kStep>(rows, f);
+  } else {
+    f(std::integral_constant<int, kMost>());
+  }
+}
+
+// with_rows()'s number for a tile of experts, and for the kernels' other tiles kBlockM.
+template <class C, class F>
+__device__ __forceinline__ void with_rows_of(typename C::Work const& work, F const& f) {
+  with_rows<C::kLeastRows, C::kBlockM, kRowStep>(x_rows_of<C>(work), f);
+}
+template <class C>
+__device__ __forceinline__ int taken_rows(typename C::Work const& work) {
+  int const missing = max(0, C::kBlockM - x_rows_of<C>(work));
+  constexpr int kMostSteps = (C::kBlockM - C::kLeastRows) / kRowStep;
+  return C::kBlockM - min(missing / kRowStep, kMostSteps) * kRowStep;
+}
+
 // The stage and phase of a ring's position.
 template <int kStages>
 struct Ring {
@@ -162,6 +197,9 @@ struct Ring {
   uint32_t phase = 0;
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+  __device__ __forceinline__ Ring before() const {
+    return {stage == 0 ? kStages - 1 : stage - 1, stage == 0 ? phase ^ 1 : phase};
   }
 };
 
@@ -381,8 +419,17 @@ struct StoredTiles {
 template <>
 struct StoredTiles<0> {};
 
+// Barriers of kStages stages of experts' rows by index: this CTA's half has arrived.
+template <int kStages>
+struct HalfBarriers {
+  uint64_t half[kStages];
+};
+template <>
+struct HalfBarriers<0> {};
+
 template <class C>
-struct Barriers : StoredTiles<C::kGrouped ? C::kStages : 0> {
+struct Barriers : StoredTiles<C::kGrouped ? C::kStages : 0>,
+                  HalfBarriers<C::kGrouped ? C::kStages : 0> {
   uint64_t full[C::kStages], empty[C::kStages];
   uint64_t prepared[C::kStages];  // where stages bring scales of x: they are in the
                                   // accumulators' order

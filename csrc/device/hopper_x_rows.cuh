@@ -5,8 +5,9 @@
 //   image    the pixels under one tap of a kernel, since a tile of K has one tap: TMA's im2col mode
 //            collects them in the order of the result's pixels, with zeros where there are none
 //   by index experts' rows, each wherever it lies: TMA has no such copy on Hopper, so lanes copy 16
-//            bytes each, by address, into the swizzle. A CTA copies all rows of its tile
-//            itself: these copies reach no other CTA of the cluster
+//            bytes each, by address, into the swizzle. Each CTA of a cluster copies half of the rows
+//            and sends them to the other, since these copies are slow: twice as many bound the
+//            products (docs/tuning-notes.md)
 #pragma once
 
 #include "device/grouped.cuh"
@@ -77,68 +78,67 @@ class XRows {
   }
 };
 
-// The slot of a row of a tile whose rows have slots that follow each other, or -1.
+// The slot of a row of a tile whose rows have slots that follow each other; beyond the last row,
+// that row's.
 template <class Work>
 __device__ __forceinline__ int slot_of_row(Work const& work, int row) {
-  int const slot = work.first_x_row + row;
-  return slot < work.end_x_row ? slot : -1;
+  return min(work.first_x_row + row, work.end_x_row - 1);
 }
 
-// Rows of a tile of kBlockM rows, read through an index by kWarps warps together; kPanels: panels
-// of 128 bytes of a row, kPanelBytes apart in shared memory. Sixteen rows follow the sixteen before
-// kSixteenBytes further.
-template <int kBlockM, int kPanels, int kPanelBytes, int kWarps, int kSixteenBytes = 16 * 128>
+// kRows rows, read through an index by kWarps warps together; kPanels: panels of 128 bytes of a
+// row, kPanelBytes apart in shared memory. Sixteen rows follow the sixteen before kSixteenBytes
+// further. A lane holds where its rows begin: the copies are few instructions.
+template <int kRows, int kPanels, int kPanelBytes, int kWarps, int kSixteenBytes = 16 * 128>
 class RowsByIndex {
-  static constexpr int kHeld = (kBlockM + 31) / 32, kStep = 4 * kWarps;
-  static_assert(kBlockM % kStep == 0);
-  int first_[kHeld];  // pieces of rows `lane`, `lane` + 32 and so on of the tile; -1: no row
-  int row_;           // of a step's rows, this lane's
+  static constexpr int kStep = 4 * kWarps;
+  static_assert(kRows % kStep == 0 && 32 % kStep == 0);
+  int pieces_[kRows / kStep];  // of this lane's row of each kStep rows; -1: there is none
+  int row_;                    // of kStep rows, this lane's
 
  public:
-  // slot_of(i): of the tile's row i; -1: there is none.
+  // slot_of(i): of row i; -1: there is none.
   template <class SlotOf>
   __device__ __forceinline__ RowsByIndex(Groups const& groups, RowPieces const& rows, int warp,
                                          SlotOf slot_of) {
     int const lane = threadIdx.x % 32;
     row_ = warp * 4 + lane / 8;
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      int const slot = slot_of(i * 32 + lane);
-      first_[i] = slot >= 0 ? row_of_slot(groups, slot) * rows.stride : -1;
+    for (int first = 0; first < kRows; first += 32) {
+      int const row = first + lane, slot = row < kRows ? slot_of(row) : -1;
+      int const begin = slot >= 0 ? row_of_slot(groups, slot) * rows.stride : -1;
+#pragma unroll
+      for (int i = 0; i < 32 && first + i < kRows; i += kStep)
+        pieces_[(first + i) / kStep] = __shfl_sync(~0u, begin, i + row_);
     }
   }
 
-  // The rows that exist, a bit each.
-  __device__ __forceinline__ uint32_t mask() const {
-    static_assert(kHeld == 1, "a bit for each lane");
-    return __ballot_sync(~0u, first_[0] >= 0);
-  }
-
-  // Copies the panels from byte `byte` of rows on to `panels` in shared memory. They have arrived
-  // when every lane has arrived at `full`. Missing rows are filled with zeros, or left as they are
-  // where `mask` has none of four.
+  // Copies the panels from byte `byte` of rows on to `panels` in shared memory, with zeros behind a
+  // row's end. `full` and others have an arrival of every lane when they have arrived. kMissing:
+  // rows may be missing, and are left as they are.
+  template <bool kMissing, class... Barrier>
   __device__ __forceinline__ void copy(RowPieces const& rows, int byte, uint32_t panels,
-                                       uint64_t* full, uint32_t mask = ~0u) const {
+                                       Barrier*... full) const {
     int const piece = threadIdx.x % 8;
     uint32_t const to = panels + row_ * 128 + ((piece ^ row_ % 8) << 4);
     uint8_t const* from = rows.x + byte + piece * 16;
     asm volatile("" : "+l"(from));  // one instruction then adds a row's offset
+    int const left = rows.bytes - byte - piece * 16;
 #pragma unroll
-    for (int first = 0; first < kBlockM; first += kStep) {
-      if (!(mask >> first % 32 & 15)) continue;
-      int const piece_of_row = __shfl_sync(~0u, first_[first / 32], first % 32 + row_);
+    for (int first = 0; first < kRows; first += kStep) {
+      int const pieces = pieces_[first / kStep];
+      if (kMissing && pieces < 0) continue;
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
-        bool const exists = piece_of_row >= 0 && byte + panel * 128 + piece * 16 < rows.bytes;
         // Every other step of four rows begins in the middle of an atom of the swizzle.
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
                          (to ^ first % 8 * 16) + first / 16 * kSixteenBytes + first % 16 * 128 +
                          panel * kPanelBytes),
-                     "l"(from + int64_t(piece_of_row) * 16 + panel * 128), "r"(exists ? 16 : 0)
+                     "l"(from + int64_t(pieces) * 16 + panel * 128),
+                     "r"(left > panel * 128 ? 16 : 0)
                      : "memory");
       }
     }
-    cutlass::arch::cpasync_barrier_arrive_noinc(full);
+    (cutlass::arch::cpasync_barrier_arrive_noinc(full), ...);
   }
 };
 

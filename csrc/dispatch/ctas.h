@@ -177,9 +177,10 @@ struct Fold16Cta {
   int group_bytes = table_bytes ? rows * value_bytes : rows * (2 * value_bytes + 1);
   int chunk_bytes = code_bytes + kKPerTile / 32 * group_bytes;
 
-  // Behind 16 pairs of barriers, a tile of experts for each chunk that may begin one.
+  // Behind 16 pairs of barriers, for experts a tile for each chunk that may begin one, and a third
+  // barrier for each panel of x.
   int pairs = 16, tiles = grouped ? stages : 0;
-  int barrier_bytes = pairs * 16 + tiles * 16;
+  int barrier_bytes = pairs * (grouped ? 24 : 16) + tiles * 16;
   // Panels of x: as many as shared memory and barriers allow. Each has 64 columns; or the 128 of a
   // K tile, since tiles of few rows are bound by the issue of instructions, and half as many waits
   // are fewer.

@@ -157,10 +157,9 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barrie
                                C::kXBytes>(p.groups, p.rows, 0, slot_of);
   };
   auto rows = rows_of();
-  uint32_t mask = rows.mask();
   auto const x_rows = [&](int stage) {
     if (step.part.tile != tile || (step.part.row_panels > step.part.in_first) != (of_tiles > 1))
-      rows = rows_of(), mask = rows.mask();
+      rows = rows_of();
     // Other rows of the stage keep what they have: their sums are not stored.
     int const k_tile = step.part.first_tile + step.i;
     uint32_t const to = cute::cast_smem_ptr_to_uint(shared);
@@ -175,8 +174,8 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barrie
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to_scale), "l"(scale)
                      : "memory");
     }
-    rows.copy(p.rows, k_tile * kKPerTile * int(sizeof(typename C::Element)), to + stage * p.x_bytes,
-              &barriers.full[stage], mask);
+    rows.template copy<true>(p.rows, k_tile * kKPerTile * int(sizeof(typename C::Element)),
+                             to + stage * p.x_bytes, &barriers.full[stage]);
   };
   for (int i = 0; i < filled; ++i, step.advance(p, dealt)) x_rows(i);
   // With row panels in even shares the next launch's CTAs find room only as these end, and then

@@ -91,11 +91,14 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr int kBand = kBlockM >= 160 ? 4 : 16;
   static constexpr int kXRowFactors = 0;
   static constexpr bool kPrepareScales = false;
+  static constexpr int kLeastRows =
+      kGrouped && kBlockM > kLeastTakenRows ? kLeastTakenRows : kBlockM;
   static constexpr bool kShortTiles = true, kSplitsRows = false;
 };
 
 template <class C>
-struct Barriers : hopper::StoredTiles<C::kTiles> {
+struct Barriers : hopper::StoredTiles<C::kTiles>,
+                  hopper::HalfBarriers<C::kGrouped ? C::kPanels : 0> {
   uint64_t full_panels[C::kPanels], empty_panels[C::kPanels], full_chunks[C::kChunks],
       empty_chunks[C::kChunks];
 };
@@ -152,6 +155,31 @@ __device__ __forceinline__ void produce_codes(uint8_t* shared, Barriers<C>& barr
   }
 }
 
+// Sends this CTA's half of the rows that are read through an index to the other CTA, a K tile at a
+// time.
+template <class C>
+class PanelSender {
+  hopper::Ring<C::kPanels> ring_;
+  int half_bytes_ = 0;  // of the next K tile, if there is one
+
+ public:
+  __device__ __forceinline__ void send(uint8_t* shared, Barriers<C>& barriers, int rank,
+                                       bool leader) {
+    if (half_bytes_ == 0) return;
+#pragma unroll
+    for (int i = 0; i < C::kSteps; i += C::kPanelSteps, ring_.advance()) {
+      ClusterBarrier::wait(&barriers.half[ring_.stage], ring_.phase);
+      if (leader)
+        hopper::send_panels<C::kPanelSteps, C::kStepBytes>(
+            shared + ring_.stage * C::kPanelBytes + rank * half_bytes_,
+            &barriers.full_panels[ring_.stage], rank, half_bytes_);
+    }
+  }
+  __device__ __forceinline__ void next(typename C::Work const& work) {
+    half_bytes_ = hopper::taken_rows<C>(work) / C::kCluster * 128;
+  }
+};
+
 // Another warp copies scales, offsets and zero points. A single warp would take as long to copy
 // codes and groups of 32 as the products with 32 rows of x take.
 template <class C>
@@ -164,6 +192,8 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers<C>& bar
   hopper::Ring<C::kChunks> ring;
   int const next_group = p.tile_groups == 8 ? C::kGroupOf16Bytes : C::kGroupBytes;
   hopper::ClusterTiles<C> tiles(p);
+  [[maybe_unused]] PanelSender<C> sender;
+  bool const sends = hopper::by_index<C>(p);
   while (tiles.more()) {
     typename C::Work const work = tiles.next(p, C::kBand);
     TilePanels<C> const panels(work, p, rank);
@@ -193,8 +223,12 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers<C>& bar
       // stage twice before it.
       if (leader) ClusterBarrier::arrive(full);
       if (ends) until_next = p.group_tiles, vector += int64_t(p.tile_groups) * p.n_pad;
+      if constexpr (C::kGrouped) {
+        if (sends) sender.send(shared, barriers, rank, leader), sender.next(work);
+      }
     }
   }
+  if constexpr (C::kGrouped) sender.send(shared, barriers, rank, leader);
 }
 
 // A third warp copies x: this CTA's half of the tile's rows, for both CTAs.
@@ -237,22 +271,32 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
 // produce_panels() for rows that are read through an index, by one of kIndexWarps warps.
 template <class C>
 __device__ __forceinline__ void produce_panels_by_index(uint8_t* shared, Barriers<C>& barriers,
-                                                        typename C::Params const& p, int warp) {
+                                                        typename C::Params const& p, int rank,
+                                                        int warp) {
   uint32_t const first = cute::cast_smem_ptr_to_uint(shared);
+  bool const leader = cute::elect_one_sync() && warp == 0;
   hopper::Ring<C::kPanels> ring;
   hopper::ClusterTiles<C> tiles(p);
   while (tiles.more()) {
     typename C::Work const work = tiles.next(p, C::kBand);
-    hopper::RowsByIndex<C::kBlockM, C::kPanelSteps, C::kStepBytes, hopper::kIndexWarps> const rows(
-        p.groups, p.rows, warp, [&](int row) { return hopper::slot_of_row(work, row); });
     int const end = work.end_k(p) * C::kSteps;
+    hopper::with_rows_of<C>(work, [&](auto taken) {
+      constexpr int kHalf = taken() / C::kCluster;
+      hopper::RowsByIndex<kHalf, C::kPanelSteps, C::kStepBytes, hopper::kIndexWarps> const rows(
+          p.groups, p.rows, warp,
+          [&](int row) { return hopper::slot_of_row(work, rank * kHalf + row); });
 #pragma unroll 1
-    for (int step = work.first_k(p) * C::kSteps; step < end;
-         step += C::kPanelSteps, ring.advance()) {
-      ClusterBarrier::wait(&barriers.empty_panels[ring.stage], ring.phase ^ 1);
-      rows.copy(p.rows, step * 128, first + ring.stage * C::kPanelBytes,
-                &barriers.full_panels[ring.stage]);
-    }
+      for (int step = work.first_k(p) * C::kSteps; step < end;
+           step += C::kPanelSteps, ring.advance()) {
+        uint64_t* const full = &barriers.full_panels[ring.stage];
+        ClusterBarrier::wait(&barriers.empty_panels[ring.stage], ring.phase ^ 1);
+        if (leader)  // the other CTA's half
+          TransactionBarrier::arrive_and_expect_tx(full, C::kPanelSteps * kHalf * 128);
+        rows.template copy<false>(p.rows, step * 128,
+                                  first + ring.stage * C::kPanelBytes + rank * kHalf * 128, full,
+                                  &barriers.half[ring.stage]);
+      }
+    });
   }
   hopper::wait_until_read(barriers.empty_panels, ring);
 }
@@ -320,7 +364,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
     int const row0 = (work.pair * C::kCluster + coord.rank) * C::kRows;
     int const m0 = hopper::first_x_row<C>(work, coord.rank, p);
     int const count = work.end_k(p) - work.first_k(p);
-    [[maybe_unused]] auto const row_scales = hopper::row_scales_of<C>(p, coord, work);
+    [[maybe_unused]] auto row_scales = hopper::row_scales_of<C>(p, coord, work);
     float sums[C::kSums] = {};
     uint32_t a[2][C::kGroups][C::kGroupKSlices][4];
     StoredCodes<typename C::Fold> codes;
@@ -408,15 +452,17 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
         if (begins) TransactionBarrier::wait(&barriers.full_panels[panels.stage], panels.phase);
         fence(a[step]);
         fence_registers(sums);
-        if (C::kTakesTurns) cutlass::arch::NamedBarrier::sync(256, turn);
-        cute::warpgroup_arrive();
+        hopper::with_rows_of<C>(work, [&](auto taken) {
+          if (C::kTakesTurns) cutlass::arch::NamedBarrier::sync(256, turn);
+          cute::warpgroup_arrive();
 #pragma unroll
-        for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice)
-          wgmma_float<typename C::Element, C::kBlockM>(
-              a[step][k_slice / C::kGroupKSlices][k_slice % C::kGroupKSlices], x_rows + k_slice * 2,
-              sums, true);
-        cute::warpgroup_commit_batch();
-        if (C::kTakesTurns) cutlass::arch::NamedBarrier::arrive(256, next_turn);
+          for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice)
+            wgmma_float<typename C::Element, taken()>(
+                a[step][k_slice / C::kGroupKSlices][k_slice % C::kGroupKSlices],
+                x_rows + k_slice * 2, sums, true);
+          cute::warpgroup_commit_batch();
+          if (C::kTakesTurns) cutlass::arch::NamedBarrier::arrive(256, next_turn);
+        });
         fence_registers(sums);
         cute::warpgroup_wait<1>();  // the step before is done
         fence(a[1 - step]);
@@ -462,7 +508,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   bool const index = hopper::by_index<C>(p);
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kPanels; ++i) {
-      TransactionBarrier::init(&barriers.full_panels[i], index ? 32 * hopper::kIndexWarps : 1);
+      TransactionBarrier::init(&barriers.full_panels[i], index ? 1 + 32 * hopper::kIndexWarps : 1);
+      if constexpr (C::kGrouped) ClusterBarrier::init(&barriers.half[i], 32 * hopper::kIndexWarps);
       ClusterBarrier::init(&barriers.empty_panels[i], C::kCluster * C::kWarpgroups * 4);
     }
     for (int i = 0; i < C::kChunks; ++i) {
@@ -481,7 +528,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (warp == 2) produce_groups<C>(shared, barriers, p, rank);
     if (warp == 1 && !index) produce_panels<C>(shared, barriers, p, map, rank);
     if constexpr (C::kGrouped) {
-      if (index && warp % 2 == 1) produce_panels_by_index<C>(shared, barriers, p, warp / 2);
+      if (index && warp % 2 == 1) produce_panels_by_index<C>(shared, barriers, p, rank, warp / 2);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::kRegisters>();
@@ -546,7 +593,7 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
 
 template <class Element, class Format>
 Status launch_group_tile(GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  return launch_height<32, 64, 96, 144, 208>(plan, plan.block_m, [&](auto height) {
+  return launch_height<32, 64, 96, 144>(plan, plan.block_m, [&](auto height) {
     return launch_groups<Element, Format, height()>(problem, plan, stream);
   });
 }

@@ -42,13 +42,16 @@ struct Config : hopper::TileConfig<Format::kBits, kBlockM, 2, true, false, false
   using Params = std::conditional_t<kGrouped_, hopper::GroupedParams, hopper::Params>;
   static constexpr bool kGrouped = kGrouped_, kShortTiles = !kGrouped, kImages = !kGrouped;
   static constexpr bool kSplitsRows = kWarpgroups == 2 && !kGrouped;
+  static constexpr int kBarrierBytes = kGrouped ? 384 : 256;
+  static constexpr int kSharedBytes =
+      Config::TileConfig::kSharedBytes - Config::TileConfig::kBarrierBytes + kBarrierBytes;
   static constexpr int kXBoxRows = kGrouped ? kSlotRows : Config::TileConfig::kXBoxRows;
   using Element = Element_;
   using Decode = typename Format::template Decoder<Element>;
   // Parts of the rows of x that are multiplied one after the other: two where two sets of sums of
   // all rows would not fit in registers.
   static constexpr int kHalves = kBlockM > 160 ? 2 : 1;
-  static constexpr int kColumns = kBlockM / kHalves, kProducts = kColumns / 2;
+  static constexpr int kLeastRows = kGrouped ? kLeastTakenRows : kBlockM;
   // Whether all weights are decoded behind products: the second half of a stage's columns behind
   // those of the first, and the next stage's first half behind the last. With one part of the rows
   // of x only the tiles named here take less time so (docs/tuning-notes.md).
@@ -134,138 +137,144 @@ Config<Element, Format, kBlockM, kZeros, Scale, kWarpgroups, kGrouped>::consume(
         m0 = hopper::first_x_row<C>(work, coord.rank, p);
     if (work.empty()) break;
     int count = work.end_k(p) - work.first_k(p);
-    [[maybe_unused]] auto const row_scales = hopper::row_scales_of<C>(p, coord, work);
-    float products[C::kProducts], sums[C::kSums] = {};
-    StoredWeights<C> weights;
-    uint32_t a[C::kSteps > 1 ? 2 : 1][C::kKSlices][4];
-    uint8_t const* base = stages + ring.stage * C::kStageBytes;
-    TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-    weights.load(base, coord);
-    StoredScales next_scales(base + coord.scales, scale_type);
-    if (C::kSteps > 1) weights.decode(0, a[0]);
+    [[maybe_unused]] auto row_scales = hopper::row_scales_of<C>(p, coord, work);
+    float sums[C::kSums] = {};
+    hopper::with_rows_of<C>(work, [&](auto taken) {
+      constexpr int kRows = taken(), kColumns = kRows / C::kHalves, kProducts = kColumns / 2;
+      float products[kProducts];
+      StoredWeights<C> weights;
+      uint32_t a[C::kSteps > 1 ? 2 : 1][C::kKSlices][4];
+      uint8_t const* base = stages + ring.stage * C::kStageBytes;
+      TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+      weights.load(base, coord);
+      StoredScales next_scales(base + coord.scales, scale_type);
+      if (C::kSteps > 1) weights.decode(0, a[0]);
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      int const stage = ring.stage;
-      base = stages + stage * C::kStageBytes;
-      uint64_t x_rows = uniform_operand_descriptor(base + C::kActivations);
-      if (C::kSteps == 1) weights.decode(0, a[0]);
-      ring.advance();
-      uint8_t const* next_base = stages + ring.stage * C::kStageBytes;
-      auto load_next = [&] {
-        if (i + 1 < count) {
-          TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-          weights.load(next_base, coord);
-        }
-      };
-      if constexpr (C::kDecodesBehind) {
-        auto const fence_operands = [&](int step) {
-#pragma unroll
-          for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice) fence_registers(a[step][k_slice]);
+      for (int i = 0; i < count; ++i) {
+        int const stage = ring.stage;
+        base = stages + stage * C::kStageBytes;
+        uint64_t x_rows = uniform_operand_descriptor(base + C::kActivations);
+        if (C::kSteps == 1) weights.decode(0, a[0]);
+        ring.advance();
+        uint8_t const* next_base = stages + ring.stage * C::kStageBytes;
+        auto load_next = [&] {
+          if (i + 1 < count) {
+            TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+            weights.load(next_base, coord);
+          }
         };
-        auto const multiply = [&](int step, int half) {
-          fence_operands(step);
-          fence_registers(products);
-          cute::warpgroup_arrive();
-#pragma unroll
-          for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice) {
-            constexpr int kInPanel = C::kPanelColumns / 16;
-            int const column = step * C::kKSlices + k_slice, x_row = half * C::kColumns;
-            wgmma_float<Element, C::kColumns>(
-                a[step][k_slice],
-                x_rows + (column / kInPanel * C::kPanelBytes + x_row * C::kSwizzleBytes) / 16 +
-                    column % kInPanel * 2,
-                products, step > 0 || k_slice > 0);
-          }
-          cute::warpgroup_commit_batch();
-          fence_registers(products);
-        };
-        float scale[2];
-        // The second step's weights are decoded behind the first half's first products, the next
-        // stage's first behind the second half's last: between a half's products and its next turn
-        // a warpgroup only promotes. (Other tiles have a separate loop: if they shared this code,
-        // the compiler would schedule short groups and 32 rows of x differently.)
-#pragma unroll
-        for (int half = 0; half < C::kHalves; ++half) {
-          cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + coord.warpgroup);
-          multiply(0, half);
-          if (half == 0) weights.decode(1, a[1]);
-          multiply(1, half);
-          cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - coord.warpgroup);
-          if (half == 0) {
-            StoredScales(base + coord.scales, scale_type).values(scale_type, scale);
-            load_next();
-          }
-          bool const last = half == C::kHalves - 1;
-          if (last && i + 1 < count) {
-            cute::warpgroup_wait<1>();
-            fence_operands(0);
-            weights.decode(0, a[0]);
-          }
-          cute::warpgroup_wait<0>();
-          fence_registers(products);
-          if (last) {
-            fence_operands(1);
-            if (coord.lane < C::kCluster)
-              ClusterBarrier::arrive(&barriers.empty[stage], coord.lane, true);
-          }
-#pragma unroll
-          for (int j = 0; j < C::kProducts; ++j) {
-            float& sum = sums[half * C::kProducts + j];
-            sum = fmaf(products[j], scale[j % 4 / 2], sum);
-          }
-        }
-      } else {
-#pragma unroll
-        for (int step = 0; step < C::kSteps; ++step) {
-#pragma unroll
-          for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice)
-            fence_registers(a[step % 2][k_slice]);
-          fence_registers(products);
-          if (C::kInTurn) cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + coord.warpgroup);
-          cute::warpgroup_arrive();
-#pragma unroll
-          for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice) {
-            constexpr int kInPanel = C::kPanelColumns / 16;
-            int const column = step * C::kKSlices + k_slice;
-            wgmma_float<Element, C::kBlockM>(
-                a[step % 2][k_slice],
-                x_rows + column / kInPanel * (C::kPanelBytes / 16) + column % kInPanel * 2,
-                products, step > 0 || k_slice > 0);
-          }
-          cute::warpgroup_commit_batch();
-          if (C::kInTurn)
-            cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - coord.warpgroup);
-          fence_registers(products);
-          StoredScales const scales = next_scales;
-          float scale[2];
-          if (C::kScalesFirst) scales.values(scale_type, scale);
-          if (step > 0) {  // the registers that are decoded to next are free
-            cute::warpgroup_wait<1>();
+        if constexpr (C::kDecodesBehind) {
+          auto const fence_operands = [&](int step) {
 #pragma unroll
             for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice)
-              fence_registers(a[(step + 1) % 2][k_slice]);
-          }
-          if (step + 1 < C::kSteps) {
-            weights.decode(step + 1, a[(step + 1) % 2]);
-            if (step + 2 == C::kSteps) load_next();
-          } else {
-            if (C::kSteps == 1) load_next();
-            if (i + 1 < count) {
-              next_scales.load(next_base + coord.scales, scale_type);
-              if (C::kSteps > 1) weights.decode(0, a[0]);
+              fence_registers(a[step][k_slice]);
+          };
+          auto const multiply = [&](int step, int half) {
+            fence_operands(step);
+            fence_registers(products);
+            cute::warpgroup_arrive();
+#pragma unroll
+            for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice) {
+              constexpr int kInPanel = C::kPanelColumns / 16;
+              int const column = step * C::kKSlices + k_slice, x_row = half * kColumns;
+              wgmma_float<Element, kColumns>(
+                  a[step][k_slice],
+                  x_rows + (column / kInPanel * C::kPanelBytes + x_row * C::kSwizzleBytes) / 16 +
+                      column % kInPanel * 2,
+                  products, step > 0 || k_slice > 0);
+            }
+            cute::warpgroup_commit_batch();
+            fence_registers(products);
+          };
+          float scale[2];
+          // The second step's weights are decoded behind the first half's first products, the next
+          // stage's first behind the second half's last: between a half's products and its next turn
+          // a warpgroup only promotes. (Other tiles have a separate loop: if they shared this code,
+          // the compiler would schedule short groups and 32 rows of x differently.)
+#pragma unroll
+          for (int half = 0; half < C::kHalves; ++half) {
+            cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + coord.warpgroup);
+            multiply(0, half);
+            if (half == 0) weights.decode(1, a[1]);
+            multiply(1, half);
+            cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - coord.warpgroup);
+            if (half == 0) {
+              StoredScales(base + coord.scales, scale_type).values(scale_type, scale);
+              load_next();
+            }
+            bool const last = half == C::kHalves - 1;
+            if (last && i + 1 < count) {
+              cute::warpgroup_wait<1>();
+              fence_operands(0);
+              weights.decode(0, a[0]);
+            }
+            cute::warpgroup_wait<0>();
+            fence_registers(products);
+            if (last) {
+              fence_operands(1);
+              if (coord.lane < C::kCluster)
+                ClusterBarrier::arrive(&barriers.empty[stage], coord.lane, true);
+            }
+#pragma unroll
+            for (int j = 0; j < kProducts; ++j) {
+              float& sum = sums[half * kProducts + j];
+              sum = fmaf(products[j], scale[j % 4 / 2], sum);
             }
           }
-          if (step + 1 < C::kSteps) continue;
-          cute::warpgroup_wait<0>();
-          fence_registers(products);
-          if (coord.lane < C::kCluster)
-            ClusterBarrier::arrive(&barriers.empty[stage], coord.lane, true);
-          if (!C::kScalesFirst) scales.values(scale_type, scale);
+        } else {
 #pragma unroll
-          for (int j = 0; j < C::kSums; ++j) sums[j] = fmaf(products[j], scale[j % 4 / 2], sums[j]);
+          for (int step = 0; step < C::kSteps; ++step) {
+#pragma unroll
+            for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice)
+              fence_registers(a[step % 2][k_slice]);
+            fence_registers(products);
+            if (C::kInTurn) cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + coord.warpgroup);
+            cute::warpgroup_arrive();
+#pragma unroll
+            for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice) {
+              constexpr int kInPanel = C::kPanelColumns / 16;
+              int const column = step * C::kKSlices + k_slice;
+              wgmma_float<Element, kRows>(
+                  a[step % 2][k_slice],
+                  x_rows + column / kInPanel * (C::kPanelBytes / 16) + column % kInPanel * 2,
+                  products, step > 0 || k_slice > 0);
+            }
+            cute::warpgroup_commit_batch();
+            if (C::kInTurn)
+              cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - coord.warpgroup);
+            fence_registers(products);
+            StoredScales const scales = next_scales;
+            float scale[2];
+            if (C::kScalesFirst) scales.values(scale_type, scale);
+            if (step > 0) {  // the registers that are decoded to next are free
+              cute::warpgroup_wait<1>();
+#pragma unroll
+              for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice)
+                fence_registers(a[(step + 1) % 2][k_slice]);
+            }
+            if (step + 1 < C::kSteps) {
+              weights.decode(step + 1, a[(step + 1) % 2]);
+              if (step + 2 == C::kSteps) load_next();
+            } else {
+              if (C::kSteps == 1) load_next();
+              if (i + 1 < count) {
+                next_scales.load(next_base + coord.scales, scale_type);
+                if (C::kSteps > 1) weights.decode(0, a[0]);
+              }
+            }
+            if (step + 1 < C::kSteps) continue;
+            cute::warpgroup_wait<0>();
+            fence_registers(products);
+            if (coord.lane < C::kCluster)
+              ClusterBarrier::arrive(&barriers.empty[stage], coord.lane, true);
+            if (!C::kScalesFirst) scales.values(scale_type, scale);
+#pragma unroll
+            for (int j = 0; j < kProducts; ++j)
+              sums[j] = fmaf(products[j], scale[j % 4 / 2], sums[j]);
+          }
         }
       }
-    }
+    });
     if constexpr (C::kGrouped) {
       row_scales.apply(sums, p, coord, work);
       hopper::store_group<C>(sums, staging, out_map, p, coord, work, row0);

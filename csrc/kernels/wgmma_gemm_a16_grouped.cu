@@ -20,7 +20,7 @@ Status launch_tile(GroupedGemm const& problem, Plan const& plan, Stream stream) 
     if (plan.block_n == 512)
       return launch_zeros<Element, Format, 64, Element, 4>(problem, plan, stream);
   }
-  return launch_height<64, 96, 144, 208>(plan, plan.block_m, [&](auto height) {
+  return launch_height<64, 96, 144>(plan, plan.block_m, [&](auto height) {
     return launch_zeros<Element, Format, height()>(problem, plan, stream);
   });
 }

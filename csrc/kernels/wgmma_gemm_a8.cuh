@@ -45,7 +45,7 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
     int row0 = hopper::first_feature<C>(work.pair, coord.rank, p),
         m0 = hopper::first_x_row<C>(work, coord.rank, p);
     int count = work.end_k(p) - work.first_k(p);
-    uint32_t integers[C::kSums];
+    uint32_t totals[kChannel ? C::kSums : 1] = {};
     float sums[kChannel ? 1 : C::kSums] = {};
     uint32_t total_colsum[2] = {};  // of the weights of rows g and g + 8 over all of K; this lane's
                                     // part until the end
@@ -95,167 +95,175 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
     [[maybe_unused]] auto zeros_address = [&](uint8_t const* stage) {
       return cute::cast_smem_ptr_to_uint(stage) + coord.x_row_factors + C::kBlockM * 4;
     };
-    if constexpr (kLongSums) {
-      // If the first product started from zeros itself, the sums of 256 rows of x would stay live
-      // between tiles and not fit in registers.
+    hopper::with_rows_of<C>(work, [&](auto taken) {
+      constexpr int kRows = taken();
+      uint32_t integers[kRows / 2];
+      if constexpr (kLongSums) {
+        // If the first product started from zeros itself, the sums of 256 rows of x would stay live
+        // between tiles and not fit in registers.
 #pragma unroll
-      for (uint32_t& sum : integers) sum = 0;
-    }
-    TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-    raw.load(stages + ring.stage * C::kStageBytes, p, coord);
-    uint32_t a[4][4];
-    float codes[2];
-    if constexpr (C::kStartsFromZeroPoints) {
-      ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
-      uint32_t zeros = zeros_address(stages + ring.stage * C::kStageBytes);
+        for (uint32_t& sum : integers) sum = 0;
+      }
+      TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+      raw.load(stages + ring.stage * C::kStageBytes, p, coord);
+      uint32_t a[4][4];
+      float codes[2];
+      if constexpr (C::kStartsFromZeroPoints) {
+        ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
+        uint32_t zeros = zeros_address(stages + ring.stage * C::kStageBytes);
 #pragma unroll
-      for (int j = 0; j < C::kBlockM / 16; ++j) load_zeros<C>(j, zeros, integers);
-      decode_weights<C>(raw, a);
-      code_colsum(a, codes);
-      start_sums<C>(codes, integers);
-    }
-    [[maybe_unused]] int const tap_tiles = p.image.columns / kKPerTile;
-    [[maybe_unused]] int rest_of_tap = kTap ? tap_tiles - work.first_k(p) % tap_tiles : 0;
-    // Alternates between tiles up to the next compensation and the compensation. Provably the same
-    // in all lanes.
-    int i = 0;
-    [[maybe_unused]] int compensation = 0, window = 0;
-    if constexpr (C::kCompensatesByWindow) {
-      hopper::WindowPosition<C::kWindowTiles> const first(work.first_k(p), p);
-      window = __shfl_sync(~0u, first.window, 0),
-      compensation = __shfl_sync(~0u, first.compensation - work.first_k(p), 0);
-    }
-    do {
-      int const until = C::kCompensatesByWindow ? min(count, compensation) : count;
-      for (; i < until; ++i) {
-        uint8_t const* stage = stages + ring.stage * C::kStageBytes;
-        if constexpr (!C::kStartsFromZeroPoints) decode_weights<C>(raw, a);
-        float scale[2];
-        if (!C::kPrepareScales)
-          scale[0] = raw.scale[0] * C::kUnit, scale[1] = raw.scale[1] * C::kUnit;
-        uint64_t x_rows =
-            operand_descriptor((C::kPrepareScales ? first_stage + ring.stage * C::kStageBytes
-                                                  : cute::cast_smem_ptr_to_uint(stage)) +
-                               C::kActivations);
-        [[maybe_unused]] ZeroPointProduct<C> zero_point_product;
-        if constexpr (C::kMultipliesZeroPoints) zero_point_product.add(a);
-        if constexpr (C::kQuantizes)
-          ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
+        for (int j = 0; j < C::kBlockM / 16; ++j) load_zeros<C>(j, zeros, integers);
+        decode_weights<C>(raw, a);
+        code_colsum(a, codes);
+        start_sums<C>(codes, integers);
+      }
+      [[maybe_unused]] int const tap_tiles = p.image.columns / kKPerTile;
+      [[maybe_unused]] int rest_of_tap = kTap ? tap_tiles - work.first_k(p) % tap_tiles : 0;
+      // Alternates between tiles up to the next compensation and the compensation. Provably the same
+      // in all lanes.
+      int i = 0;
+      [[maybe_unused]] int compensation = 0, window = 0;
+      if constexpr (C::kCompensatesByWindow) {
+        hopper::WindowPosition<C::kWindowTiles> const first(work.first_k(p), p);
+        window = __shfl_sync(~0u, first.window, 0),
+        compensation = __shfl_sync(~0u, first.compensation - work.first_k(p), 0);
+      }
+      do {
+        int const until = C::kCompensatesByWindow ? min(count, compensation) : count;
+        for (; i < until; ++i) {
+          uint8_t const* stage = stages + ring.stage * C::kStageBytes;
+          if constexpr (!C::kStartsFromZeroPoints) decode_weights<C>(raw, a);
+          float scale[2];
+          if (!C::kPrepareScales)
+            scale[0] = raw.scale[0] * C::kUnit, scale[1] = raw.scale[1] * C::kUnit;
+          uint64_t x_rows =
+              operand_descriptor((C::kPrepareScales ? first_stage + ring.stage * C::kStageBytes
+                                                    : cute::cast_smem_ptr_to_uint(stage)) +
+                                 C::kActivations);
+          [[maybe_unused]] ZeroPointProduct<C> zero_point_product;
+          if constexpr (C::kMultipliesZeroPoints) zero_point_product.add(a);
+          if constexpr (C::kQuantizes)
+            ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
 #pragma unroll
-        for (int k_slice = 0; k_slice < 4; ++k_slice) fence_registers(a[k_slice]);
-        fence_registers(integers);
-        cute::warpgroup_arrive();
-#pragma unroll
-        for (int k_slice = 0; k_slice < 4; ++k_slice) {
-          wgmma_int8<C::kBlockM>(a[k_slice], x_rows + k_slice * 2, integers,
-                                 C::kStartsFromZeroPoints || kLongSums || k_slice > 0);
-        }
-        cute::warpgroup_commit_batch();
-        fence_registers(integers);
-        // While the products run.
-        if constexpr (kAsymmetric && kChannel) add_weights(a, total_colsum);
-        if constexpr (C::kMultipliesZeroPoints) zero_point_product.spread();
-        if (C::kLoadXRowScales && !C::kStartsFromZeroPoints && !C::kQuantizes)
-          ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
-        if constexpr (C::kPrepareScales) {
-          raw.load_prepared_scales(stage, coord);
-          scale[0] = raw.scale[0], scale[1] = raw.scale[1];
-        }
-        if constexpr (C::kMultipliesZeroPoints) {
-          fence_registers(zero_point_product.operand);
+          for (int k_slice = 0; k_slice < 4; ++k_slice) fence_registers(a[k_slice]);
+          fence_registers(integers);
           cute::warpgroup_arrive();
-          wgmma_int8<C::kBlockM>(zero_point_product.operand, repeated_descriptor(end_zeros),
-                                 integers, true);
+#pragma unroll
+          for (int k_slice = 0; k_slice < 4; ++k_slice) {
+            wgmma_int8<kRows>(a[k_slice], x_rows + k_slice * 2, integers,
+                              C::kStartsFromZeroPoints || kLongSums || k_slice > 0);
+          }
           cute::warpgroup_commit_batch();
           fence_registers(integers);
-        }
-        if constexpr (C::kConvertsScalesEarly) asm volatile("" : "+f"(scale[0]), "+f"(scale[1]));
-        uint64_t* empty = &barriers.empty[ring.stage];
-        ring.advance();
-        uint8_t const* next = stages + ring.stage * C::kStageBytes;
-        if (i + 1 < count) {
-          TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-          raw.load_vectors(next, p, coord);
-          if (C::kStartsFromZeroPoints)
+          // While the products run.
+          if constexpr (kAsymmetric && kChannel) add_weights(a, total_colsum);
+          if constexpr (C::kMultipliesZeroPoints) zero_point_product.spread();
+          if (C::kLoadXRowScales && !C::kStartsFromZeroPoints && !C::kQuantizes)
             ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
-        }
-        uint32_t factors = cute::cast_smem_ptr_to_uint(stage) + coord.x_row_factors;
-        XRowFactors<C> x_row_scales(factors);
-        cute::warpgroup_wait<0>();
-        fence_registers(integers);
-        if constexpr (C::kMultipliesZeroPoints) zero_point_product.subtract(end_zeros, integers);
-        if constexpr (C::kStartsFromZeroPoints) {
-          // The zero points of 16 rows are loaded kLate steps after their integers were consumed,
-          // and the next weights and their sums in between: loads need registers, and time.
-          constexpr int kSixteens = C::kBlockM / 16, kLate = 2;
-          constexpr int kWeightsAt = kBlockM == 176  ? 4
-                                     : kBlockM == 32 ? 0
-                                                     : 2,
-                        kCodesAt = kBlockM == 64 ? 3 : kSixteens * 2 / 3;
-          float bias[2] = {scale[0] * -kBias, scale[1] * -kBias};
-          uint32_t zeros = zeros_address(i + 1 < count ? next : stage);
+          if constexpr (C::kPrepareScales) {
+            raw.load_prepared_scales(stage, coord);
+            scale[0] = raw.scale[0], scale[1] = raw.scale[1];
+          }
+          if constexpr (C::kMultipliesZeroPoints) {
+            fence_registers(zero_point_product.operand);
+            cute::warpgroup_arrive();
+            wgmma_int8<C::kBlockM>(zero_point_product.operand, repeated_descriptor(end_zeros),
+                                   integers, true);
+            cute::warpgroup_commit_batch();
+            fence_registers(integers);
+          }
+          if constexpr (C::kConvertsScalesEarly) asm volatile("" : "+f"(scale[0]), "+f"(scale[1]));
+          uint64_t* empty = &barriers.empty[ring.stage];
+          ring.advance();
+          uint8_t const* next = stages + ring.stage * C::kStageBytes;
+          if (i + 1 < count) {
+            TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+            raw.load_vectors(next, p, coord);
+            if (C::kStartsFromZeroPoints)
+              ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
+          }
+          uint32_t factors = cute::cast_smem_ptr_to_uint(stage) + coord.x_row_factors;
+          XRowFactors<C> x_row_scales(factors);
+          cute::warpgroup_wait<0>();
+          fence_registers(integers);
+          if constexpr (C::kMultipliesZeroPoints) zero_point_product.subtract(end_zeros, integers);
+          if constexpr (C::kStartsFromZeroPoints) {
+            // The zero points of 16 rows are loaded kLate steps after their integers were consumed,
+            // and the next weights and their sums in between: loads need registers, and time.
+            constexpr int kSixteens = C::kBlockM / 16, kLate = 2;
+            constexpr int kWeightsAt = kBlockM == 176  ? 4
+                                       : kBlockM == 32 ? 0
+                                                       : 2,
+                          kCodesAt = kBlockM == 64 ? 3 : kSixteens * 2 / 3;
+            float bias[2] = {scale[0] * -kBias, scale[1] * -kBias};
+            uint32_t zeros = zeros_address(i + 1 < count ? next : stage);
 #pragma unroll
-          for (int j = 0; j < kSixteens + kLate; ++j) {
-            if (j < kSixteens) {
-              x_row_scales.load(j + x_row_scales.kAhead);
+            for (int j = 0; j < kSixteens + kLate; ++j) {
+              if (j < kSixteens) {
+                x_row_scales.load(j + x_row_scales.kAhead);
 #pragma unroll
-              for (int k_slice = 0; k_slice < RawWeights<C>::kLoads; ++k_slice) {
-                if (j == kWeightsAt + k_slice / 2 && i + 1 < count)
-                  raw.load_piece(next, coord, k_slice);
+                for (int k_slice = 0; k_slice < RawWeights<C>::kLoads; ++k_slice) {
+                  if (j == kWeightsAt + k_slice / 2 && i + 1 < count)
+                    raw.load_piece(next, coord, k_slice);
+                }
+                promote_biased<C>(j, x_row_scales.sixteens[j], scale, bias, integers, sums);
               }
-              promote_biased<C>(j, x_row_scales.sixteens[j], scale, bias, integers, sums);
-            }
-            if (j >= kLate) load_zeros<C>(j - kLate, zeros, integers);
-            if (j == kCodesAt) {
-              decode_weights<C>(raw, a);
-              code_colsum(a, codes);
-            }
-          }
-          start_sums<C>(codes, integers);
-        } else {
-          // groups of eight rows of x between two loads of weights
-          constexpr int kEvery = kBlockM / 8 < 2 * RawWeights<C>::kLoads ? 1 : 2;
-          bool promotes = !kLongSums;
-          if constexpr (kTap) {
-            promotes = --rest_of_tap == 0 || i + 1 == count;
-            if (promotes) rest_of_tap = tap_tiles;
-          }
-#pragma unroll
-          for (int j = 0; j < C::kBlockM / 8; ++j) {
-            if (!kTap && j % 2 == 0) x_row_scales.load(j / 2 + x_row_scales.kAhead);
-            // The next weights, 16 bytes at a time: before the products end no register is free,
-            // and for 8-bit weights there is none at all.
-            if (j % kEvery == kEvery - 1 && j / kEvery < RawWeights<C>::kLoads && i + 1 < count)
-              raw.load_piece(next, coord, j / kEvery);
-            if constexpr (!kLongSums)
-              promote<C>(j, x_row_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
-          }
-          if (kTap && promotes) {
-#pragma unroll
-            for (int j = 0; j < C::kBlockM / 8; ++j) {
-              if (j % 2 == 0) x_row_scales.load(j / 2 + x_row_scales.kAhead);
-#pragma unroll
-              for (int e = 0; e < 4; ++e) {
-                float& sum = sums[4 * j + e];
-                sum = fmaf(float(int(integers[4 * j + e])),
-                           x_row_scales.sixteens[j / 2][j % 2 * 2 + e % 2], sum);
-                integers[4 * j + e] = 0;
+              if (j >= kLate) load_zeros<C>(j - kLate, zeros, integers);
+              if (j == kCodesAt) {
+                decode_weights<C>(raw, a);
+                code_colsum(a, codes);
               }
             }
+            start_sums<C>(codes, integers);
+          } else {
+            // groups of eight rows of x between two loads of weights
+            constexpr int kEvery = kRows / 8 < 2 * RawWeights<C>::kLoads ? 1 : 2;
+            bool promotes = !kLongSums;
+            if constexpr (kTap) {
+              promotes = --rest_of_tap == 0 || i + 1 == count;
+              if (promotes) rest_of_tap = tap_tiles;
+            }
+#pragma unroll
+            for (int j = 0; j < kRows / 8; ++j) {
+              if (!kTap && j % 2 == 0) x_row_scales.load(j / 2 + x_row_scales.kAhead);
+              // The next weights, 16 bytes at a time: before the products end no register is free,
+              // and for 8-bit weights there is none at all.
+              if (j % kEvery == kEvery - 1 && j / kEvery < RawWeights<C>::kLoads && i + 1 < count)
+                raw.load_piece(next, coord, j / kEvery);
+              if constexpr (!kLongSums)
+                promote<C>(j, x_row_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
+            }
+            if (kTap && promotes) {
+#pragma unroll
+              for (int j = 0; j < C::kBlockM / 8; ++j) {
+                if (j % 2 == 0) x_row_scales.load(j / 2 + x_row_scales.kAhead);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                  float& sum = sums[4 * j + e];
+                  sum = fmaf(float(int(integers[4 * j + e])),
+                             x_row_scales.sixteens[j / 2][j % 2 * 2 + e % 2], sum);
+                  integers[4 * j + e] = 0;
+                }
+              }
+            }
+          }
+          if (C::kMeetAtEnd) __syncwarp();
+          if (coord.lane < C::kCluster) ClusterBarrier::arrive(empty, coord.lane, true);
+        }
+        if constexpr (C::kCompensatesByWindow) {
+          if (i < count) {
+            compensate<C>(window, raw, stages, ring, barriers, p, coord, i + 1 == count, integers,
+                          sums);
+            ++i, ++window;
+            compensation = min(compensation + C::kWindowTiles + 1, p.k_tiles - 1 - work.first_k(p));
           }
         }
-        if (C::kMeetAtEnd) __syncwarp();
-        if (coord.lane < C::kCluster) ClusterBarrier::arrive(empty, coord.lane, true);
+      } while (C::kCompensatesByWindow && i < count);
+      if constexpr (kChannel) {
+#pragma unroll
+        for (int i = 0; i < kRows / 2; ++i) totals[i] = integers[i];
       }
-      if constexpr (C::kCompensatesByWindow) {
-        if (i < count) {
-          compensate<C>(window, raw, stages, ring, barriers, p, coord, i + 1 == count, integers,
-                        sums);
-          ++i, ++window;
-          compensation = min(compensation + C::kWindowTiles + 1, p.k_tiles - 1 - work.first_k(p));
-        }
-      }
-    } while (C::kCompensatesByWindow && i < count);
+    });
     if (C::kPinsStore) asm volatile("" : "+r"(row0), "+r"(m0));
     if constexpr (kBlock) {
       if constexpr (kGrouped) {
@@ -294,7 +302,7 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
           uint32_t zero_point_product =
               kAsymmetric ? total_colsum[h] * uint32_t(int(int8_t(end_zeros[x_row]))) : 0;
           outputs[i] =
-              float(int(integers[i] - zero_point_product)) * row_scale[h] * end_scales[x_row];
+              float(int(totals[i] - zero_point_product)) * row_scale[h] * end_scales[x_row];
         } else {
           sums[i] *= kTap ? row_scale[h] : end_scales[x_row];
         }

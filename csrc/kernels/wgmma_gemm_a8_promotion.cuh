@@ -41,6 +41,11 @@ struct Config
       std::conditional_t<kCompensatesByWindow, hopper::CompensatedParams,
                          std::conditional_t<kGrouped, hopper::GroupedParams, hopper::Params>>;
   using Work = std::conditional_t<kGrouped, hopper::GroupedWork<kBlockM>, hopper::Work>;
+  static constexpr int kLeastRows =
+      kGrouped && kBlockM > kLeastTakenRows ? kLeastTakenRows : kBlockM;
+  static constexpr int kBarrierBytes = kGrouped ? 384 : 256;
+  static constexpr int kSharedBytes =
+      Config::TileConfig::kSharedBytes - Config::TileConfig::kBarrierBytes + kBarrierBytes;
   static constexpr int kXBoxRows = kGrouped ? kSlotRows : Config::TileConfig::kXBoxRows;
   static_assert(!kGrouped || (!kAsymmetric_ && kPromotion_ != Promotion::kTap),
                 "experts have other kernels for these");
@@ -198,8 +203,7 @@ struct XRowFactors {
 // Fold the integers of eight rows of x into the fp32 sums. Register 4j + e: row g + 8 (e / 2), row
 // 8j + 2t + e % 2 of x.
 template <class C>
-__device__ __forceinline__ void promote(int j, float const* x_row,
-                                        uint32_t const (&integers)[C::kSums],
+__device__ __forceinline__ void promote(int j, float const* x_row, uint32_t const* integers,
                                         float const (&scale)[2], float (&sums)[C::kSums]) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) {

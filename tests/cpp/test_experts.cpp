@@ -48,10 +48,10 @@ TEST(Experts, UseHigherTilesForMoreRows) {
                                                     {1024, 128, 96, "wgmma_gemm_a16"},
                                                     {2048, 128, 144, "wgmma_gemm_a16"},  // 128
                                                     {2048, -1, 144, "wgmma_gemm_a16"},
-                                                    {16384, 128, 208, "wgmma_gemm_a16"},
+                                                    {16384, 128, 144, "wgmma_gemm_a16"},
                                                     {512, 64, 64, "wgmma_fold16"},
                                                     {1024, 32, 96, "wgmma_fold16"},
-                                                    {3072, 32, 208, "wgmma_fold16"},  // 192
+                                                    {3072, 32, 64, "wgmma_fold16"},  // 192
                                                     {16384, 32, 144, "wgmma_fold16"}}) {
     MoePlan chosen;
     MoeProblem const p = experts(tokens, 128, 8, 2048, 768, group_size);
