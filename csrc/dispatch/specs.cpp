@@ -434,10 +434,11 @@ bool can_quantize_tiles_along_m(GemmProblem const& problem) {
 // (docs/tuning-notes.md).
 template <int kBits>
 constexpr Candidate quantizes(bool (*applies)(GemmProblem const&)) {
-  constexpr TileCost kCost{400, 0, 0, 8};
+  TileCost of_tile;
+  of_tile.k4096 = 400, of_tile.end = 8;
   Candidate candidate = wgmma_gemm_a8_of<kBits>(kQuantizingHeight, 33, kMaxM);
   candidate.tile = wgmma_gemm_a8_tile(kBits, kQuantizingHeight, 2, true);
-  for (TileCost& cost : candidate.costs) cost = kCost;
+  for (TileCost& cost : candidate.costs) cost = of_tile;
   candidate.applies = applies, candidate.quantizes = true;
   candidate.why = "it quantises its own x";
   return candidate;

@@ -314,6 +314,22 @@ TEST(Dispatch, ChoosesNoKernelThatCannotImplementAProblem) {
   EXPECT_EQ(kernel(p), "mma_gemm_a16");
 }
 
+TEST(Dispatch, ChoosesTheSameInt8TilesForScalesOfAnyType) {
+  for (int m : {96, 128, 300, 1024, 4096})
+    for (ActQuant act_quant : {ActQuant::kBlock, ActQuant::kToken}) {
+      GemmProblem p = quantized_on_the_way(problem(m, 14336, 4096), act_quant, true);
+      Plan own, other;
+      ASSERT_TRUE(plan(p, kHopper, &own).ok());
+      for (DataType type : {DataType::kBFloat16, DataType::kFloat32}) {
+        p.weight.scale_type = type;
+        ASSERT_TRUE(plan(p, kHopper, &other).ok());
+        EXPECT_STREQ(other.kernel, own.kernel) << m;
+        EXPECT_EQ(other.quantizes, own.quantizes) << m;
+        EXPECT_EQ(other.block_m, own.block_m) << m;
+      }
+    }
+}
+
 TEST(Dispatch, HasConsistentKernelSpecs) {
   std::set<std::string> names;
   for (KernelSpec const& spec : kernel_specs()) {
