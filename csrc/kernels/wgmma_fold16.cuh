@@ -91,6 +91,9 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr int kBand = kBlockM >= 160 ? 4 : 16;
   static constexpr int kXRowFactors = 0;
   static constexpr bool kPrepareScales = false;
+  // Whether each CTA of a cluster copies half of rows by index, and sends them to the other. Tiles
+  // of few rows wait for memory, and the way through the other CTA is longer.
+  static constexpr bool kSharesRows = kGrouped && kBlockM > 32;
   static constexpr int kLeastRows =
       kGrouped && kBlockM > kLeastTakenRows ? kLeastTakenRows : kBlockM;
   static constexpr bool kShortTiles = true, kSplitsRows = false;
@@ -193,7 +196,7 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers<C>& bar
   int const next_group = p.tile_groups == 8 ? C::kGroupOf16Bytes : C::kGroupBytes;
   hopper::ClusterTiles<C> tiles(p);
   [[maybe_unused]] PanelSender<C> sender;
-  bool const sends = hopper::by_index<C>(p);
+  bool const sends = C::kSharesRows && hopper::by_index<C>(p);
   while (tiles.more()) {
     typename C::Work const work = tiles.next(p, C::kBand);
     TilePanels<C> const panels(work, p, rank);
@@ -281,19 +284,20 @@ __device__ __forceinline__ void produce_panels_by_index(uint8_t* shared, Barrier
     typename C::Work const work = tiles.next(p, C::kBand);
     int const end = work.end_k(p) * C::kSteps;
     hopper::with_rows_of<C>(work, [&](auto taken) {
-      constexpr int kHalf = taken() / C::kCluster;
-      hopper::RowsByIndex<kHalf, C::kPanelSteps, C::kStepBytes, hopper::kIndexWarps> const rows(
-          p.groups, p.rows, warp,
-          [&](int row) { return hopper::slot_of_row(work, rank * kHalf + row); });
+      constexpr int kOwn = C::kSharesRows ? taken() / C::kCluster : taken();
+      int const begin = C::kSharesRows ? rank * kOwn : 0;
+      hopper::RowsByIndex<kOwn, C::kPanelSteps, C::kStepBytes, hopper::kIndexWarps> const rows(
+          p.groups, p.rows, warp, [&](int row) { return hopper::slot_of_row(work, begin + row); });
 #pragma unroll 1
       for (int step = work.first_k(p) * C::kSteps; step < end;
            step += C::kPanelSteps, ring.advance()) {
         uint64_t* const full = &barriers.full_panels[ring.stage];
         ClusterBarrier::wait(&barriers.empty_panels[ring.stage], ring.phase ^ 1);
         if (leader)  // the other CTA's half
-          TransactionBarrier::arrive_and_expect_tx(full, C::kPanelSteps * kHalf * 128);
+          TransactionBarrier::arrive_and_expect_tx(
+              full, C::kSharesRows ? C::kPanelSteps * kOwn * 128 : 0);
         rows.template copy<false>(p.rows, step * 128,
-                                  first + ring.stage * C::kPanelBytes + rank * kHalf * 128, full,
+                                  first + ring.stage * C::kPanelBytes + begin * 128, full,
                                   &barriers.half[ring.stage]);
       }
     });
