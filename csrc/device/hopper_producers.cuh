@@ -243,8 +243,8 @@ __device__ __forceinline__ void produce_rows_by_index(uint8_t* stages, Barriers<
   }
 }
 
-// Sends the first `bytes` of panels of x, which this CTA's lanes have copied, to the cluster's other
-// CTA: by one lane.
+// Sends the first `bytes` of panels of x, which this CTA's lanes have copied, to the other CTA of
+// the cluster: by one lane.
 template <int kPanels, int kPanelBytes>
 __device__ __forceinline__ void send_panels(uint8_t* panels, uint64_t* full, int rank, int bytes) {
   cutlass::arch::fence_view_async_shared();  // TMA reads what lanes have written

@@ -5,9 +5,9 @@
 //   image    the pixels under one tap of a kernel, since a tile of K has one tap: TMA's im2col mode
 //            collects them in the order of the result's pixels, with zeros where there are none
 //   by index experts' rows, each wherever it lies: TMA has no such copy on Hopper, so lanes copy 16
-//            bytes each, by address, into the swizzle. Each CTA of a cluster copies half of the rows
-//            and sends them to the other, since these copies are slow: twice as many bound the
-//            products (docs/tuning-notes.md)
+//            bytes each, by address, into the swizzle. These copies are slow
+//            (docs/tuning-notes.md), so each CTA of a cluster copies half of the rows and sends
+//            them to the other
 #pragma once
 
 #include "device/grouped.cuh"

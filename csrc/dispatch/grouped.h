@@ -17,8 +17,7 @@ constexpr int kSlotRows = 16;  // an expert's slots begin at a multiple
 
 // BLOCK_M of the kernels for more rows of an expert than the decode kernels' 16: for 16-bit x, and
 // for int8 x. Only wgmma_fold16 has tiles of 32 rows.
-constexpr int kGroupedHeights[] = {32, 64, 96, 144},
-              kGroupedInt8Heights[] = {64, 96, 144, 176};
+constexpr int kGroupedHeights[] = {32, 64, 96, 144}, kGroupedInt8Heights[] = {64, 96, 144, 176};
 constexpr int kLeastExactHeight = 64;  // of wgmma_gemm_a16
 // The MMAs of higher tiles take as many rows as there are, in these steps down to the least.
 constexpr int kLeastTakenRows = 64, kRowStep = 32;

@@ -188,9 +188,9 @@ Config<Element, Format, kBlockM, kZeros, Scale, kWarpgroups, kGrouped>::consume(
           };
           float scale[2];
           // The second step's weights are decoded behind the first half's first products, the next
-          // stage's first behind the second half's last: between a half's products and its next turn
-          // a warpgroup only promotes. (Other tiles have a separate loop: if they shared this code,
-          // the compiler would schedule short groups and 32 rows of x differently.)
+          // stage's first behind the second half's last: between a half's products and its next
+          // turn a warpgroup only promotes. (Other tiles have a separate loop: if they shared this
+          // code, the compiler would schedule short groups and 32 rows of x differently.)
 #pragma unroll
           for (int half = 0; half < C::kHalves; ++half) {
             cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + coord.warpgroup);

@@ -119,8 +119,8 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
       }
       [[maybe_unused]] int const tap_tiles = p.image.columns / kKPerTile;
       [[maybe_unused]] int rest_of_tap = kTap ? tap_tiles - work.first_k(p) % tap_tiles : 0;
-      // Alternates between tiles up to the next compensation and the compensation. Provably the same
-      // in all lanes.
+      // Alternates between tiles up to the next compensation and the compensation. Provably the
+      // same in all lanes.
       int i = 0;
       [[maybe_unused]] int compensation = 0, window = 0;
       if constexpr (C::kCompensatesByWindow) {
