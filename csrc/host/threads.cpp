@@ -62,8 +62,8 @@ class Helpers {
   }
 
   // Linux may wake a helper on the CPU where it last ran although the caller is there now, and both
-  // share it for milliseconds while another is idle: work of 7 ms on two CPUs took 7 ms after a rest
-  // of 20 ms, and takes 3.6 so. Such a helper may run on the caller's other CPUs only.
+  // share it for milliseconds while another is idle (docs/tuning-notes.md). Such a helper may run on
+  // the caller's other CPUs only.
   void keep_apart() {
     int const here = sched_getcpu();
     for (Helper& helper : all_) {
