@@ -61,9 +61,9 @@ class Helpers {
     }
   }
 
-  // Linux may wake a helper on the CPU where it last ran although the caller is there now, and both
-  // share it for milliseconds while another is idle (docs/tuning-notes.md). Such a helper may run on
-  // the caller's other CPUs only.
+  // Linux may wake a helper on the CPU where it last ran although the caller is there now: both
+  // share it for milliseconds while another is idle (docs/tuning-notes.md). Such a helper may run
+  // on the caller's other CPUs only.
   void keep_apart() {
     int const here = sched_getcpu();
     for (Helper& helper : all_) {
