@@ -145,14 +145,6 @@ __device__ __forceinline__ int first_feature(int row_pair, int rank, Params cons
   return (row_pair * C::kCluster + rank) * C::kRows;
 }
 template <class C>
-__device__ __forceinline__ int x_rows_of(typename C::Work const& work) {
-  if constexpr (C::kGrouped) {
-    return work.end_x_row - work.first_x_row;
-  } else {
-    return C::kBlockM;
-  }
-}
-template <class C>
 __device__ __forceinline__ int first_x_row(typename C::Work const& work, int rank,
                                            Params const& p) {
   if constexpr (C::kGrouped) {
@@ -161,6 +153,16 @@ __device__ __forceinline__ int first_x_row(typename C::Work const& work, int ran
     int m_tile = work.m_tile;
     if (C::kSplitsRows && p.splits_rows) m_tile = m_tile * C::kCluster + rank;
     return m_tile * C::kBlockM;
+  }
+}
+
+// The rows of x from a tile's first one on: an expert's, or as many as a tile has.
+template <class C>
+__device__ __forceinline__ int x_rows_of(typename C::Work const& work) {
+  if constexpr (C::kGrouped) {
+    return work.end_x_row - work.first_x_row;
+  } else {
+    return C::kBlockM;
   }
 }
 
