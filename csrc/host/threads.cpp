@@ -1,13 +1,19 @@
 #include "host/threads.h"
 
+#include <dlfcn.h>
+#include <link.h>
 #include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <list>
 #include <mutex>
+#include <string>
 #include <system_error>
+#include <vector>
 
 namespace cutlass_ops {
 namespace {
@@ -119,10 +125,53 @@ Helpers& helpers() {
   return found->helpers;
 }
 
+// The OpenMP runtime that this process has loaded (torch's), by the function that GCC and LLVM both
+// have; null: none.
+using Parallel = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
+Parallel find_openmp() {
+  std::vector<std::string> names;
+  auto const add = [](dl_phdr_info* info, size_t, void* found) {
+    std::string const name = info->dlpi_name, file = name.substr(name.rfind('/') + 1);
+    for (char const* runtime : {"libgomp", "libomp", "libiomp"})
+      if (file.rfind(runtime, 0) == 0)
+        static_cast<std::vector<std::string>*>(found)->push_back(name);
+    return 0;
+  };
+  dl_iterate_phdr(add, &names);
+  for (std::string const& name : names) {
+    void* const library = dlopen(name.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+    void* const found = library ? dlsym(library, "GOMP_parallel") : nullptr;
+    if (found) return reinterpret_cast<Parallel>(found);
+  }
+  return nullptr;
+}
+
+// The process that loaded this library: one that it forks cannot use its OpenMP threads.
+pid_t const loading_process = getpid();
+
+// OpenMP's threads spin for milliseconds after a loop of torch's, and helpers would share their CPUs
+// with them: between other work they are used themselves. After a rest they sleep, and OpenMP waits
+// for each that Linux wakes on the caller's CPU (docs/tuning-notes.md).
+Parallel openmp_if_awake(bool awake) {
+  static Parallel const parallel = find_openmp();
+  return awake && loading_process == getpid() ? parallel : nullptr;
+}
+
 }  // namespace
 
 void run_on_threads(int threads, void (*work)(void*), void* data) {
-  threads <= 1 ? work(data) : helpers().run(threads - 1, work, data);
+  using Clock = std::chrono::steady_clock;
+  static std::atomic<Clock::rep> last_end{0};
+  if (threads <= 1) return work(data);
+  constexpr auto kRest = std::chrono::milliseconds(2);
+  bool const awake = Clock::now().time_since_epoch().count() - last_end.load() <
+                     std::chrono::duration_cast<Clock::duration>(kRest).count();
+  if (Parallel const parallel = openmp_if_awake(awake)) {
+    parallel(work, data, unsigned(threads), 0);
+  } else {
+    helpers().run(threads - 1, work, data);
+  }
+  last_end = Clock::now().time_since_epoch().count();
 }
 
 }  // namespace cutlass_ops
