@@ -149,9 +149,9 @@ Parallel find_openmp() {
 // The process that loaded this library: one that it forks cannot use its OpenMP threads.
 pid_t const loading_process = getpid();
 
-// OpenMP's threads spin for milliseconds after a loop of torch's, and helpers would share their CPUs
-// with them: between other work they are used themselves. After a rest they sleep, and OpenMP waits
-// for each that Linux wakes on the caller's CPU (docs/tuning-notes.md).
+// OpenMP's threads spin for milliseconds after a loop of torch's, and helpers would share their
+// CPUs with them: between other work they are used themselves. After a rest they sleep, and OpenMP
+// waits for each that Linux wakes on the caller's CPU (docs/tuning-notes.md).
 Parallel openmp_if_awake(bool awake) {
   static Parallel const parallel = find_openmp();
   return awake && loading_process == getpid() ? parallel : nullptr;
