@@ -161,17 +161,18 @@ Parallel openmp_if_awake(bool awake) {
 
 void run_on_threads(int threads, void (*work)(void*), void* data) {
   using Clock = std::chrono::steady_clock;
-  static std::atomic<Clock::rep> last_end{0};
+  static std::atomic<Clock::time_point> last_end{Clock::time_point()};
   if (threads <= 1) return work(data);
-  constexpr auto kRest = std::chrono::milliseconds(2);
-  bool const awake = Clock::now().time_since_epoch().count() - last_end.load() <
-                     std::chrono::duration_cast<Clock::duration>(kRest).count();
+  bool const awake = Clock::now() - last_end.load() < std::chrono::milliseconds(2);
   if (Parallel const parallel = openmp_if_awake(awake)) {
-    parallel(work, data, unsigned(threads), 0);
+    // OpenMP would start threads for each caller.
+    static std::mutex mutex;
+    std::unique_lock<std::mutex> const turn(mutex, std::try_to_lock);
+    turn ? parallel(work, data, unsigned(threads), 0) : work(data);
   } else {
     helpers().run(threads - 1, work, data);
   }
-  last_end = Clock::now().time_since_epoch().count();
+  last_end = Clock::now();
 }
 
 }  // namespace cutlass_ops
