@@ -45,6 +45,7 @@ SIZES = {
     "small": (6, 192, 64),
     "cut": (6, 520, 704),
     "long": (20, 1024, 192),
+    "many": (80, 256, 512),
     "deep": (4, 3080, 64),
     "odd": (6, 192, 136),
     "uneven": (6, 192, 132),
@@ -464,16 +465,22 @@ def test_row_panels_that_are_dealt_to_all_ctas(kind: str, act_quant: str) -> Non
 
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
 @pytest.mark.parametrize("kind", ["int4", "int4 in short groups", "int8 of 128"])
-@pytest.mark.parametrize("more", [0, 36, 144])
-def test_tiles_multiply_the_rows_that_there_are(more: int, kind: str, act_quant: str) -> None:
-    # The least and most rows of the steps of tiles of 96, 144 and 176 rows; `more` for an average
-    # that takes tiles of these.
-    rows = (1, 16, 47, 48, 49, 64, 65, 79, 80, 81, 96, 97, 111, 112, 113, 128, 143, 144, 145, 176)
+@pytest.mark.parametrize(
+    ("size", "more"), [("many", 0), ("long", 0), ("long", 36), ("long", 144)]
+)
+def test_tiles_multiply_the_rows_that_there_are(
+    size: str, more: int, kind: str, act_quant: str
+) -> None:
+    # The least and most rows of the steps of tiles of 64 rows, and of 96, 144 and 176; `more` for
+    # an average that takes tiles of these.
+    low = (0, 1, 15, 16, 17, 20, 24, 28, 31, 32, 33, 40, 47, 48, 49, 56, 62, 63, 64, 65)
+    high = (1, 16, 47, 48, 49, 64, 65, 79, 80, 81, 96, 97, 111, 112, 113, 128, 143, 144, 145, 176)
+    rows = torch.tensor(4 * low if size == "many" else high) + more
     random = torch.Generator().manual_seed(0)
-    ids = torch.arange(20).repeat_interleave(torch.tensor(rows) + more)
+    ids = torch.arange(len(rows)).repeat_interleave(rows)
     ids = ids[torch.randperm(len(ids), generator=random)][:, None]
-    x = torch.randn(len(ids), 1024, generator=random).half()
-    values = (x, *experts_of("long", kind), ids, torch.ones(len(ids), 1))
+    x = torch.randn(len(ids), SIZES[size][1], generator=random).half()
+    values = (x, *experts_of(size, kind), ids, torch.ones(len(ids), 1))
     expected = co.mixed_moe(*values, act_quant=act_quant)
     found = co.mixed_moe(*[value.to("cuda") for value in values], act_quant=act_quant)
     if act_quant == "none":

@@ -183,13 +183,13 @@ __device__ __forceinline__ void with_rows(int rows, F const& f) {
 // with_rows()'s number for a tile of experts, and for the kernels' other tiles kBlockM.
 template <class C, class F>
 __device__ __forceinline__ void with_rows_of(typename C::Work const& work, F const& f) {
-  with_rows<C::kLeastRows, C::kBlockM, kRowStep>(x_rows_of<C>(work), f);
+  with_rows<C::kLeastRows, C::kBlockM, row_step(C::kBlockM)>(x_rows_of<C>(work), f);
 }
 template <class C>
 __device__ __forceinline__ int taken_rows(typename C::Work const& work) {
+  constexpr int kStep = row_step(C::kBlockM), kMostSteps = (C::kBlockM - C::kLeastRows) / kStep;
   int const missing = max(0, C::kBlockM - x_rows_of<C>(work));
-  constexpr int kMostSteps = (C::kBlockM - C::kLeastRows) / kRowStep;
-  return C::kBlockM - min(missing / kRowStep, kMostSteps) * kRowStep;
+  return C::kBlockM - min(missing / kStep, kMostSteps) * kStep;
 }
 
 // The stage and phase of a ring's position.

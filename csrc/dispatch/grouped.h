@@ -19,8 +19,12 @@ constexpr int kSlotRows = 16;  // an expert's slots begin at a multiple
 // for int8 x. Only wgmma_fold16 has tiles of 32 rows.
 constexpr int kGroupedHeights[] = {32, 64, 96, 144}, kGroupedInt8Heights[] = {64, 96, 144, 176};
 constexpr int kLeastExactHeight = 64;  // of wgmma_gemm_a16
-// The MMAs of higher tiles take as many rows as there are, in these steps down to the least.
-constexpr int kLeastTakenRows = 64, kRowStep = 32;
+// The MMAs of a tile take as many rows as there are, in these steps down to the least. (More steps
+// of high tiles, and steps in those of 32 rows, gain nothing.)
+constexpr int row_step(int height) { return height > 96 ? 32 : 16; }
+constexpr int least_taken_rows(int height) {
+  return height > 96 ? 64 : height > 64 ? 48 : height > 32 ? 16 : height;
+}
 
 // The most positions, and experts, for which the decode kernels find their tiles from the ids;
 // positions are then the slots.

@@ -223,17 +223,15 @@ Tile tile_of(PackedWeight const& w, DataType x_type, Loop loop, int height) {
 // Measured times of a tile of kGroupedInt8Heights or kGroupedHeights and 256 features, in tenths of
 // a microsecond for K = 4096 on an H200, by loop and width: of the first two loops the times of a
 // weight in dispatch/tile_costs.inc, of wgmma_fold16 those that layers of 4-bit weights fit, where
-// each CTA reads its rows itself. (Of 8 bits two layers were measured, with 96 and 144 rows.) The
-// number for 32 rows of a weight that kExact takes is set so that the choice between wgmma_fold16's
-// 32 rows and 64 rows is right for layers of int4 in groups of 128 (docs/tuning-notes.md, experts
-// of few rows); for int8 it was not measured. That for 64 rows and 4 bits of kInt8 with a scale for
-// each row of x is set by layers, too.
-constexpr int kTileCosts[3][kWidths][4] = {{{110, 170, 210, 243}, {118, 143, 193, 235}},
-                                           {{115, 135, 176, 230}, {124, 160, 190, 246}},
-                                           {{120, 148, 213, 300}, {148, 170, 245, 334}}};
-constexpr int kTokenTileCosts[kWidths][4] = {{80, 120, 171, 194}, {94, 116, 174, 209}};
+// each CTA reads its rows itself. (Of 8 bits two layers were measured, with 96 and 144 rows.) Those
+// of 32 rows, and of 64 with 4 bits, are set so that the choice between 32, 64 and 96 rows is right
+// for layers of 4-bit weights (docs/tuning-notes.md, experts of few rows).
+constexpr int kTileCosts[3][kWidths][4] = {{{118, 170, 210, 243}, {118, 143, 193, 235}},
+                                           {{115, 124, 176, 230}, {124, 160, 190, 246}},
+                                           {{108, 158, 213, 300}, {115, 170, 245, 334}}};
+constexpr int kTokenTileCosts[kWidths][4] = {{86, 120, 171, 194}, {94, 116, 174, 209}};
 static_assert(std::size(kGroupedHeights) == 4 && std::size(kGroupedInt8Heights) == 4);
-constexpr int kTwoWarpgroupsCost = 149;  // of kExact's 64 rows and 4 bits, where they are not four
+constexpr int kTwoWarpgroupsCost = 137;  // of kExact's 64 rows and 4 bits, where they are not four
 
 int tile_cost(MoeProblem const& p, PackedWeight const& w, Loop loop, Tile const& tile,
               int height_index) {
@@ -283,12 +281,12 @@ double expected_waves(RouteProblem const& r, double tiles, double of_tile) {
   }
 }
 
-// The mean time of tiles, of that of full ones: tiles of more than 64 rows multiply the rows that
+// The mean time of tiles, of that of full ones: those of 64 rows or more multiply the rows that
 // there are, in steps (hopper::with_rows). Measured with layers of 4-bit weights on an H200.
 double share_of_time(RouteProblem const& r, double tiles, int height) {
-  if (height <= kLeastTakenRows) return 1.0;
-  int const least = height - (height - kLeastTakenRows) / kRowStep * kRowStep;
-  double const rows = double(r.positions()) / (tiles + 1e-9) + kRowStep / 2;
+  int const step = row_step(height),
+            least = height - (height - least_taken_rows(height)) / step * step;
+  double const rows = double(r.positions()) / (tiles + 1e-9) + step / 2;
   return 0.6 + 0.4 * std::clamp(rows, double(least), double(height)) / height;
 }
 
@@ -315,6 +313,7 @@ bool decodes_codes(MoeProblem const& p) {
 // Rows of an expert on average up to which tiles of 16 rows are faster than higher ones, of a card
 // in cards.inc: 16 rows wait for memory, and decode weights again for an expert's next 16; higher
 // tiles, whose time is that of decoding, take the same on both cards (docs/tuning-notes.md).
+// int8_rows() may be less.
 struct DecodeRows {  // all of 4 bits
   int exact;         // products of 16-bit x
   int rounded;       // weights, in groups of 64 or more
@@ -322,22 +321,34 @@ struct DecodeRows {  // all of 4 bits
   int blocks;        // with scales for blocks of codes of x
   int tokens;        // with one for each row
 };
-constexpr DecodeRows kDecodeRows[] = {{4, 2, 2, 4, 6}, {12, 8, 6, 12, 12}};
+constexpr DecodeRows kDecodeRows[] = {{4, 2, 2, 4, 6}, {10, 8, 6, 12, 12}};
 static_assert(std::size(kDecodeRows) == kCardCount);
 constexpr int kOtherRoundedRows = 2;  // other rounded weights
 constexpr int kCodesOf8BitsRows = 3;  // codes of x times weights of 8 bits
 constexpr int kMostDecodeRows = 12;   // of all: with more, many an expert has more than 16
 
-int most_decode_rows(MoeProblem const& p, Device const& device) {
+// The same where higher tiles multiply int8 codes, too. Their ends take longer than those of 16 rows:
+// with 42 tiles of K from one end to the next (Mixtral), 10 (Qwen3-30B-A3B) and 6 (an eighth of
+// DeepSeek-V3) 1.5, 3.5 and 6.5 rows on an H200.
+double int8_rows(MoeProblem const& p) {
+  double features = 0, tiles = 0;
+  for (PackedExperts const* experts : {&p.gate_up, &p.down})
+    features += experts->n, tiles += double(experts->n) * k_tiles(experts->stack);
+  return 1 + 30 * features / tiles;
+}
+
+double most_decode_rows(MoeProblem const& p, Device const& device) {
   GroupedGemm gate_up = product_of(p.gate_up, true), down = product_of(p.down, false);
   gate_up.x_type = down.x_type = p.x_type;
   DecodeRows const& most = kDecodeRows[card_of(device)];
   auto const both = [&](auto const& are) { return are(gate_up.weight) && are(down.weight); };
   bool const nibbles = both([](PackedWeight const& w) { return code_bits(w) == 4; });
-  if (decodes_codes(p))
-    return !nibbles                          ? kCodesOf8BitsRows
-           : p.act_quant == ActQuant::kToken ? most.tokens
-                                             : most.blocks;
+  if (decodes_codes(p)) {
+    int const rows = !nibbles                          ? kCodesOf8BitsRows
+                     : p.act_quant == ActQuant::kToken ? most.tokens
+                                                       : most.blocks;
+    return multiplies_codes(p) ? std::min<double>(rows, int8_rows(p)) : rows;
+  }
   // Tiles of 32 rows have 512 features. Where these would be badly filled, tiles of 16 rows are
   // faster up to more rows.
   double wanted = 0, used = 0;
@@ -360,25 +371,11 @@ int most_decode_rows(MoeProblem const& p, Device const& device) {
   return used > 1.15 * wanted ? std::min(2 * rows, kMostDecodeRows) : rows;
 }
 
-// Average rows of an expert up to which int8 codes with scales of blocks and 4-bit weights are
-// multiplied as 16-bit floats in tiles of 32 rows; int8 tiles have at least 64.
-constexpr int kMostRowsOfValues = 22;
-
-// Whether tiles of more than 16 rows multiply int8 codes on Hopper.
-bool multiplies_int8_tiles(MoeProblem const& p) {
-  RouteProblem const& r = p.route;
-  bool const values =
-      p.act_quant == ActQuant::kBlock &&
-      (code_bits(p.gate_up.stack) == 4 || code_bits(p.down.stack) == 4) &&
-      r.positions() <= kMostRowsOfValues * std::min<int64_t>(r.experts, r.positions());
-  return multiplies_codes(p) && !values;
-}
-
 // Whether experts have few rows, for both products: 16 a tile.
 bool decodes(MoeProblem const& p, Device const& device) {
   int64_t const positions = p.route.positions(),
                 touched = std::min<int64_t>(p.route.experts, positions);
-  return positions <= most_decode_rows(p, device) * touched;
+  return double(positions) <= most_decode_rows(p, device) * double(touched);
 }
 
 // BLOCK_M of gate and up, and of down. Smaller tiles waste fewer rows of an expert; larger ones
@@ -386,7 +383,7 @@ bool decodes(MoeProblem const& p, Device const& device) {
 // tiles of 16 or 32 rows, or neither has, because these are less exact.
 std::pair<int, int> tile_heights(MoeProblem const& p, Device const& device) {
   if (decodes(p, device)) return {WgmmaDecodeShape::kBlockM, WgmmaDecodeShape::kBlockM};
-  bool const int8 = multiplies_int8_tiles(p);
+  bool const int8 = multiplies_codes(p);
   int const* const heights = int8 ? kGroupedInt8Heights : kGroupedHeights;
   int const count = int(int8 ? std::size(kGroupedInt8Heights) : std::size(kGroupedHeights));
   auto const time = [&](PackedExperts const& experts, int i) {
@@ -524,7 +521,7 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
     plan->slots = padded_slots(r, plan->routes);
     plan->int8 = plan->portable ? multiplies_codes(problem)
                  : few ? decodes_codes(problem)
-                       : gate_up_height >= kGroupedInt8Heights[0] && multiplies_int8_tiles(problem);
+                       : gate_up_height >= kGroupedInt8Heights[0] && multiplies_codes(problem);
     GroupedGemm gate_up = product_of(problem.gate_up, true), down = product_of(problem.down, false);
     gate_up.x_type = down.x_type = problem.x_type;
     if (plan->int8) gate_up.x_codes = down.x_codes = problem.act_quant;

@@ -94,8 +94,7 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   // Whether each CTA of a cluster copies half of rows by index, and sends them to the other. Tiles
   // of few rows wait for memory, and the way through the other CTA is longer.
   static constexpr bool kSharesRows = kGrouped && kBlockM > 32;
-  static constexpr int kLeastRows =
-      kGrouped && kBlockM > kLeastTakenRows ? kLeastTakenRows : kBlockM;
+  static constexpr int kLeastRows = kGrouped ? least_taken_rows(kBlockM) : kBlockM;
   static constexpr bool kShortTiles = true, kSplitsRows = false;
 };
 

@@ -51,7 +51,7 @@ struct Config : hopper::TileConfig<Format::kBits, kBlockM, 2, true, false, false
   // Parts of the rows of x that are multiplied one after the other: two where two sets of sums of
   // all rows would not fit in registers.
   static constexpr int kHalves = kBlockM > 160 ? 2 : 1;
-  static constexpr int kLeastRows = kGrouped ? kLeastTakenRows : kBlockM;
+  static constexpr int kLeastRows = kGrouped ? least_taken_rows(kBlockM) : kBlockM;
   // Whether all weights are decoded behind products: the second half of a stage's columns behind
   // those of the first, and the next stage's first half behind the last. With one part of the rows
   // of x only the tiles named here take less time so (docs/tuning-notes.md).

@@ -217,21 +217,23 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
             start_sums<C>(codes, integers);
           } else {
             // groups of eight rows of x between two loads of weights
-            constexpr int kEvery = kRows / 8 < 2 * RawWeights<C>::kLoads ? 1 : 2;
+            constexpr int kLoads = RawWeights<C>::kLoads, kEvery = kRows / 8 < 2 * kLoads ? 1 : 2;
             bool promotes = !kLongSums;
             if constexpr (kTap) {
               promotes = --rest_of_tap == 0 || i + 1 == count;
               if (promotes) rest_of_tap = tap_tiles;
             }
 #pragma unroll
-            for (int j = 0; j < kRows / 8; ++j) {
+            for (int j = 0; j < std::max(kRows / 8, kLoads); ++j) {
               if (!kTap && j % 2 == 0) x_row_scales.load(j / 2 + x_row_scales.kAhead);
               // The next weights, 16 bytes at a time: before the products end no register is free,
               // and for 8-bit weights there is none at all.
-              if (j % kEvery == kEvery - 1 && j / kEvery < RawWeights<C>::kLoads && i + 1 < count)
+              if (j % kEvery == kEvery - 1 && j / kEvery < kLoads && i + 1 < count)
                 raw.load_piece(next, coord, j / kEvery);
-              if constexpr (!kLongSums)
-                promote<C>(j, x_row_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
+              if constexpr (!kLongSums) {
+                if (j < kRows / 8)
+                  promote<C>(j, x_row_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
+              }
             }
             if (kTap && promotes) {
 #pragma unroll

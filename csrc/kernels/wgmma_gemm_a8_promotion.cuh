@@ -41,8 +41,7 @@ struct Config
       std::conditional_t<kCompensatesByWindow, hopper::CompensatedParams,
                          std::conditional_t<kGrouped, hopper::GroupedParams, hopper::Params>>;
   using Work = std::conditional_t<kGrouped, hopper::GroupedWork<kBlockM>, hopper::Work>;
-  static constexpr int kLeastRows =
-      kGrouped && kBlockM > kLeastTakenRows ? kLeastTakenRows : kBlockM;
+  static constexpr int kLeastRows = kGrouped ? least_taken_rows(kBlockM) : kBlockM;
   static constexpr int kBarrierBytes = kGrouped ? 384 : 256;
   static constexpr int kSharedBytes =
       Config::TileConfig::kSharedBytes - Config::TileConfig::kBarrierBytes + kBarrierBytes;

@@ -41,7 +41,7 @@ int most_tiles(MoeProblem const& p, int height) {
 TEST(Experts, UseHigherTilesForMoreRows) {
   for (auto [tokens, group_size, height, kernel] : {std::tuple(1, 128, 16, "wgmma_decode_fold16"),
                                                     {32, 128, 16, "wgmma_decode_fold16"},  // 2
-                                                    {256, 128, 32, "wgmma_fold16"},        // 16
+                                                    {256, 128, 64, "wgmma_gemm_a16"},      // 16
                                                     // 32 rows of an expert
                                                     {512, 128, 64, "wgmma_gemm_a16"},
                                                     // 64 of most, and not of all
@@ -51,7 +51,7 @@ TEST(Experts, UseHigherTilesForMoreRows) {
                                                     {16384, 128, 144, "wgmma_gemm_a16"},
                                                     {512, 64, 64, "wgmma_fold16"},
                                                     {1024, 32, 96, "wgmma_fold16"},
-                                                    {3072, 32, 64, "wgmma_fold16"},  // 192
+                                                    {3072, 32, 96, "wgmma_fold16"},  // 192
                                                     {16384, 32, 144, "wgmma_fold16"}}) {
     MoePlan chosen;
     MoeProblem const p = experts(tokens, 128, 8, 2048, 768, group_size);
@@ -279,7 +279,7 @@ TEST(Experts, UseTilesOfAnotherHeightForEachProduct) {
 }
 
 // By the rows of an expert on average: tiles of 16 rows up to some, which are more where memory is
-// faster; then of 32 where weights are rounded, and at last of 64.
+// faster; then of 32 where weights are rounded, and of 64 where products are exact.
 TEST(Experts, HaveTilesOf16RowsForLongerWhereMemoryIsFaster) {
   using Choice = std::pair<int, std::string>;
   auto const choice = [](Device const& device, int rows, ActQuant act_quant, int group_size = 128,
@@ -294,12 +294,11 @@ TEST(Experts, HaveTilesOf16RowsForLongerWhereMemoryIsFaster) {
     return Choice(chosen.gate_up.block_m, chosen.gate_up.kernel);
   };
   Choice const exact(16, "wgmma_decode"), rounded(16, "wgmma_decode_fold16");
-  Choice const values(32, "wgmma_fold16"), codes(64, "wgmma_gemm_a8");
+  Choice const values(32, "wgmma_fold16"), floats(64, "wgmma_gemm_a16"), codes(64, "wgmma_gemm_a8");
   for (auto const& [device, exact_rows, rounded_rows, short_rows, block_rows, token_rows] :
-       {std::tuple(kH100, 4, 2, 2, 4, 6), {kHopper, 12, 8, 6, 12, 12}}) {
+       {std::tuple(kH100, 4, 2, 2, 4, 6), {kHopper, 10, 8, 6, 6, 6}}) {
     EXPECT_EQ(choice(device, exact_rows, ActQuant::kNone), exact);
-    EXPECT_EQ(choice(device, exact_rows + 1, ActQuant::kNone), values);
-    EXPECT_EQ(choice(device, 48, ActQuant::kNone), Choice(64, "wgmma_gemm_a16"));
+    EXPECT_EQ(choice(device, exact_rows + 1, ActQuant::kNone), floats);
     EXPECT_EQ(choice(device, rounded_rows, ActQuant::kNone, 64), rounded);
     EXPECT_EQ(choice(device, rounded_rows + 1, ActQuant::kNone, 64), values);
     EXPECT_EQ(choice(device, short_rows, ActQuant::kNone, 32), rounded);
@@ -307,9 +306,7 @@ TEST(Experts, HaveTilesOf16RowsForLongerWhereMemoryIsFaster) {
     // row panels are not dealt
     EXPECT_EQ(choice(device, 3, ActQuant::kNone, 32, Format::kInt4, DataType::kFloat32), values);
     EXPECT_EQ(choice(device, block_rows, ActQuant::kBlock), exact);
-    EXPECT_EQ(choice(device, block_rows + 1, ActQuant::kBlock), values);
-    EXPECT_EQ(choice(device, 22, ActQuant::kBlock), values);
-    EXPECT_EQ(choice(device, 23, ActQuant::kBlock), codes);
+    EXPECT_EQ(choice(device, block_rows + 1, ActQuant::kBlock), codes);
     EXPECT_EQ(choice(device, token_rows, ActQuant::kToken), exact);
     EXPECT_EQ(choice(device, token_rows + 1, ActQuant::kToken), codes);
     // codes in short groups: 16 rows, and more are values
@@ -321,6 +318,23 @@ TEST(Experts, HaveTilesOf16RowsForLongerWhereMemoryIsFaster) {
     EXPECT_EQ(choice(device, 3, ActQuant::kBlock, 128, Format::kInt8), exact);
     EXPECT_EQ(choice(device, 4, ActQuant::kBlock, 128, Format::kInt8), codes);
     EXPECT_EQ(choice(device, 2, ActQuant::kToken, 64, Format::kInt8), rounded);
+  }
+}
+
+// int8 tiles of 64 rows follow sooner where K is long, since their ends take longer.
+TEST(Experts, HaveInt8TilesForFewerRowsWhereKIsLong) {
+  MoePlan chosen;
+  for (auto [tokens, count, hidden, intermediate, height] :
+       {std::tuple(4, 8, 4096, 14336, 16),  // a row of an expert
+        {8, 8, 4096, 14336, 64},            // 2
+        {48, 128, 2048, 768, 16},           // 3
+        {64, 128, 2048, 768, 64}}) {
+    for (auto act_quant : {ActQuant::kBlock, ActQuant::kToken}) {
+      MoeProblem p = experts(tokens, count, count == 8 ? 2 : 8, hidden, intermediate);
+      p.act_quant = act_quant, p.x_type = DataType::kFloat16;
+      ASSERT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+      EXPECT_EQ(chosen.gate_up.block_m, height) << tokens << ", " << hidden;
+    }
   }
 }
 
@@ -360,7 +374,7 @@ TEST(Experts, MultiplyFewRowsByFourWarpgroups) {
 TEST(Experts, UseTilesOf16RowsForLongerWhereLargerOnesWasteFeatures) {
   MoePlan chosen;
   for (auto [tokens, intermediate, height] :
-       {std::tuple(64, 384, 16), {128, 384, 32}, {64, 256, 32}, {32, 256, 16}}) {
+       {std::tuple(64, 384, 16), {128, 384, 64}, {64, 256, 64}, {32, 256, 16}}) {
     ASSERT_TRUE(plan_moe(experts(tokens, 128, 8, 4096, intermediate), kH100, &chosen).ok());
     EXPECT_EQ(chosen.gate_up.block_m, height) << tokens << ", " << intermediate;
   }
