@@ -5,6 +5,7 @@ run lists the versions of other packages that are not in constraints.txt.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,15 @@ def nothing_compiled() -> Iterator[None]:
     yield
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
         dynamo.reset()
+
+
+def pytest_configure() -> None:
+    """Leave the CPUs to all processes of pytest-xdist, each with at least two threads: torch's would
+    wait for each other.
+    """
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if processes > 1:
+        torch.set_num_threads(max(2, len(os.sched_getaffinity(0)) // processes))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

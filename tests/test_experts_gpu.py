@@ -465,9 +465,7 @@ def test_row_panels_that_are_dealt_to_all_ctas(kind: str, act_quant: str) -> Non
 
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
 @pytest.mark.parametrize("kind", ["int4", "int4 in short groups", "int8 of 128"])
-@pytest.mark.parametrize(
-    ("size", "more"), [("many", 0), ("long", 0), ("long", 36), ("long", 144)]
-)
+@pytest.mark.parametrize(("size", "more"), [("many", 0), ("long", 0), ("long", 36), ("long", 144)])
 def test_tiles_multiply_the_rows_that_there_are(
     size: str, more: int, kind: str, act_quant: str
 ) -> None:
