@@ -42,8 +42,8 @@ def nothing_compiled() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
-    """Leave the CPUs to all processes of pytest-xdist, each with at least two threads: torch's would
-    wait for each other.
+    """Leave the CPUs to all processes of pytest-xdist, with at least two threads each: torch would
+    have all of them wait for each other.
     """
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if processes > 1:
