@@ -327,9 +327,9 @@ constexpr int kOtherRoundedRows = 2;  // other rounded weights
 constexpr int kCodesOf8BitsRows = 3;  // codes of x times weights of 8 bits
 constexpr int kMostDecodeRows = 12;   // of all: with more, many an expert has more than 16
 
-// The same where higher tiles multiply int8 codes, too. Their ends take longer than those of tiles of
-// 16 rows: with 42 tiles of K from one end to the next (Mixtral), 10 (Qwen3-30B-A3B) and 6 (an
-// eighth of DeepSeek-V3) these are 1.5, 3.5 and 6.5 rows on an H200.
+// The same where higher tiles multiply int8 codes, too. Their ends take longer than those of 16
+// rows: with 42 tiles of K from one end to the next (Mixtral), 10 (Qwen3-30B-A3B) and 6 (an eighth
+// of DeepSeek-V3) these are 1.5, 3.5 and 6.5 rows on an H200.
 double int8_rows(MoeProblem const& p) {
   double features = 0, tiles = 0;
   for (PackedExperts const* experts : {&p.gate_up, &p.down})
