@@ -23,9 +23,10 @@ struct Params;
 //   kXRowScales   whether every stage brings scales of the rows of x
 //   kXRowZeros    whether activations have zero points, which come with their scales
 //   kQuantizes     whether x arrives as 16-bit floats, which become codes in their place
+//   kGrouped       whether rows of x and weights are experts' (GroupedWork)
 template <int kBits_, int kBlockM_, int kElementBytes, bool kScales_, bool kXRowScales_,
           bool kXRowZeros_, bool kZeros_, int kStages_, int kWarpgroups_ = 2,
-          bool kQuantizes_ = false>
+          bool kQuantizes_ = false, bool kGrouped_ = false>
 struct TileConfig {
   static constexpr int kBits = kBits_;
   static constexpr int kBlockM = kBlockM_;
@@ -36,16 +37,16 @@ struct TileConfig {
   static constexpr int kStages = kStages_;
   static constexpr bool kPrepareScales = false;  // whether prepare_x_rows() prepares
                                                  // the weights' too
-  static constexpr bool kGrouped = false;        // whether rows of x and weights are
-                                                 // experts' (GroupedWork)
-  static constexpr bool kImages = false;         // whether x may be an image
-  static constexpr bool kSplitsRows = false;     // whether a cluster's CTAs may have different rows
-                                                 // of x (Params::splits_rows)
+  static constexpr bool kGrouped = kGrouped_;
+  static constexpr bool kImages = false;      // whether x may be an image
+  static constexpr bool kSplitsRows = false;  // whether a cluster's CTAs may have different rows
+                                              // of x (Params::splits_rows)
   static constexpr bool kShortTiles =
       false;  // whether a block loads less than half a tile where there are not as many rows of x
-  using Work = hopper::Work;                        // how clusters share tiles
-  using Params = hopper::Params;                    // of the kernel
-  static constexpr int kLeastRows = kBlockM;        // of x, that a tile's MMAs take
+  using Work = hopper::Work;         // how clusters share tiles
+  using Params = hopper::Params;     // of the kernel
+  static constexpr int kLeastRows =  // of x, that a tile's MMAs take
+      kGrouped ? least_taken_rows(kBlockM) : kBlockM;
   static constexpr int kWindowTiles = 0;            // tiles of K between one compensation
                                                     // (zero_compensation.h) and the next; 0: none
   static constexpr int kWarpgroups = kWarpgroups_;  // that multiply
@@ -76,11 +77,14 @@ struct TileConfig {
 
   static constexpr int kStoreRows = kCta.store_rows, kStoreStride = kCta.store_stride;
   static constexpr int kLineBytes = kCta.line_bytes, kLineRows = kCta.line_rows;
-  static constexpr int kXBoxRows = kCta.large ? 16 : kLineRows;  // lines of one copy
+  // Lines of one copy.
+  static constexpr int kXBoxRows = kGrouped ? kSlotRows : kCta.large ? 16 : kLineRows;
   static constexpr int kStoreBytes = kCta.store_bytes;
   static constexpr int kEndScales = kCta.end_scales, kEndZeros = kCta.end_zeros,
                        kEndBytes = kCta.end_bytes;
-  static constexpr int kBarrierBytes = 256, kSharedBytes = kCta.shared_bytes;
+  static constexpr int kMoreBarrierBytes = kGrouped ? 128 : 0;
+  static constexpr int kBarrierBytes = 256 + kMoreBarrierBytes,
+                       kSharedBytes = kCta.shared_bytes + kMoreBarrierBytes;
   static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
   static_assert(kBlockM / kCluster % 8 == 0, "half of BLOCK_M is whole swizzle atoms");
 };

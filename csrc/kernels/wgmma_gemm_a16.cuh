@@ -37,21 +37,16 @@ template <class Element_, class Format, int kBlockM, bool kZeros, class Scale = 
           int kWarpgroups = 2, bool kGrouped_ = false>
 struct Config : hopper::TileConfig<Format::kBits, kBlockM, 2, true, false, false, kZeros,
                                    wgmma_gemm_a16_tile(Format::kBits, kBlockM, kWarpgroups).stages,
-                                   kWarpgroups> {
+                                   kWarpgroups, false, kGrouped_> {
   using Work = std::conditional_t<kGrouped_, hopper::GroupedWork<kBlockM>, hopper::StreamKWork>;
   using Params = std::conditional_t<kGrouped_, hopper::GroupedParams, hopper::Params>;
-  static constexpr bool kGrouped = kGrouped_, kShortTiles = !kGrouped, kImages = !kGrouped;
-  static constexpr bool kSplitsRows = kWarpgroups == 2 && !kGrouped;
-  static constexpr int kBarrierBytes = kGrouped ? 384 : 256;
-  static constexpr int kSharedBytes =
-      Config::TileConfig::kSharedBytes - Config::TileConfig::kBarrierBytes + kBarrierBytes;
-  static constexpr int kXBoxRows = kGrouped ? kSlotRows : Config::TileConfig::kXBoxRows;
+  static constexpr bool kShortTiles = !kGrouped_, kImages = !kGrouped_;
+  static constexpr bool kSplitsRows = kWarpgroups == 2 && !kGrouped_;
   using Element = Element_;
   using Decode = typename Format::template Decoder<Element>;
   // Parts of the rows of x that are multiplied one after the other: two where two sets of sums of
   // all rows would not fit in registers.
   static constexpr int kHalves = kBlockM > 160 ? 2 : 1;
-  static constexpr int kLeastRows = kGrouped ? least_taken_rows(kBlockM) : kBlockM;
   // Whether all weights are decoded behind products: the second half of a stage's columns behind
   // those of the first, and the next stage's first half behind the last. With one part of the rows
   // of x only the tiles named here take less time so (docs/tuning-notes.md).
@@ -73,7 +68,7 @@ struct Config : hopper::TileConfig<Format::kBits, kBlockM, 2, true, false, false
   // are slower so.
   static constexpr bool kScalesFirst = kWarpgroups == 2;
   static constexpr int kKSlices = kKPerTile / 16 / kSteps;  // of 16 columns, in a step
-  static_assert(Config::TileConfig::kSharedBytes <=
+  static_assert(Config::kCta.shared_bytes <=
                     wgmma_gemm_a16_tile(Format::kBits, kBlockM, kWarpgroups).shared_bytes,
                 "its tile promises less shared memory");
 

@@ -30,23 +30,17 @@ struct Config
                          kPromotion_ == Promotion::kBlock || kPromotion_ == Promotion::kTap,
                          kAsymmetric_, kZeros,
                          wgmma_gemm_a8_tile(Format::kBits, kBlockM, kWarpgroups, kQuantizes).stages,
-                         kWarpgroups, kQuantizes> {
-  static constexpr bool kGrouped = kGrouped_;  // rows of x and weights are experts'
+                         kWarpgroups, kQuantizes, kGrouped_> {
   static constexpr bool kImages =
-      !kAsymmetric_ && !kCompensates && kPromotion_ != Promotion::kToken && !kGrouped;
+      !kAsymmetric_ && !kCompensates && kPromotion_ != Promotion::kToken && !kGrouped_;
   static constexpr bool kSplitsRows = kImages && kWarpgroups == 2;
   // Zero points are compensated by the window of K or, where a row of x has one, at the end.
   static constexpr bool kCompensatesByWindow = kCompensates && kPromotion_ == Promotion::kBlock;
   using Params =
       std::conditional_t<kCompensatesByWindow, hopper::CompensatedParams,
-                         std::conditional_t<kGrouped, hopper::GroupedParams, hopper::Params>>;
-  using Work = std::conditional_t<kGrouped, hopper::GroupedWork<kBlockM>, hopper::Work>;
-  static constexpr int kLeastRows = kGrouped ? least_taken_rows(kBlockM) : kBlockM;
-  static constexpr int kBarrierBytes = kGrouped ? 384 : 256;
-  static constexpr int kSharedBytes =
-      Config::TileConfig::kSharedBytes - Config::TileConfig::kBarrierBytes + kBarrierBytes;
-  static constexpr int kXBoxRows = kGrouped ? kSlotRows : Config::TileConfig::kXBoxRows;
-  static_assert(!kGrouped || (!kAsymmetric_ && kPromotion_ != Promotion::kTap),
+                         std::conditional_t<kGrouped_, hopper::GroupedParams, hopper::Params>>;
+  using Work = std::conditional_t<kGrouped_, hopper::GroupedWork<kBlockM>, hopper::Work>;
+  static_assert(!kGrouped_ || (!kAsymmetric_ && kPromotion_ != Promotion::kTap),
                 "experts have other kernels for these");
   static constexpr int kWindowTiles = kCompensatesByWindow ? compensation_window(Format::kBits) : 0;
   static constexpr Promotion kPromotion = kPromotion_;
