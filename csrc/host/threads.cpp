@@ -4,6 +4,7 @@
 #include <link.h>
 #include <pthread.h>
 #include <sched.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -149,26 +150,50 @@ Parallel find_openmp() {
 // The process that loaded this library: one that it forks cannot use its OpenMP threads.
 pid_t const loading_process = getpid();
 
-// OpenMP's threads spin for milliseconds after a loop of torch's, and helpers would share their
-// CPUs with them: between other work they are used themselves. After a rest they sleep, and OpenMP
-// waits for each that Linux wakes on the caller's CPU (docs/tuning-notes.md).
-Parallel openmp_if_awake(bool awake) {
-  static Parallel const parallel = find_openmp();
-  return awake && loading_process == getpid() ? parallel : nullptr;
+// Work for OpenMP's threads, of which one other than the caller leaves the clock of its CPU time.
+struct OnOpenMP {
+  void (*work)(void*);
+  void* data;
+  pthread_t caller;
+  std::atomic<clockid_t>* clock;
+
+  static void run(void* self) {
+    auto const& on = *static_cast<OnOpenMP*>(self);
+    clockid_t clock;
+    if (!pthread_equal(pthread_self(), on.caller) &&
+        pthread_getcpuclockid(pthread_self(), &clock) == 0)
+      on.clock->store(clock, std::memory_order_relaxed);
+    on.work(on.data);
+  }
+};
+
+// Whether the thread of a clock is at work, or spins, on a CPU.
+constexpr clockid_t kNoClock = -1;
+bool runs(clockid_t clock) {
+  timespec before, after;
+  return clock != kNoClock && clock_gettime(clock, &before) == 0 &&
+         clock_gettime(clock, &after) == 0 &&
+         (before.tv_sec != after.tv_sec || before.tv_nsec != after.tv_nsec);
 }
 
 }  // namespace
 
+// OpenMP's threads spin for milliseconds after a loop of torch's, and helpers would share their
+// CPUs with them: then they are used themselves, and for loops that follow soon. After a rest they
+// sleep, and OpenMP waits for each that Linux wakes on the caller's CPU (docs/tuning-notes.md).
 void run_on_threads(int threads, void (*work)(void*), void* data) {
   using Clock = std::chrono::steady_clock;
   static std::atomic<Clock::time_point> last_end{Clock::time_point()};
+  static std::atomic<clockid_t> clock{kNoClock};  // of one of OpenMP's threads
+  static Parallel const parallel = find_openmp();
   if (threads <= 1) return work(data);
-  bool const awake = Clock::now() - last_end.load() < std::chrono::milliseconds(2);
-  if (Parallel const parallel = openmp_if_awake(awake)) {
+  bool const soon = Clock::now() - last_end.load() < std::chrono::milliseconds(2);
+  if (parallel && loading_process == getpid() && (soon || runs(clock))) {
     // OpenMP would start threads for each caller.
     static std::mutex mutex;
     std::unique_lock<std::mutex> const turn(mutex, std::try_to_lock);
-    turn ? parallel(work, data, unsigned(threads), 0) : work(data);
+    OnOpenMP on{work, data, pthread_self(), &clock};
+    turn ? parallel(OnOpenMP::run, &on, unsigned(threads), 0) : work(data);
   } else {
     helpers().run(threads - 1, work, data);
   }
