@@ -132,10 +132,9 @@ double expected_waves(RouteProblem const& r, double tiles, double of_tile) {
 // The mean time of tiles, of that of full ones: those of 64 rows or more multiply the rows that
 // there are, in steps (hopper::with_rows). Measured with layers of 4-bit weights on an H200.
 double share_of_time(RouteProblem const& r, double tiles, int height) {
-  int const step = row_step(height),
-            least = height - (height - least_taken_rows(height)) / step * step;
-  double const rows = double(r.positions()) / (tiles + 1e-9) + step / 2;
-  return 0.6 + 0.4 * std::clamp(rows, double(least), double(height)) / height;
+  double const rows = double(r.positions()) / (tiles + 1e-9) + row_step(height) / 2,
+               least = least_taken_rows(height);
+  return 0.6 + 0.4 * std::clamp(rows, least, double(height)) / height;
 }
 
 // Rows of an expert on average up to which tiles of 16 rows are faster than higher ones, of a card
@@ -217,9 +216,9 @@ bool decodes(MoeProblem const& p, Device const& device) {
   return double(positions) <= most_decode_rows(p, device) * double(touched);
 }
 
-// Smaller tiles waste fewer rows of an expert; larger ones
-// decode its weights less often, but a product may fill their features badly. Both products have
-// tiles of 16 or 32 rows, or neither has, because these are less exact.
+// Smaller tiles waste fewer rows of an expert; larger ones decode its weights less often, but a
+// product may fill their features badly. Both products have tiles of 16 or 32 rows, or neither has,
+// because these are less exact.
 std::pair<int, int> tile_heights(MoeProblem const& p, Device const& device) {
   if (decodes(p, device)) return {WgmmaDecodeShape::kBlockM, WgmmaDecodeShape::kBlockM};
   bool const int8 = multiplies_codes(p);

@@ -23,7 +23,7 @@ constexpr int kLeastExactHeight = 64;  // of wgmma_gemm_a16
 // of high tiles, and steps in those of 32 rows, gain nothing.)
 constexpr int row_step(int height) { return height > 96 ? 32 : 16; }
 constexpr int least_taken_rows(int height) {
-  return height > 96 ? 64 : height > 64 ? 48 : height > 32 ? 16 : height;
+  return height > 96 ? 80 : height > 64 ? 48 : height > 32 ? 16 : height;
 }
 
 // The most positions, and experts, for which the decode kernels find their tiles from the ids;

@@ -167,8 +167,9 @@ struct OnOpenMP {
   }
 };
 
-// Whether the thread of a clock is at work, or spins, on a CPU.
 constexpr clockid_t kNoClock = -1;
+
+// Whether the thread of a clock is at work, or spins, on a CPU.
 bool runs(clockid_t clock) {
   timespec before, after;
   return clock != kNoClock && clock_gettime(clock, &before) == 0 &&

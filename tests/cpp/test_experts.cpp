@@ -299,6 +299,7 @@ TEST(Experts, HaveTilesOf16RowsForLongerWhereMemoryIsFaster) {
        {std::tuple(kH100, 4, 2, 2, 4, 6), {kHopper, 10, 8, 6, 6, 6}}) {
     EXPECT_EQ(choice(device, exact_rows, ActQuant::kNone), exact);
     EXPECT_EQ(choice(device, exact_rows + 1, ActQuant::kNone), floats);
+    EXPECT_EQ(choice(device, 48, ActQuant::kNone), floats);
     EXPECT_EQ(choice(device, rounded_rows, ActQuant::kNone, 64), rounded);
     EXPECT_EQ(choice(device, rounded_rows + 1, ActQuant::kNone, 64), values);
     EXPECT_EQ(choice(device, short_rows, ActQuant::kNone, 32), rounded);
@@ -307,6 +308,7 @@ TEST(Experts, HaveTilesOf16RowsForLongerWhereMemoryIsFaster) {
     EXPECT_EQ(choice(device, 3, ActQuant::kNone, 32, Format::kInt4, DataType::kFloat32), values);
     EXPECT_EQ(choice(device, block_rows, ActQuant::kBlock), exact);
     EXPECT_EQ(choice(device, block_rows + 1, ActQuant::kBlock), codes);
+    EXPECT_EQ(choice(device, 23, ActQuant::kBlock), codes);
     EXPECT_EQ(choice(device, token_rows, ActQuant::kToken), exact);
     EXPECT_EQ(choice(device, token_rows + 1, ActQuant::kToken), codes);
     // codes in short groups: 16 rows, and more are values
