@@ -14,6 +14,7 @@ from cutlass_ops import _C
 from cutlass_ops import vllm as plugin
 from cutlass_ops.engines import layers
 from cutlass_ops.files.packed_config import WeightFormat, quantization_config
+from cutlass_ops.ops import expert_packing
 from cutlass_ops.vllm import awq, experts, linear
 
 
@@ -183,6 +184,56 @@ def test_experts_of_another_class_are_left_to_vllm_with_a_reason(
     get_quant_method = experts._wrapped(lambda config, layer, prefix: method)
     assert get_quant_method(None, type("DbrxExperts", (), {})(), "layers.0") is method
     assert lines == ["the layer is a DbrxExperts"]
+
+
+@pytest.mark.parametrize("n", [128, 72])  # whole row panels, and not
+@pytest.mark.parametrize(
+    ("method", "columns_first"),
+    [
+        ("CompressedTensorsWNA16MoEMethod", False),
+        ("CompressedTensorsWNA16MarlinMoEMethod", True),
+        ("AutoGPTQMoEMethod", True),
+        ("AutoAWQMoEMethod", True),
+    ],
+)
+def test_experts_are_packed_several_at_once_as_one_by_one(
+    method: str, columns_first: bool, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number, k, groups = 5, 256, 2
+    monkeypatch.setattr(expert_packing, "_CODES_AT_ONCE", 2 * n * k)
+    random = torch.Generator().manual_seed(n)
+    awq_order = method == "AutoAWQMoEMethod"
+    has_zeros = method != "AutoGPTQMoEMethod"
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31, shape, generator=random).int()
+
+    scales = torch.rand(number, n, groups, generator=random) + 0.5
+    if columns_first:
+        codes = words(number, k, n // 8) if awq_order else words(number, k // 8, n)
+        zeros, scales = words(number, groups, n // 8), scales.transpose(1, 2).contiguous()
+    else:
+        codes, zeros = words(number, n, k // 8), words(number, n // 8, groups)
+    names = ("qweight", "scales", "qzeros")
+    if method.startswith("Compressed"):
+        names = ("weight_packed", "weight_scale", "weight_zero_point")
+        codes.is_transposed = columns_first
+    layer = SimpleNamespace(
+        **{f"w13_{name}": t for name, t in zip(names, (codes, scales, zeros), strict=True)}
+    )
+    monkeypatch.setattr(experts, "_form", lambda method: (4, 128, has_zeros))
+    stored = experts._Stored(type(method, (), {})(), layer, "w13")
+    each = [
+        layers.stored_weight(
+            codes[e], scales[e], zeros[e] if has_zeros else None, 4, 128, columns_first, awq_order
+        )
+        for e in range(number)
+    ]
+    for gated in (False, True):
+        at_once, in_turn = (co.reorder_experts(weights, gated) for weights in (stored, each))
+        assert (at_once.shape, at_once.gated) == ((number, n, k), gated)
+        for name, tensor in in_turn.tensors().items():
+            assert torch.equal(at_once.tensors()[name], tensor), name
 
 
 # ---- batch-invariant mode

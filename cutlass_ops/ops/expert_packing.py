@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,6 +17,21 @@ from ..weights.packed_weight import PackedWeight
 from ..weights.reorder import common_form, reorder
 from ..weights.specs import empty_packed
 from ..weights.weight import QuantizedWeight, rows_of
+
+_CODES_AT_ONCE = 1 << 26  # of stacked weights, while they are a byte each
+
+
+class StackedWeights(Sequence[QuantizedWeight]):
+    """The weights of experts that lie one after another and have no act orders, so that the rows of
+    several are one weight: that takes as many launches as one expert.
+    """
+
+    def several(self, first: int, count: int) -> QuantizedWeight:
+        """The rows of ``count`` experts, ``[count * N, K]``."""
+        raise NotImplementedError
+
+    def __getitem__(self, e: Any) -> Any:
+        return self.several(e, 1)
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,21 @@ class WeightsOnDemand(Sequence[QuantizedWeight]):
         if not 0 <= e < self.experts:  # ends a loop over the sequence
             raise IndexError(f"expert {e} of {self.experts}")
         return self.read(e)
+
+
+def _in_turn(
+    weights: Sequence[QuantizedWeight],
+) -> Iterator[tuple[int, int, QuantizedWeight]]:
+    """The first of the experts that are packed at once, their number, and their rows."""
+    if isinstance(weights, StackedWeights):
+        n, k = weights[0].shape
+        at_once = max(1, _CODES_AT_ONCE // (n * k)) if n == formats.padded_rows(n) else 1
+        for e in range(0, len(weights), at_once):
+            count = min(at_once, len(weights) - e)
+            yield e, count, weights.several(e, count)
+    else:
+        for e in range(len(weights)):
+            yield e, 1, weights[e]
 
 
 def reorder_experts(weights: Sequence[QuantizedWeight], gated: bool = False) -> PackedExperts:
@@ -64,14 +94,14 @@ def reorder_experts(weights: Sequence[QuantizedWeight], gated: bool = False) -> 
         raise ValueError("no weight is given; at least one is expected")
     first: PackedWeight | None = None
     form: dict[str, Any] = {}
-    for e in range(experts):
-        weight = weights[e]
+    for e, count, weight in _in_turn(weights):
         if not isinstance(weight, QuantizedWeight):
             raise TypeError(
                 f"weights[{e}] is a {type(weight).__name__}; a QuantizedWeight is expected"
             )
         if weight.kernel_size:
             raise ValueError(f"weights[{e}]: {reference.CONVOLUTION.format(weight.kernel_size)}")
+        n = weight.n // count
         # Tensors last, so that an error names a different group size rather than a different shape
         # of scales.
         names = sorted(
@@ -79,7 +109,7 @@ def reorder_experts(weights: Sequence[QuantizedWeight], gated: bool = False) -> 
             key=lambda name: isinstance(getattr(weight, name), Tensor),
         )
         found = {
-            "shape": list(weight.shape),
+            "shape": [n, weight.k],
             **{name: common_form(getattr(weight, name)) for name in names},
         }
         form = form or found
@@ -89,14 +119,18 @@ def reorder_experts(weights: Sequence[QuantizedWeight], gated: bool = False) -> 
                     f"weights[{e}] and weights[0] cannot be packed as one: {name} is "
                     f"{value} and {form[name]}"
                 )
-        if gated and weight.n % 2:
+        if gated and n % 2:
             raise ValueError(
                 f"weights[{e}] is {list(weight.shape)}; as many rows of gate as of up are expected"
             )
-        packed = reorder(rows_of(weight, gated_order(weight.n, weight.device)) if gated else weight)
+        if gated:
+            order = gated_order(n, weight.device)
+            of_each = torch.arange(0, weight.n, n, device=weight.device)
+            weight = rows_of(weight, (of_each[:, None] + order).flatten())
+        packed = reorder(weight)
         if first is None:
             first = packed
-            n_pad = formats.padded_rows(first.n)
+            n_pad = formats.padded_rows(n)
             dtypes = {part: t.dtype for part, t in first.tensors().items() if part != "perm"}
             stack = empty_packed(
                 experts * n_pad, first.k, first.bits, first.group_size, dtypes, first.device
@@ -114,13 +148,14 @@ def reorder_experts(weights: Sequence[QuantizedWeight], gated: bool = False) -> 
             raise ValueError(
                 f"weights[{e}] and weights[0] cannot be packed as one: their code books differ"
             )
-        stack.codes[e * packed.codes.numel() :][: packed.codes.numel()] = packed.codes
+        size = packed.codes.numel()
+        stack.codes[e * (size // count) :][:size] = packed.codes
         for part in ("scales", "zeros", "offsets"):
             if (vectors := getattr(packed, part)) is not None:
-                getattr(stack, part)[:, e * n_pad : (e + 1) * n_pad] = vectors
+                getattr(stack, part)[:, e * n_pad : (e + count) * n_pad] = vectors
         if stack.bias is not None and packed.bias is not None:
             stack.bias[e * n_pad : e * n_pad + packed.n] = packed.bias
         if perm is not None and packed.perm is not None:
             perm[e] = packed.perm
     assert first is not None
-    return PackedExperts(stack, experts, first.n, perm, gated)
+    return PackedExperts(stack, experts, n, perm, gated)

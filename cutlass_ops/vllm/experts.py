@@ -9,7 +9,7 @@ What the wrapper returns for linear layers goes through ``awq.py``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import _C
 from ..engines.layers import changed, extended, stored_weight
 from ..nn.experts import MixedExperts
-from ..ops.expert_packing import reorder_experts
+from ..ops.expert_packing import StackedWeights, reorder_experts
 from ..ops.experts import mixed_moe
 from ..weights import formats
 from ..weights.weight import QuantizedWeight
@@ -237,8 +237,8 @@ class _Experts:
         return mixed_moe(x, *weights, topk_ids, topk_weights, *options)
 
 
-class _Stored(Sequence[QuantizedWeight]):
-    """The experts of one of vLLM's parameters, each read when it is indexed."""
+class _Stored(StackedWeights):
+    """The experts of one of vLLM's parameters."""
 
     def __init__(self, method: Any, layer: Any, name: str) -> None:
         self.kind = _METHODS[type(method).__name__]
@@ -252,11 +252,17 @@ class _Stored(Sequence[QuantizedWeight]):
     def __len__(self) -> int:
         return len(self.words)
 
-    def __getitem__(self, e: Any) -> Any:
+    def several(self, first: int, count: int) -> QuantizedWeight:
+        """As the base class says."""
+
+        def rows(stack: Any) -> Any:
+            some = stack.data[first : first + count]
+            return some.transpose(0, 1).flatten(1) if self.columns_first else some.flatten(0, 1)
+
         return stored_weight(
-            self.words[e].data,
-            self.scales[e].data,
-            None if self.zeros is None else self.zeros[e].data,
+            rows(self.words),
+            rows(self.scales),
+            None if self.zeros is None else rows(self.zeros),
             self.bits,
             self.group_size,
             self.columns_first,
