@@ -28,11 +28,14 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"bits": 4, "group_size": 128, "symmetric": True},
     "int4 with zero points": {"bits": 4, "group_size": 128, "symmetric": False},
+    "int4 of 64": {"bits": 4, "group_size": 64, "symmetric": True},
+    "int4 of 64 with zero points": {"bits": 4, "group_size": 64, "symmetric": False},
     "int4 in short groups": {"bits": 4, "group_size": 32, "symmetric": False},
     "int8 of 16": {"bits": 8, "group_size": 16, "symmetric": True},
     "int8": {"bits": 8, "group_size": -1, "symmetric": True},
     "int8 of 128 with zero points": {"bits": 8, "group_size": 128, "symmetric": False},
     "int8 of 128": {"bits": 8, "group_size": 128, "symmetric": True},
+    "int8 of 64": {"bits": 8, "group_size": 64, "symmetric": True},
     "int8 with zero points": {"bits": 8, "group_size": 64, "symmetric": False},
     "nf4": {"bits": 4, "group_size": 64, "book": "nf4"},
     "fp8": {"bits": 8, "group_size": 128, "book": "e4m3"},
@@ -210,7 +213,10 @@ def test_rows_of_x_are_read_wherever_they_lie(m: int, kind: str, act_quant: str)
 @pytest.mark.parametrize("size", ["cut", "odd", "long"])
 @pytest.mark.parametrize(
     "kind",
-    ["int4", "int4 with zero points", "int4 in short groups", "int8", "int8 of 128", "int8 of 16"],
+    [
+        *("int4", "int4 with zero points", "int4 of 64", "int4 of 64 with zero points"),
+        *("int4 in short groups", "int8", "int8 of 128", "int8 of 64", "int8 of 16"),
+    ],
 )
 def test_a_layer_of_quantised_activations_equals_the_cpus(
     kind: str, size: str, act_quant: str, symmetric: bool
@@ -464,7 +470,10 @@ def test_row_panels_that_are_dealt_to_all_ctas(kind: str, act_quant: str) -> Non
 
 
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
-@pytest.mark.parametrize("kind", ["int4", "int4 in short groups", "int8 of 128"])
+@pytest.mark.parametrize(
+    "kind",
+    ["int4", "int4 of 64 with zero points", "int4 in short groups", "int8 of 128", "int8 of 64"],
+)
 @pytest.mark.parametrize(("size", "more"), [("many", 0), ("long", 0), ("long", 36), ("long", 144)])
 def test_tiles_multiply_the_rows_that_there_are(
     size: str, more: int, kind: str, act_quant: str

@@ -59,14 +59,15 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
     int row_panels = max(0, min(C::kWarpgroups, (rows_of_weight<C>(p) - row0) / kRowsPerPanel));
     if constexpr (C::kGrouped) row0 += work.expert * p.groups.row_panels * kRowsPerPanel;
     int bytes =
-        row_panels *
-        (kChunk + kRowsPerPanel * ((C::kLoadScales ? p.scale_bytes : 0) + (C::kZeros ? 1 : 0)));
+        row_panels * (kChunk + kRowsPerPanel * C::kGroups *
+                                   ((C::kLoadScales ? p.scale_bytes : 0) + (C::kZeros ? 1 : 0)));
     // 32-bit indices, not pointers: this role has 40 registers.
     int weight_tiles = p.k_tiles, tile = k;
     if constexpr (C::kWindowTiles > 0)
       weight_tiles = p.weight_tiles, tile = WindowPosition<C::kWindowTiles>(k, p).tile;
     int chunk = row0 / kRowsPerPanel * weight_tiles + tile, group = tile / p.group_tiles;
-    int until_next = (group + 1) * p.group_tiles - tile, vector = group * p.n_pad + row0;
+    int until_next = (group + 1) * p.group_tiles - tile,
+        vector = group * C::kGroups * p.n_pad + row0;
 #pragma unroll 1
     for (; k < end; ++k, ring.advance()) {
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
@@ -114,16 +115,20 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
             bulk_copy(p.weight.codes + int64_t(chunk + row_panel * weight_tiles) * kChunk, full,
                       stage + C::kWeights + row_panel * kChunk, kChunk, work.reads_once(p));
         }
-        if (C::kLoadScales && row_panels > 0) {
-          Copy::copy(static_cast<uint8_t const*>(p.weight.scales) + int64_t(vector) * p.scale_bytes,
-                     full, stage + C::kScales, row_panels * kRowsPerPanel * p.scale_bytes);
+#pragma unroll
+        for (int i = 0; i < C::kGroups; ++i) {
+          int64_t const from = vector + i * p.n_pad;
+          if (C::kLoadScales && row_panels > 0)
+            Copy::copy(static_cast<uint8_t const*>(p.weight.scales) + from * p.scale_bytes, full,
+                       stage + C::kScales + i * C::kNextScales,
+                       row_panels * kRowsPerPanel * p.scale_bytes);
+          if (C::kZeros && row_panels > 0)
+            Copy::copy(p.weight.zeros + from, full, stage + C::kZeroPoints + i * C::kNextZeroPoints,
+                       row_panels * kRowsPerPanel);
         }
-        if (C::kZeros && row_panels > 0)
-          Copy::copy(p.weight.zeros + vector, full, stage + C::kZeroPoints,
-                     row_panels * kRowsPerPanel);
       }
       ++chunk;
-      if (--until_next == 0) until_next = p.group_tiles, vector += p.n_pad;
+      if (--until_next == 0) until_next = p.group_tiles, vector += C::kGroups * p.n_pad;
     }
   }
   wait_until_read(barriers.empty, ring);

@@ -24,9 +24,10 @@ struct Params;
 //   kXRowZeros    whether activations have zero points, which come with their scales
 //   kQuantizes     whether x arrives as 16-bit floats, which become codes in their place
 //   kGrouped       whether rows of x and weights are experts' (GroupedWork)
+//   kGroups        of columns in a K tile, each with scales and zero points of the weights
 template <int kBits_, int kBlockM_, int kElementBytes, bool kScales_, bool kXRowScales_,
           bool kXRowZeros_, bool kZeros_, int kStages_, int kWarpgroups_ = 2,
-          bool kQuantizes_ = false, bool kGrouped_ = false>
+          bool kQuantizes_ = false, bool kGrouped_ = false, int kGroups_ = 1>
 struct TileConfig {
   static constexpr int kBits = kBits_;
   static constexpr int kBlockM = kBlockM_;
@@ -38,6 +39,7 @@ struct TileConfig {
   static constexpr bool kPrepareScales = false;  // whether prepare_x_rows() prepares
                                                  // the weights' too
   static constexpr bool kGrouped = kGrouped_;
+  static constexpr int kGroups = kGroups_;
   static constexpr bool kImages = false;      // whether x may be an image
   static constexpr bool kSplitsRows = false;  // whether a cluster's CTAs may have different rows
                                               // of x (Params::splits_rows)
@@ -68,11 +70,14 @@ struct TileConfig {
   static constexpr int kPanelColumns = kKPerTile / kColumnPanels;
   static constexpr int kPanelBytes = kBlockM * kSwizzleBytes;
 
-  static constexpr WgmmaCta kCta{kBits,       kBlockM, kElementBytes, kScales_,     kXRowScales_,
-                                 kXRowZeros_, kZeros_, kStages_,      kWarpgroups_, kQuantizes_};
+  static constexpr WgmmaCta kCta{kBits,        kBlockM,     kElementBytes, kScales_,
+                                 kXRowScales_, kXRowZeros_, kZeros_,       kStages_,
+                                 kWarpgroups_, kQuantizes_, kGroups_};
   static constexpr int kActivations = 0, kWeights = kCta.weights, kXRowScales = kCta.x_scales,
                        kXRowZeros = kCta.x_zeros, kXRowFactors = kCta.x_factors,
                        kScales = kCta.scales, kZeroPoints = kCta.zeros;
+  // From a group's vectors to the next one's, in bytes.
+  static constexpr int kNextScales = kRows * 4, kNextZeroPoints = kRows;
   static constexpr int kStageBytes = kCta.stage_bytes;
 
   static constexpr int kStoreRows = kCta.store_rows, kStoreStride = kCta.store_stride;

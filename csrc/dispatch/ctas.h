@@ -98,6 +98,7 @@ struct WgmmaCta {
   bool has_zeros;  // the weights have zero points
   int stages, warpgroups;
   bool quantizes;  // x arrives as 16-bit floats, which the CTA quantises in their place
+  int groups;      // of columns in a K tile, each with vectors of the weights
 
   bool load_x_zeros = x_has_zeros && load_x_scales;  // with each stage
   // Offsets in a stage: activations, then
@@ -107,9 +108,10 @@ struct WgmmaCta {
   // what prepare_x_rows() makes of both
   int x_factors = x_zeros + (load_x_zeros ? block_m : 0);
   int scales = x_factors + (load_x_scales ? block_m * 4 : 0) + (load_x_zeros ? block_m * 4 : 0);
-  int zeros = scales + (load_scales ? kRowsPerPanel * warpgroups * 4 : 0);
+  int zeros = scales + (load_scales ? groups * kRowsPerPanel * warpgroups * 4 : 0);
   // the swizzle repeats every 1024
-  int stage_bytes = (zeros + (has_zeros ? kRowsPerPanel * warpgroups : 0) + 1023) / 1024 * 1024;
+  int stage_bytes =
+      (zeros + (has_zeros ? groups * kRowsPerPanel * warpgroups : 0) + 1023) / 1024 * 1024;
 
   // Rows of x that a warpgroup stores through shared memory at a time, as floats and as lines of
   // 16-bit outputs. Stages of more than 176 rows of x leave little room, least with two-byte
@@ -138,7 +140,7 @@ struct WgmmaCta {
 
   constexpr WgmmaCta(int bits_, int block_m_, int x_bytes_, bool load_scales_, bool load_x_scales_,
                      bool x_has_zeros_, bool has_zeros_, int stages_, int warpgroups_,
-                     bool quantizes_ = false)
+                     bool quantizes_ = false, int groups_ = 1)
       : bits(bits_),
         block_m(block_m_),
         x_bytes(x_bytes_),
@@ -148,7 +150,8 @@ struct WgmmaCta {
         has_zeros(has_zeros_),
         stages(stages_),
         warpgroups(warpgroups_),
-        quantizes(quantizes_) {}
+        quantizes(quantizes_),
+        groups(groups_) {}
 };
 
 // ---- wgmma_fold16

@@ -180,7 +180,7 @@ Status check_moe(MoeProblem const& p, Device const& device) {
 // TMA multicast. Times of both ways are in docs/tuning-notes.md.
 bool gathers(MoeProblem const& p, Device const& device, MoePlan const& plan) {
   constexpr int kManyFeatures = 4096;
-  if (plan.portable && multiplies_codes(p)) return true;
+  if (plan.portable && multiplies_codes(p, true)) return true;
   if (!plan.portable && !decodes(p, device) && p.gate_up.n >= kManyFeatures) return true;
   bool const quantizes = p.act_quant != ActQuant::kNone;
   bool const pieces =
@@ -257,9 +257,10 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
     bool const few = !plan->portable && down_height == WgmmaDecodeShape::kBlockM;
     plan->routes = !few || r.positions() > kMostFoundPositions || r.experts > kMostFoundExperts;
     plan->slots = padded_slots(r, plan->routes);
-    plan->int8 = plan->portable ? multiplies_codes(problem)
-                 : few ? decodes_codes(problem)
-                       : gate_up_height >= kGroupedInt8Heights[0] && multiplies_codes(problem);
+    plan->int8 = plan->portable ? multiplies_codes(problem, true)
+                 : few
+                     ? decodes_codes(problem)
+                     : gate_up_height >= kGroupedInt8Heights[0] && multiplies_codes(problem, false);
     GroupedGemm gate_up = product_of(problem.gate_up, true), down = product_of(problem.down, false);
     gate_up.x_type = down.x_type = problem.x_type;
     if (plan->int8) gate_up.x_codes = down.x_codes = problem.act_quant;

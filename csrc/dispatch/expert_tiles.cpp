@@ -24,9 +24,15 @@ bool multiplies_codes(MoeProblem const& p, Takes const& takes) {
 
 }  // namespace
 
-bool multiplies_codes(MoeProblem const& p) {
-  return multiplies_codes(
-      p, [](PackedWeight const& w) { return has_int8_products(w) && has_integer_codes(w); });
+bool multiplies_codes(MoeProblem const& p, bool portable) {
+  // Where x has one scale a row, wgmma_gemm_a8 promotes twice a K tile. With scales for 64 columns
+  // of x, too, or for 32 of weights, that takes longer than products of 16-bit values.
+  bool const halves = !portable && p.act_quant == ActQuant::kToken;
+  return multiplies_codes(p, [&](PackedWeight const& w) {
+    bool const short_groups =
+        halves && w.group_size == kKPerTile / 2 && !w.offsets && zeros_fit_int8(w);
+    return has_integer_codes(w) && (has_int8_products(w) || short_groups);
+  });
 }
 
 Loop loop_of(PackedWeight const& w, bool int8, int height) {
@@ -156,12 +162,14 @@ constexpr int kMostDecodeRows = 12;   // of all: with more, many an expert has m
 
 // The same where higher tiles multiply int8 codes, too. Their ends take longer than those of 16
 // rows: with 42 tiles of K from one end to the next (Mixtral), 10 (Qwen3-30B-A3B) and 6 (an eighth
-// of DeepSeek-V3) these are 1.5, 3.5 and 6.5 rows on an H200.
+// of DeepSeek-V3) these are 1.5, 3.5 and 6.5 rows on an H200. Where groups have 64 columns, higher
+// tiles promote twice as often: between 4 and 8 rows where 13 tiles are 3.4 (GLM-4.5-Air, a half).
 double int8_rows(MoeProblem const& p) {
   double features = 0, tiles = 0;
   for (PackedExperts const* experts : {&p.gate_up, &p.down})
     features += experts->n, tiles += double(experts->n) * k_tiles(experts->stack);
-  return 1 + 30 * features / tiles;
+  bool const halves = has_short_groups(p.gate_up.stack) || has_short_groups(p.down.stack);
+  return 1 + (halves ? 45 : 30) * features / tiles;
 }
 
 double most_decode_rows(MoeProblem const& p, Device const& device) {
@@ -174,7 +182,7 @@ double most_decode_rows(MoeProblem const& p, Device const& device) {
     int const rows = !nibbles                          ? kCodesOf8BitsRows
                      : p.act_quant == ActQuant::kToken ? most.tokens
                                                        : most.blocks;
-    return multiplies_codes(p) ? std::min<double>(rows, int8_rows(p)) : rows;
+    return multiplies_codes(p, false) ? std::min<double>(rows, int8_rows(p)) : rows;
   }
   // Tiles of 32 rows have 512 features. Where these would be badly filled, tiles of 16 rows are
   // faster up to more rows.
@@ -221,7 +229,7 @@ bool decodes(MoeProblem const& p, Device const& device) {
 // because these are less exact.
 std::pair<int, int> tile_heights(MoeProblem const& p, Device const& device) {
   if (decodes(p, device)) return {WgmmaDecodeShape::kBlockM, WgmmaDecodeShape::kBlockM};
-  bool const int8 = multiplies_codes(p);
+  bool const int8 = multiplies_codes(p, false);
   int const* const heights = int8 ? kGroupedInt8Heights : kGroupedHeights;
   int const count = int(int8 ? std::size(kGroupedInt8Heights) : std::size(kGroupedHeights));
   auto const time = [&](PackedExperts const& experts, int i) {
@@ -250,7 +258,7 @@ std::pair<int, int> tile_heights(MoeProblem const& p, Device const& device) {
 }
 
 int portable_height(MoeProblem const& p) {
-  int const* const costs = kPortableCosts[multiplies_codes(p)];
+  int const* const costs = kPortableCosts[multiplies_codes(p, true)];
   bool const short_groups = p.gate_up.stack.group_size == 16 || p.down.stack.group_size == 16;
   int best = 0;
   double least = 0;

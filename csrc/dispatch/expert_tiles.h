@@ -17,9 +17,9 @@ enum class Loop { kInt8, kExact, kRounded };
 Loop loop_of(PackedWeight const& w, bool int8, int height);
 Tile tile_of(PackedWeight const& w, DataType x_type, Loop loop, int height);
 
-// Whether tiles of more than 16 rows multiply int8 codes on Hopper, and those of all heights
-// elsewhere.
-bool multiplies_codes(MoeProblem const& p);
+// Whether tiles of more than 16 rows multiply int8 codes on Hopper, or portable ones of all heights
+// do.
+bool multiplies_codes(MoeProblem const& p, bool portable);
 // Whether tiles of 16 rows do on Hopper.
 bool decodes_codes(MoeProblem const& p);
 

@@ -23,12 +23,12 @@ namespace cutlass_ops {
 namespace {
 
 template <class Format, int kBlockM, Promotion kPromotion, bool kZeros, bool kAsymmetric,
-          int kWarpgroups, bool kCompensates, bool kGrouped, bool kQuantizes>
+          int kWarpgroups, bool kCompensates, bool kGrouped, bool kQuantizes, int kGroups>
 __device__ __forceinline__ void
 Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensates, kGrouped,
-       kQuantizes>::consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
-                            CUtensorMap const& out_map, Params const& p,
-                            hopper::ThreadCoord<Config> const& coord) {
+       kQuantizes, kGroups>::consume(uint8_t* stages, float* staging,
+                                     hopper::Barriers<Config>& barriers, CUtensorMap const& out_map,
+                                     Params const& p, hopper::ThreadCoord<Config> const& coord) {
   using C = Config;
   constexpr bool kBlock = kPromotion == Promotion::kBlock, kTap = kPromotion == Promotion::kTap;
   constexpr bool kChannel = kPromotion == Promotion::kChannel;
@@ -134,8 +134,12 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
           uint8_t const* stage = stages + ring.stage * C::kStageBytes;
           if constexpr (!C::kStartsFromZeroPoints) decode_weights<C>(raw, a);
           float scale[2];
-          if (!C::kPrepareScales)
+          if (!C::kPrepareScales && kGroups == 1)
             scale[0] = raw.scale[0] * C::kUnit, scale[1] = raw.scale[1] * C::kUnit;
+          [[maybe_unused]] auto const load_scale = [&](int group) {
+            raw.load_scales(stage, group, p, coord, scale);
+            scale[0] *= C::kUnit, scale[1] *= C::kUnit;
+          };
           uint64_t x_rows =
               operand_descriptor((C::kPrepareScales ? first_stage + ring.stage * C::kStageBytes
                                                     : cute::cast_smem_ptr_to_uint(stage)) +
@@ -144,17 +148,35 @@ Config<Format, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensat
           if constexpr (C::kMultipliesZeroPoints) zero_point_product.add(a);
           if constexpr (C::kQuantizes)
             ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
+          auto const multiply = [&](int group) {
+            constexpr int kSlices = 4 / kGroups;
 #pragma unroll
-          for (int k_slice = 0; k_slice < 4; ++k_slice) fence_registers(a[k_slice]);
-          fence_registers(integers);
-          cute::warpgroup_arrive();
+            for (int k_slice = 0; k_slice < 4; ++k_slice) fence_registers(a[k_slice]);
+            fence_registers(integers);
+            cute::warpgroup_arrive();
 #pragma unroll
-          for (int k_slice = 0; k_slice < 4; ++k_slice) {
-            wgmma_int8<kRows>(a[k_slice], x_rows + k_slice * 2, integers,
-                              C::kStartsFromZeroPoints || kLongSums || k_slice > 0);
+            for (int i = 0; i < kSlices; ++i) {
+              int const k_slice = group * kSlices + i;
+              wgmma_int8<kRows>(a[k_slice], x_rows + k_slice * 2, integers,
+                                C::kStartsFromZeroPoints || kLongSums || i > 0);
+            }
+            cute::warpgroup_commit_batch();
+            fence_registers(integers);
+          };
+          if constexpr (kGroups > 1) {
+            static_assert(kPromotion == Promotion::kToken && !kAsymmetric);
+#pragma unroll
+            for (int group = 0; group + 1 < kGroups; ++group) {
+              multiply(group);
+              load_scale(group);
+              cute::warpgroup_wait<0>();
+              fence_registers(integers);
+#pragma unroll
+              for (int j = 0; j < kRows / 8; ++j) promote<C>(j, nullptr, integers, scale, sums);
+            }
           }
-          cute::warpgroup_commit_batch();
-          fence_registers(integers);
+          multiply(kGroups - 1);
+          if constexpr (kGroups > 1) load_scale(kGroups - 1);
           // While the products run.
           if constexpr (kAsymmetric && kChannel) add_weights(a, total_colsum);
           if constexpr (C::kMultipliesZeroPoints) zero_point_product.spread();

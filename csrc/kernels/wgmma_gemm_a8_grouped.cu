@@ -11,20 +11,23 @@ constexpr ByWidth<bool> kSumsWholeRows(false, true);  // int4 with a scale a row
 
 template <class Format, int kBlockM, bool kZeros>
 Status launch_promotion(GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  auto const launch = [&](auto promotion) {
+  constexpr std::integral_constant<int, 1> kOne;
+  constexpr std::integral_constant<int, 2> kTwo;
+  auto const launch = [&](auto promotion, auto groups) {
     constexpr int kWarpgroups = grouped_warpgroups(Format::kBits, kBlockM);
     using C = Config<Format, kBlockM, decltype(promotion)::value, kZeros, false, kWarpgroups, false,
-                     true>;
+                     true, false, groups()>;
     return hopper::launch_grouped(hopper::LaunchConfig::of<C>(), wgmma_gemm_a8<C>, problem, plan,
                                   stream);
   };
   if (problem.x_codes == ActQuant::kBlock)
-    return launch(std::integral_constant<Promotion, Promotion::kBlock>());
+    return launch(std::integral_constant<Promotion, Promotion::kBlock>(), kOne);
   if constexpr (kSumsWholeRows[Format::kBits]) {
     if (problem.weight.group_size == -1 && problem.weight.k <= kMostWholeK)
-      return launch(std::integral_constant<Promotion, Promotion::kChannel>());
+      return launch(std::integral_constant<Promotion, Promotion::kChannel>(), kOne);
   }
-  return launch(std::integral_constant<Promotion, Promotion::kToken>());
+  constexpr std::integral_constant<Promotion, Promotion::kToken> kToken;
+  return problem.weight.group_size == kKPerTile / 2 ? launch(kToken, kTwo) : launch(kToken, kOne);
 }
 
 template <class Format, int kBlockM>

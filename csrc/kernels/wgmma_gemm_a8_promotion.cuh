@@ -24,13 +24,13 @@ enum class Promotion {
 
 template <class Format, int kBlockM, Promotion kPromotion_, bool kZeros, bool kAsymmetric_,
           int kWarpgroups = 2, bool kCompensates = false, bool kGrouped_ = false,
-          bool kQuantizes = false>
+          bool kQuantizes = false, int kGroups_ = 1>
 struct Config
     : hopper::TileConfig<Format::kBits, kBlockM, 1, (kPromotion_ < Promotion::kTap),
                          kPromotion_ == Promotion::kBlock || kPromotion_ == Promotion::kTap,
                          kAsymmetric_, kZeros,
                          wgmma_gemm_a8_tile(Format::kBits, kBlockM, kWarpgroups, kQuantizes).stages,
-                         kWarpgroups, kQuantizes, kGrouped_> {
+                         kWarpgroups, kQuantizes, kGrouped_, kGroups_> {
   static constexpr bool kImages =
       !kAsymmetric_ && !kCompensates && kPromotion_ != Promotion::kToken && !kGrouped_;
   static constexpr bool kSplitsRows = kImages && kWarpgroups == 2;
@@ -113,7 +113,7 @@ struct RawWeights {
   static constexpr int kLoads = C::kBits / 2;  // of 16 bytes
   uint32_t words[kLoads][4];
   float scale[2];
-  uint32_t zeros;  // two bytes, in one register
+  uint32_t zeros[C::kGroups];  // two bytes, in one register
 
   __device__ __forceinline__ void load(uint8_t const* stage, hopper::Params const& p,
                                        hopper::ThreadCoord<C> const& coord) {
@@ -138,24 +138,36 @@ struct RawWeights {
     scale[0] = v.x, scale[1] = v.y;
   }
 
-  // Zero points, and scales that are not prepared. Loading them waits for them: best while products
-  // run.
+  // A group's scales that are not prepared.
+  __device__ __forceinline__ static void load_scales(uint8_t const* stage, int group,
+                                                     hopper::Params const& p,
+                                                     hopper::ThreadCoord<C> const& coord,
+                                                     float (&scale)[2]) {
+    uint8_t const* const from = stage + coord.scales + group * C::kNextScales;
+    if (p.weight.scale_type == DataType::kFloat32) {
+      float2 v = *reinterpret_cast<float2 const*>(from);
+      scale[0] = C::kStartsFromZeroPoints ? short_scale(v.x) : v.x,
+      scale[1] = C::kStartsFromZeroPoints ? short_scale(v.y) : v.y;
+    } else {
+      uint32_t v = *reinterpret_cast<uint32_t const*>(from);
+      float2 half = __half22float2(reinterpret_cast<__half2 const&>(v));
+      bool is_half = p.weight.scale_type == DataType::kFloat16;
+      scale[0] = is_half ? half.x : __uint_as_float(v << 16),
+      scale[1] = is_half ? half.y : __uint_as_float(v & 0xffff0000u);
+    }
+  }
+
+  // Zero points, and scales that are not prepared: of several groups, each is loaded when its sums
+  // are promoted. Loading them waits for them: best while products run.
   __device__ __forceinline__ void load_vectors(uint8_t const* stage, hopper::Params const& p,
                                                hopper::ThreadCoord<C> const& coord) {
-    if (C::kLoadScales && !C::kPrepareScales) {
-      if (p.weight.scale_type == DataType::kFloat32) {
-        float2 v = *reinterpret_cast<float2 const*>(stage + coord.scales);
-        scale[0] = C::kStartsFromZeroPoints ? short_scale(v.x) : v.x,
-        scale[1] = C::kStartsFromZeroPoints ? short_scale(v.y) : v.y;
-      } else {
-        uint32_t v = *reinterpret_cast<uint32_t const*>(stage + coord.scales);
-        float2 half = __half22float2(reinterpret_cast<__half2 const&>(v));
-        bool is_half = p.weight.scale_type == DataType::kFloat16;
-        scale[0] = is_half ? half.x : __uint_as_float(v << 16),
-        scale[1] = is_half ? half.y : __uint_as_float(v & 0xffff0000u);
-      }
+    if (C::kLoadScales && !C::kPrepareScales && C::kGroups == 1)
+      load_scales(stage, 0, p, coord, scale);
+#pragma unroll
+    for (int i = 0; i < C::kGroups; ++i) {
+      if (C::kZeros)
+        zeros[i] = *reinterpret_cast<uint16_t const*>(stage + coord.zeros + i * C::kNextZeroPoints);
     }
-    if (C::kZeros) zeros = *reinterpret_cast<uint16_t const*>(stage + coord.zeros);
   }
 };
 
@@ -168,7 +180,8 @@ __device__ __forceinline__ void decode_weights(RawWeights<C> const& raw, uint32_
     constexpr int kOfLoad = 4 / Decode::kWords;  // operands in 16 bytes
     uint32_t const* words = raw.words[i / kOfLoad] + i % kOfLoad * Decode::kWords;
     if constexpr (C::kZeros) {
-      auto const zeros = Decode::zero_constants(int8_t(raw.zeros), int8_t(raw.zeros >> 8));
+      uint32_t const both = raw.zeros[i * C::kGroups / 4];
+      auto const zeros = Decode::zero_constants(int8_t(both), int8_t(both >> 8));
       Decode::fragment(words, zeros, a[i]);
     } else {
       Decode::fragment(words, a[i]);

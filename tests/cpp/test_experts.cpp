@@ -216,7 +216,13 @@ TEST(Experts, UseInt8IfBothProductsCan) {
     EXPECT_FALSE(plan(16, [](MoeProblem&) {}).int8);
     EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.act_quant = ActQuant::kNone; }).int8);
     EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.act_symmetric = false; }).int8);
-    EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.down.stack.group_size = 64; }).int8);
+    auto const halves = [](MoeProblem& p) { p.down.stack.group_size = 64; };
+    EXPECT_EQ(plan(1024, halves).int8, act_quant == ActQuant::kToken);
+    EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.down.stack.group_size = 32; }).int8);
+    EXPECT_FALSE(plan(1024, [](MoeProblem& p) {
+                   p.down.stack.group_size = 64;
+                   p.down.stack.offsets = &some_byte, p.down.stack.offset_type = DataType::kFloat16;
+                 }).int8);
     EXPECT_FALSE(plan(1024, [](MoeProblem& p) {
                    p.down.stack.format = Format::kInt8,
                    p.down.stack.zeros = reinterpret_cast<int8_t*>(&some_byte);
