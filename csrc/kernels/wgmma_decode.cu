@@ -1,7 +1,7 @@
 // wgmma_decode's instances: W4A16, W8A16, W4A8 and W8A8, groups of 128 or more without offsets, and
 // code books in groups of 64 or more.
 #include "dispatch/checks.h"
-#include "kernels/wgmma_decode.cuh"
+#include "kernels/wgmma_decode_launch.cuh"
 
 namespace cutlass_ops {
 namespace {

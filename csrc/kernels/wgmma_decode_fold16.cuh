@@ -2,7 +2,7 @@
 // wgmma_decode_fold16_<format>.cu.
 #pragma once
 
-#include "kernels/wgmma_decode.cuh"
+#include "kernels/wgmma_decode_launch.cuh"
 
 namespace cutlass_ops {
 namespace {

@@ -1,7 +1,7 @@
 // wgmma_decode's instances for experts of few rows: int4 in groups of 128 or more; where x is int8,
 // int8 weights too, and int4 in groups of 32 and 64. Scales of x's type.
 #include "dispatch/problem.h"
-#include "kernels/wgmma_decode.cuh"
+#include "kernels/wgmma_decode_launch.cuh"
 
 namespace cutlass_ops {
 namespace {
