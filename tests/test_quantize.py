@@ -51,7 +51,7 @@ def test_a_weight_quantised_in_pieces_equals_the_weight_quantised_whole(
     w = torch.randn(50, 192, generator=torch.Generator().manual_seed(0))
     whole = quantize(w, bits, 64, symmetric)
     for piece in (1, 192 * 7):
-        monkeypatch.setattr(module, "_PIECE", piece)
+        monkeypatch.setattr(module, "_PIECE_IN_CACHE", piece)
         assert equal(quantize(w, bits, 64, symmetric), whole)
 
 
@@ -131,7 +131,7 @@ def test_a_clipped_weight_quantised_in_pieces_equals_the_weight_quantised_whole(
     w = heavy_tailed(50, 192)
     whole = quantize(w, 4, 64, symmetric, clip="mse")
     for piece in (1, 192 * 7):
-        monkeypatch.setattr(module, "_SEARCHED_PIECE", piece)
+        monkeypatch.setattr(module, "_PIECE_IN_CACHE", piece)
         assert equal(quantize(w, 4, 64, symmetric, clip="mse"), whole)
 
 
@@ -185,7 +185,7 @@ def test_a_weight_that_is_not_finite_is_refused(
 ) -> None:
     w = torch.ones(5, 100)
     w[3, 70] = bad
-    monkeypatch.setattr(module, "_PIECE", 200)
+    monkeypatch.setattr(module, "_PIECE_IN_CACHE", 200)
     with pytest.raises(
         ValueError, match="weight has NaN, inf or a range beyond fp32 in row 3, group 2"
     ):

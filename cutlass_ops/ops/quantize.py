@@ -11,10 +11,11 @@ from ..weights.weight import QuantizedWeight
 
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-#: Weights quantised at a time. The fp32 temporaries of one piece are small beside a large layer.
-_PIECE = 1 << 24
-#: With a search: its many passes are made over what stays in the cache.
-_SEARCHED_PIECE = 1 << 19
+#: Weights quantised at a time on a GPU. The fp32 temporaries of one piece are small beside a large
+#: layer.
+_PIECE_ON_GPU = 1 << 24
+#: On a CPU, and with a search: the passes are made over what stays in the cache.
+_PIECE_IN_CACHE = 1 << 19
 
 
 def check_options(bits: int, group_size: int, book: str | Tensor | None, clip: str | None) -> None:
@@ -111,7 +112,8 @@ def quantize(
         weight = weight.movedim(1, -1)
         # No group goes on from one tap to the next: each tap is a separate row.
         weight = weight.reshape(n, -1) if group_size == -1 else weight.reshape(-1, weight.shape[-1])
-    rows = max(1, (_PIECE if clip is None else _SEARCHED_PIECE) // weight.shape[1])
+    in_cache = clip is not None or weight.device.type == "cpu"
+    rows = max(1, (_PIECE_IN_CACHE if in_cache else _PIECE_ON_GPU) // weight.shape[1])
     pieces = [
         reference.quantize_weight(piece, bits, group_size, symmetric, clip)
         if quant_type is None
