@@ -61,7 +61,7 @@ int64_t rows_of(ConvProblem const& p, ConvWgmmaTile const& tile) {
 
 constexpr int kLeastStages = 3;  // of conv_int8_wgmma
 
-// Whether there are windows that fit into shared memory beside some stages, and into a TMA box.
+// Whether there are windows that fit into shared memory with some stages, and into a TMA box.
 bool fits_windows(ConvProblem const& p, ConvWgmmaTile const& tile) {
   constexpr int kMostBox = 256;
   if (p.stride[0] > 1 || p.stride[1] > 1 || p.weight.height * p.weight.width == 1) return false;
