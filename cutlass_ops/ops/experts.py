@@ -315,11 +315,12 @@ def mixed_moe(
     dtype, but not integers in groups of 128 or more where experts have more than some 24 rows on
     average, or 4 bits and scales of x's dtype. Outputs of experts that have many rows are rounded
     to it, too. Values of quantised activations are rounded as those of
-    :func:`cutlass_ops.mixed_gemm`, but multiplied as int8 where x has no zero points, both weights
-    are integers in groups of 128 or more, of 8 bits without zero points, and, on Hopper, experts
-    have more than 24 rows on average. For an fp32 x, for I that is no multiple of 8 and where a
-    gradient is recorded, a GPU is asked how many rows each expert has, two products are launched
-    for each expert that has any, and a capture is refused.
+    :func:`cutlass_ops.mixed_gemm`, but multiplied as int8 where x has no zero points and both
+    weights are integers in groups of 128 or more without offsets, those of 8 bits without zero
+    points. On Hopper experts of few rows need scales of x's dtype for it, and weights in groups of
+    64 and 32 are multiplied as int8, too, where that is faster. For an fp32 x, for I that is no
+    multiple of 8 and where a gradient is recorded, a GPU is asked how many rows each expert has,
+    two products are launched for each expert that has any, and a capture is refused.
 
     Training: in eager calls the result is differentiable in x and ``topk_weights``, as
     :func:`cutlass_ops.mixed_gemm` is in x; the experts are frozen. Under ``torch.autocast`` an
