@@ -8,7 +8,7 @@
 #include "device/launch.cuh"
 #include "device/mma.cuh"
 #include "device/quantize.cuh"
-#include "device/tile.cuh"
+#include "device/tile_copies.cuh"
 #include "dispatch/checks.h"
 #include "dispatch/decode_shape.h"
 #include "dispatch/launchers.h"

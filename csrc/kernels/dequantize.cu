@@ -7,7 +7,7 @@
 // is the reference's: (q - z) * s, c * s + o or value(q) * s, each operation rounded to fp32 by
 // itself, then one rounding to the output's type.
 #include "device/launch.cuh"
-#include "device/tile.cuh"
+#include "device/tile_copies.cuh"
 #include "dispatch/launchers.h"
 #include "dispatch/problem.h"
 #include "formats/decode.cuh"

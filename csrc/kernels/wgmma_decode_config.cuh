@@ -9,7 +9,7 @@
 #include "device/hopper_x_rows.cuh"
 #include "device/quantize.cuh"
 #include "device/tensor_map.cuh"
-#include "device/tile.cuh"
+#include "device/tile_copies.cuh"
 #include "dispatch/launchers.h"
 #include "dispatch/problem.h"
 #include "formats/decode.cuh"
