@@ -18,10 +18,10 @@ from ..weights.reorder import common_form, reorder
 from ..weights.specs import empty_packed
 from ..weights.weight import QuantizedWeight, rows_of
 
-_CODES_AT_ONCE = 1 << 26  # of stacked weights, while they are a byte each
+_CODES_AT_ONCE = 1 << 26  # of contiguous weights, while they are a byte each
 
 
-class StackedWeights(Sequence[QuantizedWeight]):
+class ContiguousWeights(Sequence[QuantizedWeight]):
     """The weights of experts that lie one after another and have no act orders, so that the rows of
     several are one weight: that takes as many launches as one expert.
     """
@@ -54,7 +54,7 @@ def _in_turn(
     weights: Sequence[QuantizedWeight],
 ) -> Iterator[tuple[int, int, QuantizedWeight]]:
     """The first of the experts that are packed at once, their number, and their rows."""
-    if isinstance(weights, StackedWeights):
+    if isinstance(weights, ContiguousWeights):
         n, k = weights[0].shape
         at_once = max(1, _CODES_AT_ONCE // (n * k)) if n == formats.padded_rows(n) else 1
         for e in range(0, len(weights), at_once):

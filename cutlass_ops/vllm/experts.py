@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import _C
 from ..engines.layers import changed, extended, stored_weight
 from ..nn.experts import MixedExperts
-from ..ops.expert_packing import StackedWeights, reorder_experts
+from ..ops.expert_packing import ContiguousWeights, reorder_experts
 from ..ops.experts import mixed_moe
 from ..weights import formats
 from ..weights.weight import QuantizedWeight
@@ -237,7 +237,7 @@ class _Experts:
         return mixed_moe(x, *weights, topk_ids, topk_weights, *options)
 
 
-class _Stored(StackedWeights):
+class _Stored(ContiguousWeights):
     """The experts of one of vLLM's parameters."""
 
     def __init__(self, method: Any, layer: Any, name: str) -> None:
