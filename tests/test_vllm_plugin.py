@@ -222,13 +222,14 @@ def test_experts_are_packed_several_at_once_as_one_by_one(
         **{f"w13_{name}": t for name, t in zip(names, (codes, scales, zeros), strict=True)}
     )
     monkeypatch.setattr(experts, "_form", lambda method: (4, 128, has_zeros))
-    stored = experts._Stored(type(method, (), {})(), layer, "w13")
+    stored = experts._stored(type(method, (), {})(), layer, "w13")
     each = [
         layers.stored_weight(
             codes[e], scales[e], zeros[e] if has_zeros else None, 4, 128, columns_first, awq_order
         )
         for e in range(number)
     ]
+    assert [weight.shape for weight in stored] == [(n, k)] * number
     for gated in (False, True):
         at_once, in_turn = (co.reorder_experts(weights, gated) for weights in (stored, each))
         assert (at_once.shape, at_once.gated) == ((number, n, k), gated)

@@ -18,28 +18,24 @@ from ..weights.reorder import common_form, reorder
 from ..weights.specs import empty_packed
 from ..weights.weight import QuantizedWeight, rows_of
 
-_CODES_AT_ONCE = 1 << 26  # of contiguous weights, while they are a byte each
-
-
-class ContiguousWeights(Sequence[QuantizedWeight]):
-    """The weights of experts that lie one after another and have no act orders, so that the rows of
-    several are one weight: that takes as many launches as one expert.
-    """
-
-    def several(self, first: int, count: int) -> QuantizedWeight:
-        """The rows of ``count`` experts, ``[count * N, K]``."""
-        raise NotImplementedError
-
-    def __getitem__(self, e: Any) -> Any:
-        return self.several(e, 1)
+_CODES_AT_ONCE = 1 << 26  # that are read by WeightsOnDemand.several, a byte each
 
 
 @dataclass(frozen=True)
 class WeightsOnDemand(Sequence[QuantizedWeight]):
-    """The weights of experts, each made when it is indexed and not kept."""
+    """The weights of experts, each made when it is indexed and not kept.
+
+    Attributes:
+        experts: their number.
+        read: the weight of an expert.
+        several: the rows of so many experts from the first of them on, as one weight
+            ``[count * N, K]`` without an act order: it is packed in as many launches as one
+            expert's. None if they cannot be read at once.
+    """
 
     experts: int
     read: Callable[[int], QuantizedWeight]
+    several: Callable[[int, int], QuantizedWeight] | None = None
 
     def __len__(self) -> int:
         return self.experts
@@ -54,15 +50,15 @@ def _in_turn(
     weights: Sequence[QuantizedWeight],
 ) -> Iterator[tuple[int, int, QuantizedWeight]]:
     """The first of the experts that are packed at once, their number, and their rows."""
-    if isinstance(weights, ContiguousWeights):
+    several = weights.several if isinstance(weights, WeightsOnDemand) else None
+    at_once = 1
+    if several is not None:
         n, k = weights[0].shape
-        at_once = max(1, _CODES_AT_ONCE // (n * k)) if n == formats.padded_rows(n) else 1
-        for e in range(0, len(weights), at_once):
-            count = min(at_once, len(weights) - e)
-            yield e, count, weights.several(e, count)
-    else:
-        for e in range(len(weights)):
-            yield e, 1, weights[e]
+        if n == formats.padded_rows(n):
+            at_once = max(1, _CODES_AT_ONCE // (n * k))
+    for e in range(0, len(weights), at_once):
+        count = min(at_once, len(weights) - e)
+        yield e, count, weights[e] if several is None else several(e, count)
 
 
 def reorder_experts(weights: Sequence[QuantizedWeight], gated: bool = False) -> PackedExperts:

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import _C
 from ..engines.layers import changed, extended, stored_weight
 from ..nn.experts import MixedExperts
-from ..ops.expert_packing import ContiguousWeights, reorder_experts
+from ..ops.expert_packing import WeightsOnDemand, reorder_experts
 from ..ops.experts import mixed_moe
 from ..weights import formats
 from ..weights.weight import QuantizedWeight
@@ -192,7 +192,7 @@ class _Experts:
                 return
         packed: list[Any] = []
         for name in ("w13", "w2"):
-            packed.append(reorder_experts(_Stored(self, layer, name), gated=name == "w13"))
+            packed.append(reorder_experts(_stored(self, layer, name), gated=name == "w13"))
             for parameter in [n for n in layer._parameters if n.startswith(f"{name}_")]:
                 delattr(layer, parameter)
         activation = getattr(layer.activation, "value", layer.activation)
@@ -237,34 +237,29 @@ class _Experts:
         return mixed_moe(x, *weights, topk_ids, topk_weights, *options)
 
 
-class _Stored(ContiguousWeights):
+def _stored(method: Any, layer: Any, name: str) -> WeightsOnDemand:
     """The experts of one of vLLM's parameters."""
+    kind = _METHODS[type(method).__name__]
+    bits, group_size, has_zeros = _form(method)
+    words = getattr(layer, f"{name}_{_CODES[kind]}")
+    scales = getattr(layer, f"{name}_{_SCALES[kind]}")
+    zeros = _ZEROS[kind]
+    points = getattr(layer, f"{name}_{zeros}") if zeros and has_zeros else None
+    columns_first = kind != "ct" or words.is_transposed
 
-    def __init__(self, method: Any, layer: Any, name: str) -> None:
-        self.kind = _METHODS[type(method).__name__]
-        self.bits, self.group_size, has_zeros = _form(method)
-        self.words = getattr(layer, f"{name}_{_CODES[self.kind]}")
-        self.scales = getattr(layer, f"{name}_{_SCALES[self.kind]}")
-        zeros = _ZEROS[self.kind]
-        self.zeros = getattr(layer, f"{name}_{zeros}") if zeros and has_zeros else None
-        self.columns_first = self.kind != "ct" or self.words.is_transposed
-
-    def __len__(self) -> int:
-        return len(self.words)
-
-    def several(self, first: int, count: int) -> QuantizedWeight:
-        """As the base class says."""
-
+    def several(first: int, count: int) -> QuantizedWeight:
         def rows(stack: Any) -> Any:
             some = stack.data[first : first + count]
-            return some.transpose(0, 1).flatten(1) if self.columns_first else some.flatten(0, 1)
+            return some.transpose(0, 1).flatten(1) if columns_first else some.flatten(0, 1)
 
         return stored_weight(
-            rows(self.words),
-            rows(self.scales),
-            None if self.zeros is None else rows(self.zeros),
-            self.bits,
-            self.group_size,
-            self.columns_first,
-            self.kind == "awq",
+            rows(words),
+            rows(scales),
+            None if points is None else rows(points),
+            bits,
+            group_size,
+            columns_first,
+            kind == "awq",
         )
+
+    return WeightsOnDemand(len(words), lambda e: several(e, 1), several)
