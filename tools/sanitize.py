@@ -291,6 +291,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.jobs < 1:
         parser.error(f"--jobs is {arguments.jobs}; at least 1 is expected")
+    # Expected values are computed on the CPU, by threads that would wait for each other otherwise.
+    threads = max(1, (os.cpu_count() or 1) // arguments.jobs)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if not shutil.which("compute-sanitizer"):
         print("compute-sanitizer is not on PATH; it comes with the CUDA toolkit", file=sys.stderr)
         return 2

@@ -8,8 +8,8 @@
 //   warp      an equal run of its block's pieces (64 features x 128 columns at 4 bits, 64 at 8),
 //             which follow one another in memory. Every lane copies its own 16-byte vectors to a
 //             ring of stages of its warp's (cp.async) and reads them back: no barrier. The first
-//             stages are issued before pdl_wait(), and the next launch's blocks start once this one
-//             has issued all its loads
+//             stages are issued before the launch before ends, but by the warp that first requests
+//             x, and the next launch's blocks start once this one has issued all its loads
 //   multiply  mma.sync m16n8k16, weights as operand A, x by ldmatrix as operand B
 //   promote   sum = fma(step's sum, weight scale, sum), as in mma_gemm_a16.cu
 //   end       sums of warps that share a row panel are added in shared memory, and those of a
@@ -320,6 +320,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
   __shared__ Barriers barriers;
   int warp = threadIdx.x / 32, rank = blockIdx.x & (p.cluster - 1), m = p.epilogue.m;
   Part part(p, blockIdx.x >> p.log_cluster, rank);
+  if (threadIdx.x == C::kThreads - 32) request_x<C>(shared, p, part, barriers);
   Pieces<C> pieces(part);
   int begin = pieces.begin(warp), end = pieces.begin(warp + 1),
       ring_bytes = (C::kMoreStages ? p.stages : C::kStages) * p.memory.stage;
@@ -345,22 +346,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
                        uint32_t(pieces.begin(last + 1) > past) << 16;
   }
   int const first = part.first_tile * kKPerTile, columns = part.tiles * kKPerTile;
-  RowCopies<C> copies(shared, p, first, columns, barriers);
   TileWalk walk(part.tiles, m, C::kWarps);
   if (C::kInt8 && threadIdx.x < 2 * C::kBlockM)
     partition.own[threadIdx.x / C::kBlockM][threadIdx.x % C::kBlockM] = 0;
-  if (threadIdx.x == 0) {
-    TransactionBarrier::init(&barriers.x, 1);
-    TransactionBarrier::init(&barriers.ranges, 1);
-    TransactionBarrier::init(&barriers.sums, 1);
-    cutlass::arch::fence_barrier_init();
-    if (p.vector_x)
-      TransactionBarrier::arrive_and_expect_tx(&barriers.x, uint32_t(m * copies.bytes));
-    TransactionBarrier::arrive_and_expect_tx(&barriers.ranges, uint32_t(m * (p.symmetric ? 4 : 8))
-                                                                   << p.log_cluster);
-    TransactionBarrier::arrive_and_expect_tx(&barriers.sums,
-                                             uint32_t(part.row_panels * m * kRowsPerPanel * 4));
-  }
   if (p.vector_x) {
     int past = p.weight.k - first, width = columns - past;  // columns beyond K
 #pragma unroll 1
@@ -370,14 +358,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
                                   place.quotient * p.memory.x_row)[past + place.remainder] = 0;
     }
   }
-  copies.prepare();
   __syncthreads();
   if (p.cluster > 1) {
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
   }
   pdl_wait();
-  if (p.vector_x) copies.issue(p);
   if constexpr (C::kMoreStages > 0) {  // behind x, which would come later otherwise
 #pragma unroll 1
     for (int i = C::kStages; i < p.stages; ++i) {

@@ -17,41 +17,34 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, void const* from, int byt
       : "memory");
 }
 
-// The bulk copies of a warp: rows of x at a fixed distance, from a first row that differs between
-// blocks, because the blocks read the same lines at the same time. Waiting for copies by threads
-// would also wait for the weights issued before them. All operands are in registers before the
-// kernel waits: each instruction after that delays the first product.
+// Makes the block's barriers and requests rows of 16-bit floats by bulk copies, by one thread. It
+// waits for the kernel before it alone and at once: requested behind the weights, x arrives when
+// these do. Blocks begin at different rows, because they read the same lines at the same time.
+// (Waiting for copies by threads would also wait for the weights.)
 template <class C>
-struct RowCopies {
-  uint16_t const* from;
-  uint32_t to, barrier;
-  int x_row, bytes;
-
-  __device__ __forceinline__ RowCopies(uint8_t* shared, Params const& p, int first, int columns,
-                                       Barriers& barriers)
-      : x_row(int(threadIdx.x / 32 + blockIdx.x) % C::kWarps),
-        bytes(min(p.x.k - first, columns) * 2) {
-    from = static_cast<uint16_t const*>(p.x.x) + x_row * p.x.x_stride + first;
-    to = cute::cast_smem_ptr_to_uint(shared + p.memory.x) + x_row * p.memory.x_row;
-    barrier = cute::cast_smem_ptr_to_uint(&barriers.x);
-    if (threadIdx.x % 32) x_row = kMaxM;
-  }
-  // The assembler moves address arithmetic behind the wait if it can, but not the result of a
-  // shuffle.
-  __device__ __forceinline__ void prepare() {
-    int const lane = threadIdx.x % 32;
-    from = reinterpret_cast<uint16_t const*>(
-        __shfl_sync(~0u, reinterpret_cast<unsigned long long>(from), lane));
-    to = __shfl_sync(~0u, to, lane), barrier = __shfl_sync(~0u, barrier, lane);
-    x_row = __shfl_sync(~0u, x_row, lane), bytes = __shfl_sync(~0u, bytes, lane);
-  }
-  __device__ __forceinline__ void issue(Params const& p) {
+__device__ __forceinline__ void request_x(uint8_t* shared, Params const& p, Part const& part,
+                                          Barriers& barriers) {
+  int const m = p.epilogue.m, first = part.first_tile * kKPerTile,
+            bytes = min(p.x.k - first, part.tiles * kKPerTile) * 2;
+  TransactionBarrier::init(&barriers.x, 1);
+  TransactionBarrier::init(&barriers.ranges, 1);
+  TransactionBarrier::init(&barriers.sums, 1);
+  cutlass::arch::fence_barrier_init();
+  TransactionBarrier::arrive_and_expect_tx(&barriers.ranges, uint32_t(m * (p.symmetric ? 4 : 8))
+                                                                 << p.log_cluster);
+  TransactionBarrier::arrive_and_expect_tx(&barriers.sums,
+                                           uint32_t(part.row_panels * m * kRowsPerPanel * 4));
+  if (!p.vector_x) return;
+  TransactionBarrier::arrive_and_expect_tx(&barriers.x, uint32_t(m * bytes));
+  uint32_t const to = cute::cast_smem_ptr_to_uint(shared + p.memory.x),
+                 barrier = cute::cast_smem_ptr_to_uint(&barriers.x);
+  uint16_t const* const from = static_cast<uint16_t const*>(p.x.x) + first;
+  int x_row = Quotient(int(blockIdx.x), m).remainder;
+  pdl_wait();
 #pragma unroll 1
-    for (; x_row < p.epilogue.m;
-         x_row += C::kWarps, from += C::kWarps * p.x.x_stride, to += C::kWarps * p.memory.x_row)
-      copy_bulk(to, from, bytes, barrier);
-  }
-};
+  for (int i = 0; i < m; ++i, x_row = x_row + 1 == m ? 0 : x_row + 1)
+    copy_bulk(to + x_row * p.memory.x_row, from + x_row * p.x.x_stride, bytes, barrier);
+}
 
 // Copies x by threads, for any x. Columns beyond K are zeros.
 template <class C>

@@ -269,6 +269,13 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   __shared__ SlotTile tiles[WgmmaDecodeShape::kMostDealtTiles];  // of experts
   __shared__ Dealt dealt;
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (warp == 0 && cute::elect_one_sync()) {
+    if (!C::kGrouped) cute::prefetch_tma_descriptor(&maps.x_rows);
+    if (!C::kOneCta) cute::prefetch_tma_descriptor(&maps.codes);
+    cute::prefetch_tma_descriptor(&maps.scales);
+    if (p.weight.offsets) cute::prefetch_tma_descriptor(&maps.offsets);
+    if (p.weight.zeros) cute::prefetch_tma_descriptor(&maps.zeros);
+  }
   auto const init_barriers = [&](int row_panels) {
     for (int i = 0; i < p.shape.stages; ++i) {
       TransactionBarrier::init(&barriers.full[i], C::kQuantizes ? 1 + 128
@@ -340,6 +347,9 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
     return;
   }
   pdl_wait();
+  if constexpr (!C::kGrouped) {
+    if (warp == 0 && cute::elect_one_sync()) request_first_x<C>(shared, barriers, maps, p, part);
+  }
   if constexpr (C::kQuantizes) {
     if (warp / 4 < part.tiles)
       quantize<C>(cute::cast_smem_ptr_to_uint(shared), warp / 4, 0, barriers.full, p);

@@ -196,7 +196,29 @@ __device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barrie
   if (!launched) pdl_launch_dependents();
 }
 
-// By one thread.
+// x of a tile of K, by one thread.
+template <class C>
+__device__ __forceinline__ void request_x(uint8_t* shared, Barriers& barriers, Maps const& maps,
+                                          Params const& p, Part const& part, int i, int stage) {
+  uint64_t* const there = C::kQuantizes ? &barriers.raw[stage] : &barriers.full[stage];
+  if (C::kQuantizes) TransactionBarrier::arrive_and_expect_tx(there, C::kXBytes);
+  copy_x_rows<C>(shared + stage * C::kXStride,
+                 shared + p.shape.weights + stage * p.shape.weight_bytes + p.shape.x_row_scales,
+                 there, maps.x_rows, p, part.first_tile + i);
+}
+
+// x of the first stages, by one thread that does not request their weights: x, which is last to be
+// there, would come later behind these copies.
+template <class C>
+__device__ __forceinline__ void request_first_x(uint8_t* shared, Barriers& barriers,
+                                                Maps const& maps, Params const& p,
+                                                Part const& part) {
+  int const ahead = min(part.tiles, p.shape.stages);
+#pragma unroll 1
+  for (int i = 0; i < ahead; ++i) request_x<C>(shared, barriers, maps, p, part, i, i);
+}
+
+// The rest, by one thread.
 template <class C>
 __device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, Maps const& maps,
                                         Params const& p, Part const& part) {
@@ -208,14 +230,6 @@ __device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, Map
   int const ahead = min(part.tiles, p.shape.stages);
   for (int i = 0; i < ahead; ++i) weights(i, i);
   pdl_wait();
-  auto x_rows = [&](int i, int stage) {
-    uint64_t* const there = C::kQuantizes ? &barriers.raw[stage] : &barriers.full[stage];
-    if (C::kQuantizes) TransactionBarrier::arrive_and_expect_tx(there, C::kXBytes);
-    copy_x_rows<C>(shared + stage * C::kXStride,
-                   first_weights + stage * p.shape.weight_bytes + p.shape.x_row_scales, there,
-                   maps.x_rows, p, part.first_tile + i);
-  };
-  for (int i = 0; i < ahead; ++i) x_rows(i, i);
   int stage = 0;
   uint32_t phase = 0;
   int const last = max(ahead, part.tiles - C::kEarlyBytes / p.shape.weight_bytes);
@@ -224,7 +238,7 @@ __device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, Map
     if (i == last) pdl_launch_dependents();
     ClusterBarrier::wait(&barriers.empty[stage], phase);
     weights(i, stage);
-    x_rows(i, stage);
+    request_x<C>(shared, barriers, maps, p, part, i, stage);
     if (++stage == p.shape.stages) stage = 0, phase ^= 1;
   }
   if (last >= part.tiles) pdl_launch_dependents();
