@@ -2,12 +2,13 @@
 //
 //   cluster   up to nine row panels of 64 output features; its CTAs share K in equal slices
 //   stage     a tile of K, 128 columns: the panels' codes and group vectors by bulk copies, x by
-//             its tensor map once for all of them. One warp issues the copies; those of weights
-//             before the kernel waits for its predecessor. Two CTAs fit on an SM, so that the next
-//             launch's first stages arrive while this one ends. With large 8-bit weights, or
-//             `one_cta`, one does, with the stages of two: the bytes in flight on all SMs then
-//             cover the time from one launch's last product to the next one's first. K is left
-//             whole there, and clusters get halves of panels, for equal shares
+//             its tensor map once for all of them. One warp issues the copies, but those of x for
+//             the first stages; those of weights before the kernel waits for its predecessor. Two
+//             CTAs fit on an SM, so that the next launch's first stages arrive while this one ends.
+//             With large 8-bit weights, or `one_cta`, one does, with the stages of two: the bytes
+//             in flight on all SMs then cover the time from one launch's last product to the next
+//             one's first. K is left whole there, and clusters get halves of panels, for equal
+//             shares
 //   quantise  x that is to be int8 becomes codes, or the values of codes, in its stage, every third
 //             tile by one of the warpgroups that multiply
 //   multiply  a warpgroup a panel at a time, weights through registers as operand A: a panel's
