@@ -8,8 +8,9 @@
 //   warp      an equal run of its block's pieces (64 features x 128 columns at 4 bits, 64 at 8),
 //             which follow one another in memory. Every lane copies its own 16-byte vectors to a
 //             ring of stages of its warp's (cp.async) and reads them back: no barrier. The first
-//             stages are issued before the launch before ends, but by the warp that first requests
-//             x, and the next launch's blocks start once this one has issued all its loads
+//             stages are issued before the previous launch ends, but for those of the warp that
+//             requests x first, and the next launch's blocks start once this one has issued all its
+//             loads
 //   multiply  mma.sync m16n8k16, weights as operand A, x by ldmatrix as operand B
 //   promote   sum = fma(step's sum, weight scale, sum), as in mma_gemm_a16.cu
 //   end       sums of warps that share a row panel are added in shared memory, and those of a

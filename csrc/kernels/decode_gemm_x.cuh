@@ -18,8 +18,8 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, void const* from, int byt
 }
 
 // Makes the block's barriers and requests rows of 16-bit floats by bulk copies, by one thread. It
-// waits for the kernel before it alone and at once: requested behind the weights, x arrives when
-// these do. Blocks begin at different rows, because they read the same lines at the same time.
+// alone waits for the previous kernel at once: requested behind the weights, x arrives when these
+// do. Blocks begin at different rows, because they read the same lines at the same time.
 // (Waiting for copies by threads would also wait for the weights.)
 template <class C>
 __device__ __forceinline__ void request_x(uint8_t* shared, Params const& p, Part const& part,
