@@ -413,13 +413,13 @@ def test_explain_names_the_kernel_that_multiplies(act_quant: str) -> None:
         assert (found.kernel, found.tile, found.slices) == (other.kernel, other.tile, other.slices)
         launches = [name for name in other.launches if name != "splitk_reduce"]
         splits = "splitk_reduce" in other.launches
-        # Hopper's kernels for many rows make the outputs themselves.
-        fused = not splits and found.kernel in ("wgmma_gemm_a16", "wgmma_gemm_a8")
+        # Hopper's kernels make the outputs themselves.
+        fused = not splits and not found.kernel.startswith("mma_")
         assert list(found.launches) == launches + ["gate_sums"] * (not fused)
         slices.add((splits, fused))
         sums = -(-m * 128 * 4 // 256) * 256
         assert found.workspace == other.workspace + (0 if splits or fused else sums)
-    assert slices == {(True, False), (False, False), (False, True)}, "nothing is tested"
+    assert {(True, False), (False, True)} <= slices, "nothing is tested"
     with pytest.raises(ValueError, match=r"residual has shape \(3, 128\)"):
         co.explain(3, packed, residual=torch.zeros(3, 128))
 

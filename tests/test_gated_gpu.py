@@ -85,6 +85,54 @@ def test_products_are_exact(fmt: Format, activations: str) -> None:
     assert len(kernels) > 1
 
 
+@pytest.mark.parametrize("activations", ACTIVATION_KINDS)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_few_rows_are_gated_by_the_kernels_that_multiply_them(
+    fmt: Format, activations: str
+) -> None:
+    """Clusters of one to eight CTAs, whole and half row panels."""
+    act_quant, symmetric = ACTIVATION_KINDS[activations]
+    kernels = set()
+    for n, k in ((8, 100), (40, 11008), (104, 712), (1000, 2100), (8200, 1024)):
+        whole = make_weight(fmt, 2 * n, k, exact=True)
+        packed = pack(whole)
+        bias = torch.arange(2 * n, device=GPU, dtype=FLOAT) % 7 - 3
+        for i, m in enumerate((1, 4, 7, 16)):
+            dtype = (HALF, BFLOAT)[i % 2]
+            block = block_of(act_quant, fmt.group_size)
+            x = make_exact_floats(m, k, dtype, act_quant, symmetric, block)
+            # 8-bit codes plus offsets have more bits than a weight that is rounded to 16.
+            options: dict[str, Any] = {"exact": fmt.bits == 8 and fmt.kind == "offsets"}
+            options |= {"act_quant": act_quant, "act_symmetric": symmetric}
+            options |= {"activation": "relu", "saturate": i == 1}
+            y = multiply(x, packed, bias=bias if i else None, **options)
+            sums = oracle(x, whole, act_quant, symmetric)
+            zero = torch.zeros((), device=GPU)
+            expected = gated(sums, bias if i else zero, "relu", zero, dtype)
+            if i == 1:
+                expected = expected.clamp(*(torch.finfo(dtype).max * s for s in (-1, 1)))
+            assert torch.equal(y, expected)
+            found = co.explain(x, packed, **options)
+            if "decode" in found.kernel:
+                assert found.launches[-1] == found.kernel
+                kernels.add(found.kernel)
+    assert kernels
+
+
+@pytest.mark.parametrize("book", ["nf4", "mxfp4", "e4m3"])
+@pytest.mark.parametrize("m", [1, 7, 16])
+def test_few_rows_of_code_books(book: str, m: int) -> None:
+    """As with a residual, where gate_sums makes the outputs."""
+    whole = co.quantize(
+        make_floats(2048, 1024, FLOAT), 8 if book == "e4m3" else 4, 32 if book == "mxfp4" else 64,
+        book=book,
+    )  # fmt: skip
+    packed, x, zeros = pack(whole), make_floats(m, 1024, BFLOAT), make_floats(m, 1024, BFLOAT) * 0
+    assert co.explain(x, packed, residual=zeros).launches[-1] == "gate_sums"
+    y = multiply(x, packed, activation="silu")
+    assert torch.equal(y, multiply(x, packed, activation="silu", residual=zeros))
+
+
 @pytest.mark.parametrize(
     "activation", [None, *reference.ACTIVATIONS, ("clamp", -1.0, 2.0)], ids=str
 )

@@ -60,6 +60,9 @@ RUNS: list[tuple[str, str, dict[str, object], int]] = [
     ("embedding tied compiled", "tied/directory", {}, 1),
     ("embedding tied dense", "tied/dense", {}, 1),
     ("embedding tied dense compiled", "tied/dense", {}, 1),
+    ("ct gated", "ct/quantised", FLOATS, 1),
+    ("ct gated compiled", "ct/quantised", FLOATS, 1),
+    ("directory gated two ranks", "ct/directory", {}, 2),
     ("experts quantised", "experts/quantised", FLOATS, 1),
     ("experts two ranks", "experts/quantised", FLOATS, 2),
     ("experts dense", "experts/dense", {}, 1),
@@ -103,9 +106,11 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 compressed_tensors_moe_wna16.select_wna16_moe_backend = lambda **_: (WNA16MoEBackend.CPU, None)
 
 # The plugin leaves these to vLLM on a CPU, where they are tested for GPUs.
-from cutlass_ops.vllm import experts, linear
+from cutlass_ops.vllm import experts, gated, linear
 experts._reason_of_device = lambda inner: None
 int8_reason = linear._reason_against_int8
+gated_reason = gated._reason_of_device
+gated._reason_of_device = lambda: None if os.environ.get("GATED") else gated_reason()
 
 INVARIANT = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
 if INVARIANT:
@@ -130,11 +135,14 @@ def generate(llm, prompts):
 def modes(model):
     kinds = (MixedLinear, MixedExperts)
     found = [module for module in model.modules() if isinstance(module, kinds)]
-    return sorted({f"{type(module).__name__} {module.act_quant}" for module in found})
+    names = {f"{type(module).__name__} {module.act_quant}" for module in found}
+    linears = [module for module in found if isinstance(module, MixedLinear)]
+    return sorted(names | {linear.activation for linear in linears if linear.activation})
 
 def main():
     for name, model, settings, size in json.loads(sys.argv[1]):
         linear._reason_against_int8 = int8_reason if name == "w8a8 stock" else lambda c: None
+        os.environ["GATED"] = "1" if "gated" in name else ""  # for processes of ranks, too
         most = 64 if INVARIANT else 4
         llm = LLM(model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, seed=0,
                   max_num_seqs=most, tensor_parallel_size=size,
@@ -293,6 +301,13 @@ def test_tokens_of_a_packed_embedding(runs, run: str) -> None:
 
 def test_compiled_tokens_of_a_packed_embedding(runs) -> None:
     assert runs[0]["embedding tied compiled"][0] == runs[0]["embedding tied dense compiled"][0]
+
+
+@pytest.mark.parametrize("run", ["ct gated", "ct gated compiled", "directory gated two ranks"])
+def test_tokens_where_products_apply_the_activation(runs, models: Path, run: str) -> None:
+    tokens, modes = runs[0][run]
+    assert modes == ["MixedLinear none", "silu"]
+    assert distance(models / "ct" / "quantised", tokens) < 0.1  # the factors are not rounded
 
 
 @pytest.mark.parametrize("run", ["experts quantised", "experts two ranks"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from cutlass_ops import vllm as plugin
 from cutlass_ops.engines import layers
 from cutlass_ops.files.packed_config import WeightFormat, quantization_config
 from cutlass_ops.ops import expert_packing
-from cutlass_ops.vllm import awq, experts, linear
+from cutlass_ops.vllm import awq, experts, gated, linear
 
 
 @pytest.fixture
@@ -38,6 +40,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, list[Any]]]:
         "register_quantization_config": lambda name: lambda config: config,
         "PlatformEnum": SimpleNamespace(CUDA="cuda", CPU="cpu"),
         "take_experts": lambda: None,
+        "take_gated_mlps": lambda: None,
         "take_checkpoints": lambda: None,
     }.items():
         monkeypatch.setattr(plugin, name, value, raising=False)
@@ -230,9 +233,9 @@ def test_experts_are_packed_several_at_once_as_one_by_one(
         for e in range(number)
     ]
     assert [weight.shape for weight in stored] == [(n, k)] * number
-    for gated in (False, True):
-        at_once, in_turn = (co.reorder_experts(weights, gated) for weights in (stored, each))
-        assert (at_once.shape, at_once.gated) == ((number, n, k), gated)
+    for in_eights in (False, True):
+        at_once, in_turn = (co.reorder_experts(weights, in_eights) for weights in (stored, each))
+        assert (at_once.shape, at_once.gated) == ((number, n, k), in_eights)
         for name, tensor in in_turn.tensors().items():
             assert torch.equal(at_once.tensors()[name], tensor), name
 
@@ -443,3 +446,185 @@ def test_a_tied_embedding_gets_the_heads_weight(
     assert torch.equal(
         looks_up.embedding(embedding, ids), co.dequantize(packed, torch.bfloat16)[ids]
     )
+
+
+# ---- MLPs whose products apply the activation
+
+
+class Merged(torch.nn.Module):
+    """vLLM's layer of gate and up, in miniature: its parameters are what a checkpoint has."""
+
+    def __init__(self, sizes: tuple[int, ...] = (24, 24), biased: bool = False) -> None:
+        super().__init__()
+        self.output_partition_sizes = list(sizes)
+        n = sum(sizes)
+        self.bias = torch.nn.Parameter(torch.ones(n)) if biased else None
+        random = torch.Generator().manual_seed(n)
+        self.codes = parameter(torch.randint(16, (n, 64), generator=random, dtype=torch.uint8))
+
+    def weight(self) -> co.QuantizedWeight:
+        scales = torch.full((len(self.codes), 2), 0.01)
+        return co.QuantizedWeight(self.codes.data, scales, group_size=32)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return layers.product(self, x, self.bias, False), None
+
+
+class SiluAndMul(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+
+class GeluAndMul(torch.nn.Module):
+    def __init__(self, approximate: str) -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.gelu(gate, approximate=self.approximate) * up
+
+
+class MLP(torch.nn.Module):
+    def __init__(self, merged: Any = None, function: Any = None) -> None:
+        super().__init__()
+        self.gate_up_proj = merged or Merged()
+        self.act_fn = function or SiluAndMul()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, _ = self.gate_up_proj(x)
+        return self.act_fn(y)
+
+
+class UsedTwice(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, _ = self.gate_up_proj(x)
+        return self.act_fn(y) + y.sum()
+
+
+class Clamped(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, _ = self.gate_up_proj(x)
+        return self.act_fn(y.clamp(max=1))
+
+
+class WithBias(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, bias = self.gate_up_proj(x)
+        return self.act_fn(y) if bias is None else bias
+
+
+class ActsTwice(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, _ = self.gate_up_proj(x)
+        return self.act_fn(y) + self.act_fn(x[:, :48])
+
+
+class Otherwise(SiluAndMul):
+    pass
+
+
+@pytest.fixture
+def loader(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """vLLM's loader, which has layers of ``Merged`` pack their weights; ``config`` is vLLM's."""
+    package = "vllm.model_executor"
+    found = SimpleNamespace(config=SimpleNamespace(lora_config=None), is_cuda=True)
+
+    def process_weights_after_loading(model: torch.nn.Module, *_: Any) -> None:
+        for module in model.modules():
+            if isinstance(module, Merged):
+                layers.keep(module, ["codes"], module.weight(), "none", True)
+
+    found.process_weights_after_loading = process_weights_after_loading
+    modules = {
+        f"{package}.layers.activation": {"SiluAndMul": SiluAndMul, "GeluAndMul": GeluAndMul},
+        f"{package}.layers.linear": {"MergedColumnParallelLinear": Merged},
+        f"{package}.model_loader": {"base_loader": found},
+    }
+    for name in ("vllm", package, f"{package}.layers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name, values in modules.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    for name, value in {
+        "get_current_vllm_config_or_none": lambda: found.config,
+        "current_platform": SimpleNamespace(is_cuda=lambda: found.is_cuda),
+        "logger": SimpleNamespace(info_once=lambda *_: None),
+    }.items():
+        monkeypatch.setattr(gated, name, value, raising=False)
+    gated.take_gated_mlps()
+    gated.take_gated_mlps()  # as vLLM's processes do
+    return found
+
+
+def outputs_of(loader: SimpleNamespace, mlp: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """An MLP's outputs before and after vLLM loaded it."""
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    plain = copy.deepcopy(mlp)
+    for module in plain.modules():
+        if isinstance(module, Merged):
+            layers.keep(module, ["codes"], module.weight(), "none", True)
+    loader.process_weights_after_loading(mlp, None, None)
+    return plain(x), mlp(x)
+
+
+@pytest.mark.parametrize("function", [SiluAndMul(), GeluAndMul("none")])
+def test_products_apply_the_activation_that_follows(loader: SimpleNamespace, function: Any) -> None:
+    mlp = MLP(function=function)
+    expected, y = outputs_of(loader, mlp)
+    assert type(mlp.act_fn) is torch.nn.Identity
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: UsedTwice(),
+        lambda: Clamped(),
+        lambda: WithBias(),
+        lambda: ActsTwice(),
+        lambda: MLP(function=Otherwise()),
+        lambda: MLP(function=GeluAndMul("tanh")),
+        lambda: MLP(Merged(biased=True)),
+        lambda: MLP(Merged((20, 20))),
+        lambda: MLP(Merged((16, 8, 24))),
+        lambda: MLP(Merged((16, 32))),
+    ],
+)
+def test_other_mlps_stay_as_they_are(loader: SimpleNamespace, make: Any) -> None:
+    mlp = make()
+    expected, y = outputs_of(loader, mlp)
+    assert type(mlp.act_fn) is not torch.nn.Identity
+    assert torch.equal(y, expected)
+
+
+def test_layers_of_two_mlps_and_layers_with_hooks_stay_as_they_are(
+    loader: SimpleNamespace,
+) -> None:
+    both = torch.nn.Sequential(MLP(), torch.nn.Linear(24, 64), MLP())
+    both[2].gate_up_proj = both[0].gate_up_proj
+    expected, y = outputs_of(loader, both)
+    assert torch.equal(y, expected)
+    hooked = MLP()
+    hooked.act_fn.register_forward_hook(lambda module, inputs, output: 2 * output)
+    expected, y = outputs_of(loader, hooked)
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("reason", ["adapters", "a CPU", "a layer of vLLM's"])
+def test_activations_stay_vllms(
+    loader: SimpleNamespace, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason == "adapters":
+        loader.config.lora_config = object()
+    loader.is_cuda = reason != "a CPU"
+    mlp = MLP()
+    if reason == "a layer of vLLM's":  # our kernels did not take it
+        monkeypatch.setattr(layers, "keep", lambda *_: None)
+        loader.process_weights_after_loading(mlp, None, None)
+    else:
+        expected, y = outputs_of(loader, mlp)
+        assert torch.equal(y, expected)
+    assert type(mlp.act_fn) is SiluAndMul

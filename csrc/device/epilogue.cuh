@@ -158,4 +158,43 @@ __device__ __forceinline__ void store_outputs(float (&v)[kCount], int m, int n,
   store_finished(v, m, n, p);
 }
 
+// Rows of gate, or of up, that are side by side in a gated weight.
+constexpr int kGatedRows = 8;
+
+// Finish sums of four neighbouring rows of gate, and those of up, and store their outputs from
+// column n on.
+__device__ __forceinline__ void store_gated_outputs(float (&gate)[4], float (&up)[4], int m, int n,
+                                                    EpilogueParams const& p) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    gate[i] = nan_unless_finite(gate[i]), up[i] = nan_unless_finite(up[i]);
+  if (p.bias) {
+    int const row = n / kGatedRows * (2 * kGatedRows) + n % kGatedRows;  // of the weight
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      gate[i] += load_float(p.bias, p.bias_type, row + i);
+      up[i] += load_float(p.bias, p.bias_type, row + kGatedRows + i);
+    }
+  }
+  visit_activation(p.activation, p.bounds, [&](auto const& function) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) gate[i] = function(gate[i]) * factor_of_up(function, up[i]);
+  });
+  finish_activated(gate, m, n, p);
+  store_finished(gate, m, n, p);
+}
+
+// Store a warp's outputs of 16 rows of a gated weight and eight rows of x, from column n on, which
+// overwrite gate's sums in the order of wgmma's accumulators. `m`: the row of the outputs for x's
+// row lane / 4 of the eight; negative where there is none.
+__device__ __forceinline__ void store_gated_pairs(float const (&v)[4], int64_t m, int n,
+                                                  EpilogueParams const& p) {
+  // Exchanges two rows of x of a feature for two features of a row of x.
+  uint32_t pair = to_half_bits(v[0], v[1], p.out_type == DataType::kBFloat16);
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(pair) : "r"(pair));
+  n += threadIdx.x % 4 * 2;
+  if (m >= 0 && n < p.n)
+    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + m * p.n + n) = pair;
+}
+
 }  // namespace cutlass_ops

@@ -193,13 +193,8 @@ __device__ __forceinline__ void finish_gated(float (&v)[4], float const* row_sca
     }
   }
   activate_or_gate(v, groups.activation, groups.bounds, true);
-  // Exchanges two rows of x of a feature for two features of a row of x.
-  uint32_t pair = to_half_bits(v[0], v[1], p.out_type == DataType::kBFloat16);
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(pair) : "r"(pair));
-  int const x_row = first + lane / 4, n = row / 2 + lane % 4 * 2;
-  if (x_row < tile.rows && n < p.n)
-    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + int64_t(tile.slots[x_row]) * p.n +
-                                 n) = pair;
+  int const x_row = first + lane / 4;
+  store_gated_pairs(v, x_row < tile.rows ? tile.slots[x_row] : -1, row / 2, p);
 }
 
 }  // namespace cutlass_ops

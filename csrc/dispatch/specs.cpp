@@ -433,14 +433,14 @@ constexpr Candidate kMmaGemmA8[] = {
 #define OF_ALL(candidates) [](GemmProblem const&) { return all(candidates); }
 
 constexpr KernelSpec kSpecs[] = {
-    {"wgmma_decode", "few rows of x", false, false, false, false, true, wgmma_decode_can,
+    {"wgmma_decode", "few rows of x", false, false, false, true, true, wgmma_decode_can,
      OF_ALL(kWgmmaDecode), decode_time, shape_wgmma_decode, LAUNCHER(launch_wgmma_decode)},
-    {"wgmma_decode_fold16", "few rows of x, weights rounded to its type", true, true, false, false,
+    {"wgmma_decode_fold16", "few rows of x, weights rounded to its type", true, true, false, true,
      true, wgmma_decode_fold16_can, OF_ALL(kWgmmaDecodeFold16), decode_time,
      shape_wgmma_decode_fold16, LAUNCHER(launch_decode_fold16)},
     {"decode_gemm", "few rows of x, a ring of weights for each warp and x in shared memory", false,
-     false, false, false, true, decode_gemm_can, OF_ALL(kDecodeGemm), decode_time,
-     shape_decode_gemm, LAUNCHER(launch_decode_gemm)},
+     false, false, true, true, decode_gemm_can, OF_ALL(kDecodeGemm), decode_time, shape_decode_gemm,
+     LAUNCHER(launch_decode_gemm)},
     {"wgmma_gemm_a8", "exact int8 products, the tile of least predicted time", false, false, false,
      true, false, wgmma_gemm_a8_can, wgmma_gemm_a8_candidates, predicted_time, shape_wgmma_gemm_a8,
      LAUNCHER(launch_wgmma_gemm_a8), "wgmma_decode"},

@@ -297,9 +297,22 @@ struct Rows {
   }
 };
 
-// Four neighbouring features of a row of x.
+// Which of a row panel's quads of features stands at a place in their order. Those of gate and of
+// up for the same outputs are neighbours.
+__device__ __forceinline__ int quad_at(int place, bool gated) {
+  return gated ? (place & ~3) | (place & 1) << 1 | (place >> 1 & 1) : place;
+}
+
+// The sums of a quad of features of a row of x. `n`: the first, if quads' places are their order.
 template <class C>
 __device__ __forceinline__ void finish(float (&v)[4], int x_row, int n, Params const& p) {
+  if (p.weight.gated) {
+    float up[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) up[i] = __shfl_xor_sync(3u << (threadIdx.x % 32 & ~1u), v[i], 1);
+    if (n % 8 == 0 && n / 2 < p.epilogue.n) store_gated_outputs(v, up, x_row, n / 2, p.epilogue);
+    return;
+  }
   if (n >= p.epilogue.n) return;
   if (p.plain_epilogue) {
     uint32_t low = pack_pair<typename C::Element>(nan_unless_finite(v[0]), nan_unless_finite(v[1]));
@@ -438,7 +451,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm)
   for (Rows rows(thread_again() / 16, p.sum_step, m); rows.row_panel < part.row_panels;
        rows.next(m)) {
     uint32_t warps = parts[rows.row_panel];
-    int quad = thread_again() % 16, place = rows.x_row * kSlotFloats + quad * 4;
+    int const quad = thread_again() % 16,
+              place = rows.x_row * kSlotFloats + quad_at(quad, p.weight.gated) * 4;
     int first = int(warps & 0xff), last = first + int(warps >> 8 & 0xff);
     uint8_t const* from = shared + first * ring_bytes + place * 4;
     float v[4] = {};
@@ -490,8 +504,9 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
   PackedWeight const& w = problem.weight;
   DecodeShape const& shape = plan.decode;
   EpilogueParams epilogue(problem);
-  bool plain = !problem.bias && !problem.residual && problem.activation == Activation::kNone &&
-               !problem.saturate && epilogue.vector_store && problem.out_type == C::kElementType;
+  bool plain = !w.gated && !problem.bias && !problem.residual &&
+               problem.activation == Activation::kNone && !problem.saturate &&
+               epilogue.vector_store && problem.out_type == C::kElementType;
   bool vector_x = !problem.quantized.codes && reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 &&
                   problem.x_stride % 8 == 0 && w.k % 8 == 0 && !w.perm &&
                   problem.x_type != DataType::kFloat32;

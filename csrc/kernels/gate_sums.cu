@@ -14,20 +14,9 @@ namespace {
 
 constexpr int kThreads = 128, kOutputs = 4;
 constexpr int kAtOnce = 4;  // slices whose loads are in flight
-constexpr int kEight = 8;   // rows of gate, or of up, side by side
 
 __device__ __forceinline__ void add(float (&sums)[kOutputs], float4 const& part) {
   sums[0] += part.x, sums[1] += part.y, sums[2] += part.z, sums[3] += part.w;
-}
-
-// Sums of rows from `row` on of the weight, with their biases.
-__device__ __forceinline__ void with_bias(float (&sums)[kOutputs], int row,
-                                          EpilogueParams const& p) {
-#pragma unroll
-  for (float& x : sums) x = nan_unless_finite(x);
-  if (!p.bias) return;
-#pragma unroll
-  for (int i = 0; i < kOutputs; ++i) sums[i] += load_float(p.bias, p.bias_type, row + i);
 }
 
 // p.n is the number of outputs.
@@ -38,7 +27,7 @@ __global__ void __launch_bounds__(kThreads)
   pdl_wait_and_launch_dependents();
   int const n = (blockIdx.y * kThreads + threadIdx.x) * kOutputs, m = blockIdx.x;
   if (n >= p.n) return;
-  int const row = n / kEight * (2 * kEight) + n % kEight;
+  int const row = n / kGatedRows * (2 * kGatedRows) + n % kGatedRows;
   float const* from = slices + int64_t(m) * stride + row;
   int64_t const slice = int64_t(p.m) * stride;
   float gate[kOutputs] = {}, up[kOutputs] = {};
@@ -49,20 +38,13 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kAtOnce; ++i) {
       if (s + i >= count) continue;
       gates[i] = __ldcg(reinterpret_cast<float4 const*>(from + i * slice));
-      ups[i] = __ldcg(reinterpret_cast<float4 const*>(from + i * slice + kEight));
+      ups[i] = __ldcg(reinterpret_cast<float4 const*>(from + i * slice + kGatedRows));
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
       if (s + i < count) add(gate, gates[i]), add(up, ups[i]);
   }
-  with_bias(gate, row, p);
-  with_bias(up, row + kEight, p);
-  visit_activation(p.activation, p.bounds, [&](auto const& function) {
-#pragma unroll
-    for (int i = 0; i < kOutputs; ++i) gate[i] = function(gate[i]) * factor_of_up(function, up[i]);
-  });
-  finish_activated(gate, m, n, p);
-  store_finished(gate, m, n, p);
+  store_gated_outputs(gate, up, m, n, p);
 }
 
 }  // namespace

@@ -253,13 +253,44 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     }
 }
 
+// Stores the outputs of a piece of a matrix. Sums become outputs in the order of wgmma's
+// accumulators, in which a thread has gate's and up's of the same outputs.
 __device__ __forceinline__ void finish(float (&v)[4], int n, int m_block, float const* row_scales,
-                                       EpilogueParams const& p) {
+                                       bool gated, EpilogueParams const& p) {
+  int const lane = threadIdx.x % 32, rows = gated ? 2 * p.n : p.n;
+  if (n >= rows) return;
+  if (row_scales) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      int const m = m_block * 8 + lane % 4 * 2 + c;
+      float const scale = m < p.m ? row_scales[m] : 0.0f;
+      v[c] *= scale, v[2 + c] *= scale;
+    }
+  }
+#pragma unroll
+  for (float& x : v) x = nan_unless_finite(x);
+  if (p.bias) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int const row = n + lane / 4 + h * 8;
+      float const bias = row < rows ? load_float(p.bias, p.bias_type, row) : 0.0f;
+      v[2 * h] += bias, v[2 * h + 1] += bias;
+    }
+  }
+  activate_or_gate(v, p.activation, p.bounds, gated);
+  if (gated) {
+    if (p.limit < HUGE_VALF) {
+#pragma unroll
+      for (float& x : v) x = clamp_keeping_nan(x, -p.limit, p.limit);
+    }
+    int const m = m_block * 8 + lane / 4;
+    return store_gated_pairs(v, m < p.m ? m : -1, n / 2, p);
+  }
   FeaturesOfRow features(v, m_block);
-  if (row_scales && features.x_row < p.m) features.scale(row_scales[features.x_row]);
   n += features.feature;
   if (features.x_row >= p.m || n >= p.n) return;
-  store_outputs(features.sums, features.x_row, n, p);
+  finish_activated(features.sums, features.x_row, n, p);
+  store_finished(features.sums, features.x_row, n, p);
 }
 
 // A thread's part of either kernel.
@@ -423,7 +454,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
       finish_piece(v, n, x_rows, tiles[part.tile], p);
     } else {
       bool const scales = C::kFolds || ends_with_x_row_scales<C>(p);
-      finish(v, n, x_rows, scales ? p.x_row_scales : nullptr, p.epilogue);
+      finish(v, n, x_rows, scales ? p.x_row_scales : nullptr, p.weight.gated, p.epilogue);
     }
   }
 }

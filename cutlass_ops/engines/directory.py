@@ -19,7 +19,7 @@ from ..files.tensor_parallel import ACT_ORDER, sliced_format
 from ..nn import MixedLinear
 from ..weights.reorder import reorder
 from ..weights.specs import packed_specs
-from .layers import MODULE, Engine, product
+from .layers import ACTIVATION, MODULE, Engine, packed_linear, product
 from .shards import LayerPart, Shards, part_of
 
 
@@ -206,7 +206,11 @@ class PackedLinear:
         if problem := packed_problem(packed):
             raise ValueError(f"{self.prefix}.{problem[0]} {problem[1]}")
         act_quant = self.engine.settings().get("act_quant", self.fields.get("act_quant", "none"))
-        linear = MixedLinear(packed, act_quant, self.fields.get("act_symmetric", True))
+        symmetric = self.fields.get("act_symmetric", True)
+        if hasattr(layer, ACTIVATION):
+            linear = packed_linear(layer, packed.unpack(), act_quant, symmetric)
+        else:
+            linear = MixedLinear(packed, act_quant, symmetric)
         layer.register_module(MODULE, linear)
         for embedding in self.tied:
             if embedding.num_embeddings_per_partition != packed.n:

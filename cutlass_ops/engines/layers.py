@@ -15,12 +15,15 @@ from ..nn import MixedLinear
 from ..ops import gemm
 from ..weights import formats
 from ..weights.reorder import reorder
-from ..weights.weight import QuantizedWeight
+from ..weights.weight import QuantizedWeight, rows_of
 
 _ACT_QUANT = ("none", "token", "block")
 _SETTINGS = ("act_quant",)
 #: The name of the submodule that holds a layer's packed weight.
 MODULE = "cutlass_ops_linear"
+#: The name of an attribute of layers that are to be packed with gate and up in eights: the
+#: activation of their products.
+ACTIVATION = "cutlass_ops_activation"
 #: The columns, of eight, of the nibbles of an AWQ word, from the lowest nibble on.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -124,9 +127,21 @@ def keep(
         if any(parameter is original for original in originals):
             delattr(layer, name)
     del originals, parameter
-    linear = MixedLinear(reorder(weight), act_quant, symmetric)
+    linear = packed_linear(layer, weight, act_quant, symmetric)
     layer.register_module(MODULE, linear)
     layer.register_parameter(names[0], torch.nn.Parameter(linear.codes, requires_grad=False))
+
+
+def packed_linear(
+    layer: torch.nn.Module, weight: QuantizedWeight, act_quant: str, symmetric: bool
+) -> MixedLinear:
+    """The packed weight of a layer, with gate and up in eights if the layer is to activate them."""
+    activation = getattr(layer, ACTIVATION, None)
+    if activation is None:
+        return MixedLinear(reorder(weight), act_quant, symmetric)
+    half = weight.n // 2
+    both = [rows_of(weight, slice(half)), rows_of(weight, slice(half, None))]
+    return MixedLinear(reorder(both, gated=True), act_quant, symmetric, activation)
 
 
 @functools.cache
@@ -148,10 +163,12 @@ def changed(method: Any, kind: type[Any]) -> Any:
 def product(
     layer: torch.nn.Module, x: Tensor, bias: Tensor | None, batch_invariant: bool
 ) -> Tensor:
-    """x times the packed weight that a layer keeps, plus bias."""
+    """x times the packed weight that a layer keeps, plus bias; activated if gate and up are in
+    eights.
+    """
     linear: Any = getattr(layer, MODULE)
-    options = (linear.act_quant, linear.act_symmetric)
-    return gemm.mixed_gemm(x, linear.packed, bias, None, *options, batch_invariant=batch_invariant)
+    options = (linear.activation, linear.act_quant, linear.act_symmetric)
+    return gemm.mixed_gemm(x, linear.packed, bias, *options, batch_invariant=batch_invariant)
 
 
 def stored_weight(

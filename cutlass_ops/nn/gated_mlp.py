@@ -62,7 +62,7 @@ class GatedMLP(nn.Module):
         function, down = getattr(self, form.function), getattr(self, form.down)
         parts = (gate, up, function)
         y: Tensor
-        if tuple(map(type, parts)) == self._types and not any(map(_is_wrapped, parts)):
+        if tuple(map(type, parts)) == self._types and not any(map(is_wrapped, parts)):
             y = down(getattr(self, self._layer)(x))
         else:
             y = down(function(gate(x)) * up(x))
@@ -87,15 +87,10 @@ def gated_form(module: nn.Module, gate: str, up: str) -> GatedForm | None:
     """
     own = [kind for kind in type(module).__mro__ if kind not in nn.Module.__mro__]
     names = {name for kind in own for name in vars(kind) if not name.startswith("__")}
-    if names != {"forward"} or _is_wrapped(module):
+    if names != {"forward"} or is_wrapped(module):
         return None
-    tracer = fx.Tracer()
-    tracer.is_leaf_module = lambda *_: True  # type: ignore[method-assign]
-    try:
-        nodes = list(tracer.trace(module).nodes)
-    except Exception:  # raised for code that does more with x than pass it on
-        return None
-    found = _expression(nodes[-1].args[0]) if len(nodes) == 7 else None
+    nodes = graph_of_calls(module)
+    found = _expression(nodes[-1].args[0]) if nodes and len(nodes) == 7 else None
     match found:
         case (down, ((function, (a, "x")), "*", (b, "x"))) if (a, b) == (gate, up):
             pass
@@ -105,9 +100,21 @@ def gated_form(module: nn.Module, gate: str, up: str) -> GatedForm | None:
             return None
     parts = [module.get_submodule(name) for name in (gate, up, function)]
     activation = GATES.get(qualified(type(parts[2])))
-    if activation is None or any(map(_is_wrapped, parts)):
+    if activation is None or any(map(is_wrapped, parts)):
         return None
     return GatedForm(gate, up, function, down, activation)
+
+
+def graph_of_calls(module: nn.Module) -> list[fx.Node] | None:
+    """What a module's ``forward`` does with its children's results, as torch.fx records it; None
+    where it does more with them than pass them on.
+    """
+    tracer = fx.Tracer()
+    tracer.is_leaf_module = lambda *_: True  # type: ignore[method-assign]
+    try:
+        return list(tracer.trace(module).nodes)
+    except Exception:  # of any kind, raised for such code
+        return None
 
 
 def _expression(node: Any) -> Any:
@@ -127,6 +134,6 @@ def _expression(node: Any) -> Any:
     return None
 
 
-def _is_wrapped(module: nn.Module) -> bool:
+def is_wrapped(module: nn.Module) -> bool:
     """Whether calling a module does more than the class's ``forward``."""
     return "forward" in vars(module) or any(getattr(module, name) for name in _HOOKS)

@@ -6,8 +6,8 @@ with parameters that are described by their attributes (``input_dim``, ``output_
 ``packed_dim``), so that one reader serves all of them. ``experts.py`` does the same for layers of
 experts, ``awq.py`` for linear layers of AWQ in batch-invariant mode, and ``directory.py`` loads
 what ``cutlass-ops reorder`` wrote. ``checkpoint.py`` packs GGUF files and other checkpoints that
-vLLM does not read. Layers that our kernels do not take stay with vLLM's kernels, and one line in
-its log says why.
+vLLM does not read. ``gated.py`` has products of gate and up apply the activation that follows. What
+our kernels do not take stays with vLLM's, and one line in its log says why.
 
 Settings are keys of ``--additional-config '{"cutlass_ops": {...}}'``, which is part of vLLM's key
 of compiled graphs:
@@ -26,6 +26,7 @@ import torch
 from .checkpoint import take_checkpoints
 from .directory import CutlassOpsConfig
 from .experts import take_experts
+from .gated import take_gated_mlps
 from .linear import MISSING, CutlassOpsInt8LinearKernel, CutlassOpsLinearKernel, logger
 
 if MISSING is None:
@@ -75,4 +76,5 @@ def register() -> None:
                 kernels[platform].insert(0, kernels[platform].pop())
     register_quantization_config("cutlass_ops")(CutlassOpsConfig)
     take_experts()
+    take_gated_mlps()
     take_checkpoints()
