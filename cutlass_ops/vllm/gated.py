@@ -55,7 +55,7 @@ def take_gated_mlps() -> None:
             return "gelu" if function.approximate == "none" else None
         return None
 
-    def is_gate_and_up(layer: nn.Module) -> bool:
+    def is_gate_and_up(layer: Any) -> bool:
         if type(layer) is not MergedColumnParallelLinear or is_wrapped(layer):
             return False
         sizes = layer.output_partition_sizes
