@@ -405,6 +405,7 @@ def plan(
     architecture: int,
     exact: bool,
     device: Device,
+    residual: bool = False,
 ) -> Plan: ...
 def rows_of(shape: object, strides: object, k: int) -> tuple[int, int]: ...
 

@@ -419,6 +419,10 @@ def test_explain_names_the_kernel_that_multiplies(act_quant: str) -> None:
         slices.add((splits, fused))
         sums = -(-m * 128 * 4 // 256) * 256
         assert found.workspace == other.workspace + (0 if splits or fused else sums)
+        added = co.explain(
+            m, packed, act_quant, device=gpu, activation="silu", residual=torch.zeros(m, 64)
+        )
+        assert list(added.launches) == [*launches, "gate_sums"]
     assert {(True, False), (False, True)} <= slices, "nothing is tested"
     with pytest.raises(ValueError, match=r"residual has shape \(3, 128\)"):
         co.explain(3, packed, residual=torch.zeros(3, 128))

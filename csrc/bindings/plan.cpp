@@ -81,7 +81,7 @@ void register_plan(py::module_& m) {
       "plan",
       [](Weight const& weight, int rows, DataType out_type, Pointer x, DataType type,
          std::int64_t stride, py::object const& quantized, ActQuant act_quant, bool symmetric,
-         bool batch_invariant, int architecture, bool exact, Device const& device) {
+         bool batch_invariant, int architecture, bool exact, Device const& device, bool residual) {
         GemmProblem problem;
         problem.m = rows;
         problem.weight = aligned(PackedWeight(weight));
@@ -92,6 +92,9 @@ void register_plan(py::module_& m) {
         problem.act_quant = act_quant, problem.act_symmetric = symmetric;
         problem.batch_invariant = batch_invariant, problem.architecture = architecture,
         problem.exact = exact;
+        if (residual)
+          problem.residual = somewhere, problem.residual_type = DataType::kFloat32,
+          problem.residual_stride = problem.weight.n;
         Plan chosen;
         check(plan(problem, device, &chosen));
         return chosen;
@@ -99,6 +102,7 @@ void register_plan(py::module_& m) {
       py::arg("weight"), py::arg("m"), py::arg("out_type"), py::arg("x_ptr"), py::arg("x_type"),
       py::arg("x_stride"), py::arg("quantized"), py::arg("act_quant"), py::arg("symmetric"),
       py::arg("batch_invariant"), py::arg("architecture"), py::arg("exact"), py::arg("device"),
+      py::arg("residual") = false,
       "How mixed_gemm would be launched; pointers may be null, and quantized None.");
 }
 

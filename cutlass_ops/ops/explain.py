@@ -255,6 +255,7 @@ def explain(
         architecture,
         exact,
         gpu,
+        residual is not None,
     )
     return Explanation(
         f"sm_{gpu.architecture}",
