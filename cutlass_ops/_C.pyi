@@ -41,6 +41,7 @@ class Activation:
     silu: Activation
     clamp: Activation
     clamped_swiglu: Activation
+    gelu_tanh: Activation
 
 class Format:
     int4: Format

@@ -83,6 +83,7 @@ def x(dtype: torch.dtype = torch.float32, m: int = 6) -> Tensor:
         (nn.ReLU, "relu"),
         (lambda: transformers.activations.ACT2FN["silu"], "silu"),
         (lambda: transformers.activations.ACT2FN["gelu"], "gelu"),
+        (lambda: transformers.activations.ACT2FN["gelu_pytorch_tanh"], "gelu_tanh"),
     ],
 )
 @pytest.mark.parametrize("act_quant", ["none", "block"])

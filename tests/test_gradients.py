@@ -28,6 +28,7 @@ ACTIVATIONS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
     "relu6": ("relu6", F.relu6),
     "gelu": ("gelu", F.gelu),
     "silu": ("silu", F.silu),
+    "gelu_tanh": ("gelu_tanh", lambda z: F.gelu(z, approximate="tanh")),
     "clamp": (("clamp", -3.0, 5.0), lambda z: z.clamp(-3.0, 5.0)),
 }
 
@@ -209,6 +210,7 @@ def test_shapes_of_x(shape: tuple[int, ...], device: str) -> None:
         ("relu6", [0.0, 6.0]),
         ("gelu", [0.0]),
         ("silu", [0.0]),
+        ("gelu_tanh", [0.0]),
         (("clamp", -3.0, 5.0), [-3.0, 5.0]),
         (("clamp", 2.0, 2.0), [2.0]),
     ],

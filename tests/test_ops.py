@@ -155,6 +155,9 @@ ACTIVATIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     "relu6": lambda v: torch.where(v > 6, 6.0, torch.where(v > 0, v, 0.0)),
     "gelu": lambda v: v * 0.5 * (1 + torch.erf(v / math.sqrt(2))),
     "silu": lambda v: v / (1 + torch.exp(-v)),
+    "gelu_tanh": lambda v: (
+        v * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
+    ),
     ("clamp", -40.0, 24.5): lambda v: torch.where(v > 24.5, 24.5, torch.where(v < -40, -40.0, v)),
     ("clamp", 1.5, 1.5): lambda v: torch.full_like(v, 1.5),
 }

@@ -313,6 +313,8 @@ def test_no_rows(act_quant: str) -> None:
         ("gelu", [-8.95868780e-12, -0.1586552539, 0.0, 0.8413447461, 8.0]),
         # x / (1 + exp(-x)): e = 2.718281828, exp(7) = 1096.633158, exp(8) = 2980.957987
         ("silu", [-7 / 1097.633158, -1 / 3.718281828, 0.0, 1 / 1.3678794412, 8 / 1.00033546263]),
+        # x / (1 + exp(-2 y)) of y = sqrt(2 / pi) * (x + 0.044715 * x^3): y(1) = 0.8335616
+        ("gelu_tanh", [-2.3e-15, -0.158808009392, 0.0, 0.841191990608, 8.0]),
     ],
 )
 def test_activations_by_hand(activation: reference.Activation, expected: list[float]) -> None:

@@ -52,7 +52,7 @@ PLACES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize(
-    "activation", ["swish", "", "gelu_tanh", "Relu", ("swish", 0.0, 1.0), ("clamp", 0.0), 0, True]
+    "activation", ["swish", "", "gelu_new", "Relu", ("swish", 0.0, 1.0), ("clamp", 0.0), 0, True]
 )
 @pytest.mark.parametrize("place", PLACES)
 def test_an_unknown_activation_is_refused(place: str, activation: Any) -> None:

@@ -47,21 +47,26 @@ struct Gelu {
   }
 };
 
-// x / (1 + exp(-x)); or the function of gate and up that it is a case of (kClampedSwiglu), whose
-// numbers make the clamps and the sum with 1 do nothing: -0 is what changes no zero's sign.
+// x / (1 + exp(-x)); or the functions that it is a case of: of gate and up (kClampedSwiglu), whose
+// numbers make the clamps and the sum with 1 do nothing, where -0 is what changes no zero's sign;
+// and with x^3 beside x (kGeluTanh), as (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)).
 struct Silu {
-  float slope = -kLog2E, limit = HUGE_VALF, shift = -0.0f;
+  float slope = -kLog2E, cubic = 0.0f, limit = HUGE_VALF, shift = -0.0f;
 
   static constexpr bool is(Activation activation) {
-    return activation == Activation::kSilu || activation == Activation::kClampedSwiglu;
+    return activation == Activation::kSilu || activation == Activation::kClampedSwiglu ||
+           activation == Activation::kGeluTanh;
   }
   __device__ __forceinline__ Silu(Activation activation, ActivationBounds bounds) {
-    if (activation != Activation::kClampedSwiglu) return;
-    slope = -kLog2E * bounds.low, limit = bounds.high, shift = 1.0f;
+    if (activation == Activation::kClampedSwiglu)
+      slope = -kLog2E * bounds.low, limit = bounds.high, shift = 1.0f;
+    if (activation == Activation::kGeluTanh)
+      slope = -kLog2E * 1.5957691216f, cubic = 0.044715f * slope;  // 2 * sqrt(2 / pi)
   }
   __device__ __forceinline__ float operator()(float x) const {
     x = min_or_nan(x, limit);
-    return x * fast_reciprocal(1.0f + fast_exp2(x * slope));
+    // cubic * x first: 0 for any x, where x * x may be infinite
+    return x * fast_reciprocal(1.0f + fast_exp2(x * fmaf(cubic * x, x, slope)));
   }
   __device__ __forceinline__ float of_up(float x) const {
     return max_or_nan(min_or_nan(x, limit), -limit) + shift;

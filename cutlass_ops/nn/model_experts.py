@@ -26,6 +26,8 @@ GATES = {
     "transformers.activations.SiLUActivation": "silu",
     "torch.nn.modules.activation.ReLU": "relu",
     "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.PytorchGELUTanh": "gelu_tanh",
 }
 #: Classes of experts that compute ``("clamped_swiglu", alpha, limit)``, of matrices ``[in, out]``
 #: with biases, whose columns of gate and up alternate.

@@ -137,7 +137,8 @@ def mixed_gemm(
         weight: what :func:`cutlass_ops.reorder` returned, ``[N, K]``.
         bias: fp16, bf16 or fp32 ``[N]``, if the weight has none; ``[2 * N]``, that of gate first,
             with a gated weight.
-        activation: None, "relu", "relu6", "gelu" (the erf form), "silu" or ``("clamp", lo, hi)``.
+        activation: None, "relu", "relu6", "gelu" (the erf form), "gelu_tanh" (its approximation by
+            tanh), "silu" or ``("clamp", lo, hi)``.
         act_quant: "none" multiplies x as it is; "block" quantises it to int8 with one scale for
             each row and block of min(group_size, 128) columns, "token" with one scale a row.
         act_symmetric: whether quantised activations have no zero point.

@@ -58,6 +58,7 @@ def through_activation(grad: Tensor, z: Tensor, call: Call) -> Tensor:
         "relu6": lambda: aten.hardtanh_backward(grad, z, 0.0, 6.0),
         "gelu": lambda: aten.gelu_backward(grad, z),
         "silu": lambda: aten.silu_backward(grad, z),
+        "gelu_tanh": lambda: aten.gelu_backward(grad, z, approximate="tanh"),
         "clamp": lambda: torch.where((z >= call.low) & (z <= call.high), grad, 0.0),
     }
     return of_activation[call.activation]()

@@ -23,11 +23,13 @@ _EXACT_IN_FP32 = 2**24
 Activation: TypeAlias = "str | tuple[str, float, float] | None"
 #: Activations that clamp, with their bounds.
 CLAMPS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0)}
-#: Activations without parameters; "gelu" is the erf form.
+#: Activations without parameters; "gelu" is the erf form, "gelu_tanh" its approximation
+#: ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))``.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: partial(torch.clamp, min=low, max=high) for name, (low, high) in CLAMPS.items()},
     "gelu": F.gelu,
     "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 #: Why a product of a code book's values with quantised activations is refused.
 BOOK_NEEDS_FLOATS = "a weight with a code book is multiplied by floats (act_quant='none')"

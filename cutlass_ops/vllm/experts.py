@@ -46,7 +46,7 @@ _METHODS = {
 _CODES = {"ct": "weight_packed", "awq": "qweight", "gptq": "qweight"}
 _SCALES = {"ct": "weight_scale", "awq": "scales", "gptq": "scales"}
 _ZEROS = {"ct": "weight_zero_point", "awq": "qzeros", "gptq": None}
-_ACTIVATIONS = ("silu", "gelu")
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 _MODULE = "cutlass_ops_experts"
 #: What VLLM_DISABLED_KERNELS may hold.
 _NAME = "CutlassOpsExperts"

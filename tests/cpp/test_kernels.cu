@@ -44,6 +44,8 @@ double activated(double v, Activation activation, float low, float high) {
       return 0.5 * v * (1 + std::erf(v / std::sqrt(2.0)));
     case Activation::kSilu:
       return v / (1 + std::exp(-v));
+    case Activation::kGeluTanh:
+      return 0.5 * v * (1 + std::tanh(0.7978845608028654 * (v + 0.044715 * v * v * v)));
     case Activation::kClamp:
       return std::min(std::max(v, double(low)), double(high));
     default:
@@ -67,7 +69,8 @@ TEST_P(Epilogue, AddsBiasActivatesAndAddsTheResidual) {
     DeviceBytes const from(stored(x, input.type)), device_bias(stored(bias, type)),
         device_residual(stored(residual, type));
     for (Activation activation : {Activation::kNone, Activation::kRelu, Activation::kRelu6,
-                                  Activation::kGelu, Activation::kSilu, Activation::kClamp}) {
+                                  Activation::kGelu, Activation::kSilu, Activation::kClamp,
+                                  Activation::kGeluTanh}) {
       SCOPED_TRACE("activation " + std::to_string(int(activation)) + ", n " + std::to_string(n) +
                    ", k " + std::to_string(k));
       DeviceBytes const out(size_t(m) * n * size_of(type));

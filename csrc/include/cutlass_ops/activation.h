@@ -8,7 +8,16 @@
 
 namespace cutlass_ops {
 
-enum class Activation : int8_t { kNone = 0, kRelu, kRelu6, kGelu, kSilu, kClamp, kClampedSwiglu };
+enum class Activation : int8_t {
+  kNone = 0,
+  kRelu,
+  kRelu6,
+  kGelu,
+  kSilu,
+  kClamp,
+  kClampedSwiglu,
+  kGeluTanh,
+};
 
 struct ActivationInfo {
   Activation activation;
@@ -28,6 +37,8 @@ inline constexpr ActivationInfo kActivations[] = {
     // (u + 1) * g / (1 + exp(-low * g)) of g = min(gate, high) and u = up clamped to -high .. high,
     // of numbers that are given.
     {Activation::kClampedSwiglu, "clamped_swiglu", false, 0.0f, 0.0f, true},
+    // x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))
+    {Activation::kGeluTanh, "gelu_tanh", false, -HUGE_VALF, HUGE_VALF},
 };
 
 // Null if there is no activation with this number.
