@@ -49,7 +49,7 @@ struct Gelu {
 
 // x / (1 + exp(-x)); or the functions that it is a case of: of gate and up (kClampedSwiglu), whose
 // numbers make the clamps and the sum with 1 do nothing, where -0 is what changes no zero's sign;
-// and with x^3 beside x (kGeluTanh), as (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)).
+// and with x^3 added to x (kGeluTanh), as (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)).
 struct Silu {
   float slope = -kLog2E, cubic = 0.0f, limit = HUGE_VALF, shift = -0.0f;
 

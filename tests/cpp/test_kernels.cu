@@ -68,9 +68,9 @@ TEST_P(Epilogue, AddsBiasActivatesAndAddsTheResidual) {
                              residual = random_floats(m, residual_stride, type, 4);
     DeviceBytes const from(stored(x, input.type)), device_bias(stored(bias, type)),
         device_residual(stored(residual, type));
-    for (Activation activation : {Activation::kNone, Activation::kRelu, Activation::kRelu6,
-                                  Activation::kGelu, Activation::kSilu, Activation::kClamp,
-                                  Activation::kGeluTanh}) {
+    for (Activation activation :
+         {Activation::kNone, Activation::kRelu, Activation::kRelu6, Activation::kGelu,
+          Activation::kSilu, Activation::kClamp, Activation::kGeluTanh}) {
       SCOPED_TRACE("activation " + std::to_string(int(activation)) + ", n " + std::to_string(n) +
                    ", k " + std::to_string(k));
       DeviceBytes const out(size_t(m) * n * size_of(type));
