@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -116,3 +117,43 @@ def test_a_row_of_another_device_or_version_is_refused(bench: ModuleType, tmp_pa
     with pytest.raises(ValueError, match=r"h200-vllm.json has vllm 0\.26\.0, not 0\.33\.0$"):
         bench.add(path, {"device": "NVIDIA H200", "vllm": "0.33.0"}, run)
     assert path.read_text() == before
+
+
+#: In place of an engine: says how many had started when its turn came, and fails if two have it.
+ENGINE = """#!/bin/sh
+touch "$ENGINES/$$" "$3/started"
+while [ ! -e "$3/turn" ]; do sleep 0.02; done
+mkdir "$ENGINES.turn" || exit 3
+sleep 0.2
+echo 'bench_engine: {"device": "d", "vllm": "v", "torch": "t", "transformers": "f", "start_s": '\
+"$(ls "$ENGINES" | wc -l)}"
+rmdir "$ENGINES.turn"
+"""
+
+
+@pytest.mark.parametrize(("at_once", "started"), [(1, [1, 2, 3]), (2, [2, 2, 3])])
+def test_engines_that_start_together_are_timed_in_turn(
+    bench: ModuleType,
+    at_once: int,
+    started: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, results = tmp_path / "engine", tmp_path / "results.json"
+    engine.write_text(ENGINE)
+    engine.chmod(0o755)
+    (tmp_path / "engines").mkdir()
+    monkeypatch.setenv("ENGINES", str(tmp_path / "engines"))
+    monkeypatch.setattr(bench, "version", lambda _: "1")
+    monkeypatch.setattr(
+        bench, "entry_points", lambda **_: [SimpleNamespace(name="cutlass_ops")], raising=True
+    )
+    runs = ["--quant", "compressed-tensors", "awq", "gptq", "--kernel", "stock"]
+    files = ["--logs", str(tmp_path), "--json", str(results), "--commit", "c"]
+    monkeypatch.setattr(sys, "argv", ["bench", *runs, *files, "--at-once", str(at_once)])
+    monkeypatch.setattr(sys, "executable", str(engine))
+    with pytest.raises(SystemExit) as end:
+        bench.main()
+    assert not end.value.code
+    rows = json.loads(results.read_text())["rows"]
+    assert [row["start_s"] for row in rows] == started

@@ -12,6 +12,10 @@ separate process, with an empty compile cache and a limit of time; its log stays
 `ours`, `ours-token` and `ours-block` are the plugin with the three kinds of act_quant. A run
 fails if another kernel takes the linear layers than the one that was named.
 
+With --at-once several engines start together, as that takes far longer than to time them, and are
+timed one after another when all have started. Their times to start are then those of engines that
+share the processors.
+
 The file holds a row a run. Rows that it has are kept, except those of the same run, so that
 several calls, also at the same time on different GPUs (CUDA_VISIBLE_DEVICES), share a file.
 """
@@ -207,6 +211,10 @@ LOG = {
     "graphs_s": re.compile(r"Graph capturing finished in (\d+) sec"),
 }
 MARK = "bench_engine: "
+#: Files in a run's folder: its engine has started, and it is its turn to be timed.
+_STARTED, _TURN = "started", "turn"
+#: Of keys and values, where engines share a GPU: enough for 64 prompts and their answers.
+_CACHE_BYTES = 12 << 30
 #: The options that identify a run.
 KEYS = ("model", "checkpoint", "kernel", "tensor_parallel", "layers")
 
@@ -247,6 +255,10 @@ def engine_arguments(options: argparse.Namespace, folder: Path) -> Config:
         arguments["linear_backend"] = options.kernel
         if "num_experts" in MODELS[options.model][1] and options.kernel != "machete":
             arguments["moe_backend"] = options.kernel
+    if options.at_once > 1:
+        # vLLM measures what is free, which the other engines change meanwhile.
+        arguments["gpu_memory_utilization"] /= options.at_once
+        arguments["kv_cache_memory_bytes"] = _CACHE_BYTES
     act_quant = options.kernel.partition("-")[2]
     if act_quant:
         arguments["additional_config"] = {"cutlass_ops": {"act_quant": act_quant}}
@@ -272,6 +284,9 @@ def measure(options: argparse.Namespace) -> None:
         "transformers": transformers.__version__,
         "decode_ms": {},
     }
+    (folder / _STARTED).touch()
+    while not (folder / _TURN).exists():
+        time.sleep(0.1)
     draw = random.Random(1)
 
     def generate(prompts: int, length: int, tokens: int) -> tuple[float, list[Any]]:
@@ -358,42 +373,59 @@ def wrong_kernel(options: argparse.Namespace, text: str) -> str | None:
     return None
 
 
-def run(options: argparse.Namespace, log: Path) -> Config:
-    """One run in a separate process; its results, with "error" if it failed."""
-    with tempfile.TemporaryDirectory() as folder, log.open("wb") as output:
-        command = [sys.executable, __file__, "--child", folder, *arguments_of(options)]
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment(options, Path(folder)),
-            start_new_session=True,
-        )
+class Run:
+    """One run in a separate process, whose log is a file."""
+
+    def __init__(self, options: argparse.Namespace, log: Path) -> None:
+        self.options, self.log = options, log
+        self.folder = tempfile.TemporaryDirectory()
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, "--child", self.folder.name, *arguments_of(options)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment(options, Path(self.folder.name)),
+                start_new_session=True,
+            )
+        self.end = time.perf_counter() + options.limit
+
+    def waits(self) -> bool:
+        """Whether the engine is still starting, and may be."""
+        started = (Path(self.folder.name) / _STARTED).exists()
+        return not started and self.process.poll() is None and time.perf_counter() < self.end
+
+    def stop(self) -> None:
+        """End the run and the processes that it started: the engine and its workers."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.folder.cleanup()
+
+    def results(self) -> Config:
+        """Time the engine; its results, with "error" if the run failed."""
+        (Path(self.folder.name) / _TURN).touch()
         try:
-            code = process.wait(options.limit)
+            code = self.process.wait(max(0.0, self.end - time.perf_counter()))
             error = None if code == 0 else f"exit status {code}"
         except subprocess.TimeoutExpired:
-            error = f"not done after {options.limit} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the engine and its workers, too
-            process.wait()
-    text = log.read_text(errors="replace")
-    found = from_log(text)
-    error = error or wrong_kernel(options, text)
-    if error:
-        found["error"] = error
-        found["lines"] = [
-            line[:300] for line in text.splitlines() if re.search(r"Error\b|error:", line)
-        ][-8:]
-    return found
+            error = f"not done after {self.options.limit} s"
+        self.stop()
+        text = self.log.read_text(errors="replace")
+        found = from_log(text)
+        error = error or wrong_kernel(self.options, text)
+        if error:
+            found["error"] = error
+            found["lines"] = [
+                line[:300] for line in text.splitlines() if re.search(r"Error\b|error:", line)
+            ][-8:]
+        return found
 
 
 def arguments_of(options: argparse.Namespace) -> list[str]:
     """The arguments that give a run its options."""
     names = (
         *("model", "quant", "kernel", "tensor_parallel", "layers", "batches", "prompt", "tokens"),
-        *("prefill_prompts", "prefill_tokens", "repeats"),
+        *("prefill_prompts", "prefill_tokens", "repeats", "at_once"),
     )
     pairs = {name: getattr(options, name) for name in names}
     pairs["batches"] = ",".join(map(str, pairs["batches"]))
@@ -456,6 +488,7 @@ def heading_of(options: argparse.Namespace, found: Config) -> Config:
             "prefill": f"{options.prefill_prompts} prompts of {options.prefill_tokens} tokens",
             "dtype": "bfloat16",
             "engine": "torch.compile and CUDA graphs, vLLM's defaults",
+            "engines_started_together": options.at_once,
         },
     }
 
@@ -489,6 +522,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefill-prompts", type=int, default=8)
     parser.add_argument("--prefill-tokens", type=int, default=2048, help="tokens of each of them")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--at-once", type=int, default=1, help="engines that start together")
     parser.add_argument("--limit", type=float, default=300, help="seconds of a run")
     parser.add_argument(
         "--budget", type=float, default=float("inf"), help="seconds, after which no run starts"
@@ -517,19 +551,30 @@ def main() -> None:
     options.logs.mkdir(parents=True, exist_ok=True)
     commit = commit_of(options.commit)
     began, failed = time.perf_counter(), False
-    for one in runs:
-        name = f"{one.model} {one.quant} {one.kernel}, {one.tensor_parallel} GPU"
+    for first in range(0, len(runs), options.at_once):
+        group = runs[first : first + options.at_once]
+        names = [
+            f"{one.model} {one.quant} {one.kernel}, {one.tensor_parallel} GPU" for one in group
+        ]
         if time.perf_counter() - began > options.budget:
-            print(f"{name}: not started", flush=True)
+            print(*(f"{name}: not started" for name in names), sep="\n", flush=True)
             failed = True
             continue
-        words = (one.model, one.quant, one.kernel, f"tp{one.tensor_parallel}")
-        found = run(one, options.logs / f"{'-'.join(words)}.log")
-        print(f"{name}: {json.dumps(found)}", flush=True)
-        if "error" in found:
-            failed = True
-        elif options.json:
-            add(options.json, heading_of(one, found), row_of(one, found, commit))
+        with contextlib.ExitStack() as stack:
+            started = []
+            for one in group:
+                words = (one.model, one.quant, one.kernel, f"tp{one.tensor_parallel}")
+                started.append(Run(one, options.logs / f"{'-'.join(words)}.log"))
+                stack.callback(started[-1].stop)
+            while any(run.waits() for run in started):
+                time.sleep(0.1)
+            for name, one, run in zip(names, group, started, strict=True):
+                found = run.results()
+                print(f"{name}: {json.dumps(found)}", flush=True)
+                if "error" in found:
+                    failed = True
+                elif options.json:
+                    add(options.json, heading_of(one, found), row_of(one, found, commit))
     sys.exit(failed)
 
 

@@ -52,7 +52,7 @@ def take_gated_mlps() -> None:
         if type(function) is SiluAndMul:
             return "silu"
         if type(function) is GeluAndMul:
-            return {"none": "gelu", "tanh": "gelu_tanh"}.get(function.approximate)
+            return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(function.approximate))
         return None
 
     def is_gate_and_up(layer: Any) -> bool:
