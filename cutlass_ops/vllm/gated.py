@@ -80,6 +80,7 @@ def take_gated_mlps() -> None:
             linear: Any = getattr(mlp.layer, MODULE, None)
             if linear is not None and linear.packed.gated:
                 setattr(mlp.module, mlp.function, nn.Identity())
+                logger.info_once("Using cutlass_ops for activations of gate and up")
 
     if not hasattr(original, "of_cutlass_ops"):
         process_weights_after_loading.of_cutlass_ops = True  # type: ignore[attr-defined]
