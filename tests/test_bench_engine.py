@@ -128,6 +128,8 @@ sleep 0.2
 echo 'bench_engine: {"device": "d", "vllm": "v", "torch": "t", "transformers": "f", "start_s": '\
 "$(ls "$ENGINES" | wc -l)}"
 rmdir "$ENGINES.turn"
+touch "$3/done"
+sleep 60
 """
 
 

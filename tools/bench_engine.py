@@ -211,8 +211,8 @@ LOG = {
     "graphs_s": re.compile(r"Graph capturing finished in (\d+) sec"),
 }
 MARK = "bench_engine: "
-#: Files in a run's folder: its engine has started, and it is its turn to be timed.
-_STARTED, _TURN = "started", "turn"
+#: Files in a run's folder: its engine has started, it is its turn to be timed, and it was.
+_STARTED, _TURN, _DONE = "started", "turn", "done"
 #: Of keys and values, where engines share a GPU: enough for 64 prompts and their answers.
 _CACHE_BYTES = 12 << 30
 #: The options that identify a run.
@@ -328,7 +328,10 @@ def measure(options: argparse.Namespace) -> None:
     seconds = statistics.median(generate(prompts, length, 1)[0] for _ in range(options.repeats))
     found["prefill_tokens_per_s"] = round(prompts * length / seconds)
     say()
-    os._exit(0)  # vLLM takes seconds to end; the parent ends its processes
+    (folder / _DONE).touch()
+    # The parent ends its processes: vLLM takes seconds to, and what an engine frees would disturb
+    # the next one's times.
+    signal.pause()
 
 
 def environment(options: argparse.Namespace, folder: Path) -> dict[str, str]:
@@ -389,10 +392,16 @@ class Run:
             )
         self.end = time.perf_counter() + options.limit
 
-    def waits(self) -> bool:
-        """Whether the engine is still starting, and may be."""
-        started = (Path(self.folder.name) / _STARTED).exists()
-        return not started and self.process.poll() is None and time.perf_counter() < self.end
+    def wait(self, file: str) -> bool:
+        """Wait for a file of the run, until it ends or its time is over; whether the file is
+        there.
+        """
+        path = Path(self.folder.name) / file
+        while not path.exists():
+            if self.process.poll() is not None or time.perf_counter() > self.end:
+                return False
+            time.sleep(0.1)
+        return True
 
     def stop(self) -> None:
         """End the run and the processes that it started: the engine and its workers."""
@@ -404,12 +413,12 @@ class Run:
     def results(self) -> Config:
         """Time the engine; its results, with "error" if the run failed."""
         (Path(self.folder.name) / _TURN).touch()
-        try:
-            code = self.process.wait(max(0.0, self.end - time.perf_counter()))
-            error = None if code == 0 else f"exit status {code}"
-        except subprocess.TimeoutExpired:
-            error = f"not done after {self.options.limit} s"
-        self.stop()
+        error = None
+        if not self.wait(_DONE):
+            code = self.process.poll()
+            limit = f"not done after {self.options.limit} s"
+            error = limit if code is None else f"exit status {code}"
+            self.stop()
         text = self.log.read_text(errors="replace")
         found = from_log(text)
         error = error or wrong_kernel(self.options, text)
@@ -566,8 +575,8 @@ def main() -> None:
                 words = (one.model, one.quant, one.kernel, f"tp{one.tensor_parallel}")
                 started.append(Run(one, options.logs / f"{'-'.join(words)}.log"))
                 stack.callback(started[-1].stop)
-            while any(run.waits() for run in started):
-                time.sleep(0.1)
+            for run in started:
+                run.wait(_STARTED)
             for name, one, run in zip(names, group, started, strict=True):
                 found = run.results()
                 print(f"{name}: {json.dumps(found)}", flush=True)
