@@ -213,7 +213,7 @@ LOG = {
 MARK = "bench_engine: "
 #: Files in a run's folder: its engine has started, it is its turn to be timed, and it was.
 _STARTED, _TURN, _DONE = "started", "turn", "done"
-#: Of keys and values, where engines share a GPU: enough for 64 prompts and their answers.
+#: Bytes of keys and values where engines share a GPU: enough for 64 prompts and their answers.
 _CACHE_BYTES = 12 << 30
 #: The options that identify a run.
 KEYS = ("model", "checkpoint", "kernel", "tensor_parallel", "layers")
