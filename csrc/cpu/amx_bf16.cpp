@@ -14,10 +14,13 @@ constexpr int kTileOfX = kColumns * kTileRows;  // elements
 constexpr int kChunk = 512;
 constexpr int kBlocksTogether = 2, kXTogether = 2;  // whose sums are in tiles together
 
-// Tables of bf16. Numbers below the least normal one are 0, as products of tiles take them.
-[[gnu::always_inline]] inline __m512i table_of_normals(__m512 values) {
-  return _mm512_castsi256_si512(__m256i(_mm512_cvtneps_pbh(values)));
-}
+// A table of bf16. Numbers below the least normal one are 0, as products of tiles take them.
+struct TableOfNormals {
+  __m512i of[1];
+
+  [[gnu::always_inline]] TableOfNormals(__m512 first, __m512 second)
+      : of{__m512i(_mm512_cvtne2ps_pbh(second, first))} {}
+};
 
 // The values of a panel's rows in a chunk of columns. Columns beyond the last, which x has as
 // zeros, keep those of an earlier chunk, or 0.
@@ -116,7 +119,7 @@ void multiply_amx_bfloat16(CpuProduct const& p, int panel, int first, int rows) 
   visit(p.weight.format, [&](auto format) {
     using F = decltype(format);
     if constexpr (F::kBits == Nibbles::kBits) {
-      multiply_panel<SpanNibbles<DataType::kBFloat16, table_of_normals>>(p, panel, first, rows);
+      multiply_panel<SpanNibbles<DataType::kBFloat16, TableOfNormals>>(p, panel, first, rows);
     } else {
       multiply_panel<SpanValues<F, DataType::kBFloat16>>(p, panel, first, rows);
     }
