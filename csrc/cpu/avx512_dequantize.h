@@ -1,6 +1,6 @@
 // The values of a panel's rows with codes of 4 bits, with AVX-512: the 16 values of a row in a
-// scale block are computed once, for two runs of columns together, and its codes look them up. Other
-// codes are dequantised as with AVX2.
+// scale block are computed once, those of two runs of columns together, and its codes look them up.
+// Other codes are dequantised as with AVX2.
 #pragma once
 
 #include <array>
