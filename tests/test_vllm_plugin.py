@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor import config as inductor
 
 import cutlass_ops as co
 from cutlass_ops import _C
@@ -40,7 +39,6 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, list[Any]]]:
         "register_linear_kernel": register_linear_kernel,
         "register_quantization_config": lambda name: lambda config: config,
         "PlatformEnum": SimpleNamespace(CUDA="cuda", CPU="cpu"),
-        "current_platform": SimpleNamespace(is_cuda=lambda: False),
         "take_experts": lambda: None,
         "take_gated_mlps": lambda: None,
         "take_checkpoints": lambda: None,
@@ -67,21 +65,6 @@ def test_amx_is_requested_where_torch_supports_it(
         monkeypatch.setattr(torch.cpu, "_init_amx", lambda: requests.append(None), raising=False)
     plugin.register()
     assert len(requests) == exists
-
-
-@pytest.mark.parametrize("given", [None, "0"])
-@pytest.mark.parametrize("is_cuda", [True, False])
-def test_compiled_kernels_overlap_on_a_gpu_unless_the_user_has_a_say(
-    given: str | None, is_cuda: bool, tables: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_ENABLE_PDL", raising=False)
-    if given is not None:
-        monkeypatch.setenv("TORCHINDUCTOR_ENABLE_PDL", given)
-    platform = SimpleNamespace(is_cuda=lambda: is_cuda)
-    monkeypatch.setattr(plugin, "current_platform", platform, raising=False)
-    with inductor.patch({"triton.enable_pdl": False}):
-        plugin.register()
-        assert inductor.triton.enable_pdl == (is_cuda and given is None)
 
 
 # ---- which layers are ours on a CPU

@@ -21,8 +21,6 @@ act_quant    how x is quantised: "none" (the default), "token" or "block". Check
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from .checkpoint import take_checkpoints
@@ -35,7 +33,7 @@ if MISSING is None:
     from vllm.model_executor.kernels import linear as vllm_linear
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.model_executor.layers.quantization import register_quantization_config
-    from vllm.platforms import PlatformEnum, current_platform
+    from vllm.platforms import PlatformEnum
 
 
 def _request_amx() -> None:
@@ -50,21 +48,6 @@ def _request_amx() -> None:
         request()
 
 
-def _let_compiled_kernels_overlap() -> None:
-    """Have the kernels that torch compiles let the next kernel start while they end.
-
-    Ours then load weights meanwhile, and a norm between two products costs less. torch's switch for
-    such launches (programmatic dependent launch, sm_90 and later) is off by default; a value that
-    the user gave stays.
-    """
-    if "TORCHINDUCTOR_ENABLE_PDL" in os.environ or not current_platform.is_cuda():
-        return
-    from torch._inductor import config
-
-    if hasattr(config.triton, "enable_pdl"):
-        config.triton.enable_pdl = True
-
-
 def register() -> None:
     """Put our kernels first in vLLM's lists; called in each of its processes,
     harmless when repeated.
@@ -76,7 +59,6 @@ def register() -> None:
         logger.warning("cutlass_ops does not serve this version of vLLM: %s", MISSING)
         return
     _request_amx()
-    _let_compiled_kernels_overlap()
     for kernel, kind, name in (
         (CutlassOpsLinearKernel, "mp", "_POSSIBLE_KERNELS"),
         (CutlassOpsInt8LinearKernel, "int8", "_POSSIBLE_INT8_KERNELS"),
