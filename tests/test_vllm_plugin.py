@@ -529,7 +529,9 @@ class Otherwise(SiluAndMul):
 def loader(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """vLLM's loader, which has layers of ``Merged`` pack their weights; ``config`` is vLLM's."""
     package = "vllm.model_executor"
-    found = SimpleNamespace(config=SimpleNamespace(lora_config=None), is_cuda=True)
+    found = SimpleNamespace(
+        config=SimpleNamespace(lora_config=None), is_cuda=True, capability=(9, 0)
+    )
 
     def process_weights_after_loading(model: torch.nn.Module, *_: Any) -> None:
         for module in model.modules():
@@ -554,6 +556,7 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "logger": SimpleNamespace(info_once=lambda *_: None),
     }.items():
         monkeypatch.setattr(gated, name, value, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: found.capability)
     gated.take_gated_mlps()
     gated.take_gated_mlps()  # as vLLM's processes do
     return found
@@ -612,13 +615,14 @@ def test_layers_of_two_mlps_and_layers_with_hooks_stay_as_they_are(
     assert torch.equal(y, expected)
 
 
-@pytest.mark.parametrize("reason", ["adapters", "a CPU", "a layer of vLLM's"])
+@pytest.mark.parametrize("reason", ["adapters", "a CPU", "an A100", "a layer of vLLM's"])
 def test_activations_stay_vllms(
     loader: SimpleNamespace, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reason == "adapters":
         loader.config.lora_config = object()
     loader.is_cuda = reason != "a CPU"
+    loader.capability = (8, 0) if reason == "an A100" else (9, 0)
     mlp = MLP()
     if reason == "a layer of vLLM's":  # our kernels did not take it
         monkeypatch.setattr(layers, "keep", lambda *_: None)

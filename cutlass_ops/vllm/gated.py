@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from ..engines.layers import ACTIVATION, MODULE
@@ -98,6 +99,8 @@ def _reason_against_all() -> str | None:
 def _reason_of_device() -> str | None:
     if not current_platform.is_cuda():
         return "a CPU multiplies many rows faster by weights whose gate and up are apart"
+    if (capability := torch.cuda.get_device_capability()) != (9, 0):
+        return f"on a GPU of compute capability {capability} a kernel would follow the product, too"
     return None
 
 
