@@ -459,6 +459,7 @@ class Merged(torch.nn.Module):
         self.output_partition_sizes = list(sizes)
         n = sum(sizes)
         self.bias = torch.nn.Parameter(torch.ones(n)) if biased else None
+        self.second: float | None = None
         random = torch.Generator().manual_seed(n)
         self.codes = parameter(torch.randint(16, (n, 64), generator=random, dtype=torch.uint8))
 
@@ -466,8 +467,8 @@ class Merged(torch.nn.Module):
         scales = torch.full((len(self.codes), 2), 0.01)
         return co.QuantizedWeight(self.codes.data, scales, group_size=32)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return layers.product(self, x, self.bias, False), None
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, float | None]:
+        return layers.product(self, x, self.bias, False), self.second
 
 
 class SiluAndMul(torch.nn.Module):
@@ -507,6 +508,16 @@ class Clamped(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y, _ = self.gate_up_proj(x)
         return self.act_fn(y.clamp(max=1))
+
+
+class UsesBoth(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj.second = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, second = self.gate_up_proj(x)
+        return self.act_fn(y) + second
 
 
 class WithBias(MLP):
@@ -586,6 +597,7 @@ def test_products_apply_the_activation_that_follows(loader: SimpleNamespace, fun
     [
         lambda: UsedTwice(),
         lambda: Clamped(),
+        lambda: UsesBoth(),
         lambda: WithBias(),
         lambda: ActsTwice(),
         lambda: MLP(function=Otherwise()),

@@ -91,7 +91,9 @@ def take_gated_mlps() -> None:
 def _reason_against_all() -> str | None:
     """Why activations stay vLLM's in every model; None if they need not."""
     config = get_current_vllm_config_or_none()
-    if config is None or config.lora_config is not None:
+    if config is None:
+        return "it is not known whether there are adapters"
+    if config.lora_config is not None:
         return "adapters add to what gate and up compute"
     return _reason_of_device()
 
