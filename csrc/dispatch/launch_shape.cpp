@@ -134,6 +134,20 @@ bool shape_wgmma_fold16(GemmProblem const& problem, Device const& device,
   return true;
 }
 
+namespace {
+
+// Shared memory that a launch of few rows requests. Where it is long, half of an SM's: the previous
+// launch leaves SMs one by one, and two CTAs of this one would crowd on the first. Where it is
+// short, the next launch's first stages arrive before it ends (docs/tuning-notes.md).
+int without_crowding(GemmProblem const& problem, Device const& device, int bytes) {
+  constexpr int64_t kLongNanoseconds = 10000;
+  int64_t const codes = padded_size(problem.weight) * code_bits(problem.weight) / 8;
+  bool const is_long = codes >= kLongNanoseconds * bandwidth_of(device);
+  return is_long ? std::max(bytes, device.shared_memory / 2) : bytes;
+}
+
+}  // namespace
+
 bool shape_decode_gemm(GemmProblem const& problem, Device const& device, Candidate const&,
                        Plan* plan) {
   DecodeShape const shape = decode_shape(problem, device);
@@ -144,13 +158,7 @@ bool shape_decode_gemm(GemmProblem const& problem, Device const& device, Candida
   plan->cluster_size = shape.cluster;
   plan->threads = 32 * shape.warps;
   plan->stages = shape.stages;
-  // Where a launch is long, it requests so much shared memory that CTAs of the launch after the
-  // next cannot crowd on the SMs that become free first. Where it is short, the next launch's first
-  // stages arrive before it ends (docs/tuning-notes.md).
-  constexpr int64_t kLongNanoseconds = 13500;
-  int64_t const bytes = padded_size(problem.weight) * code_bits(problem.weight) / 8;
-  bool const is_long = bytes >= kLongNanoseconds * bandwidth_of(device);
-  plan->shared_bytes = std::max(plan->decode_memory.total, is_long ? device.shared_memory / 2 : 0);
+  plan->shared_bytes = without_crowding(problem, device, plan->decode_memory.total);
   return true;
 }
 
@@ -169,7 +177,7 @@ bool shape_decode(GemmProblem const& problem, Device const& device, Candidate co
   plan->cluster_size = shape.cluster;
   plan->threads = WgmmaDecodeShape::threads(one_cta);
   plan->stages = shape.stages;
-  plan->shared_bytes = shape.shared_bytes;
+  plan->shared_bytes = without_crowding(problem, device, shape.shared_bytes);
   return true;
 }
 

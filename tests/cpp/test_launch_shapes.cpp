@@ -103,21 +103,28 @@ TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
 }
 
 // CTAs of the next launch find shared memory while decode_gemm runs, unless its launch is long.
-TEST(Dispatch, LongLaunchesOfDecodeGemmRequestOverHalfTheSharedMemory) {
-  KernelSpec const& spec = *find_kernel("decode_gemm");
-  auto const leaves_room = [&](int n, int k, int bits, Device const& device) {
+TEST(Dispatch, LongLaunchesOfFewRowsRequestHalfTheSharedMemory) {
+  auto const leaves_room = [&](char const* kernel, int n, int k, int bits, Device const& device) {
+    KernelSpec const& spec = *find_kernel(kernel);
     GemmProblem const p = problem(1, n, k, bits);
     Plan shaped;
-    EXPECT_TRUE(plan_candidate(p, device, spec, *spec.candidates(p).begin(), &shaped));
-    return 2 * (shaped.shared_bytes + 1024) <= device.shared_memory;
+    bool room = false;  // for two CTAs of a candidate
+    for (Candidate const& candidate : spec.candidates(p)) {
+      EXPECT_TRUE(plan_candidate(p, device, spec, candidate, &shaped));
+      room = room || 2 * (shaped.shared_bytes + 1024) <= device.shared_memory;
+    }
+    return room;
   };
   Device slower = kHopper;
   slower.memory_bandwidth = 3352;
-  EXPECT_TRUE(leaves_room(4096, 4096, 4, kHopper));
-  EXPECT_TRUE(leaves_room(28672, 4096, 4, kHopper));
-  EXPECT_FALSE(leaves_room(28672, 4096, 4, slower));
-  EXPECT_FALSE(leaves_room(28672, 4096, 8, kHopper));
-  EXPECT_FALSE(leaves_room(57344, 4096, 4, kHopper));
+  for (char const* kernel : {"decode_gemm", "wgmma_decode"}) {
+    EXPECT_TRUE(leaves_room(kernel, 4096, 4096, 4, kHopper));
+    EXPECT_TRUE(leaves_room(kernel, 16384, 4096, 4, kHopper)) << kernel;
+    EXPECT_TRUE(leaves_room(kernel, 22528, 4096, 4, kHopper)) << kernel;
+    EXPECT_FALSE(leaves_room(kernel, 22528, 4096, 4, slower)) << kernel;
+    EXPECT_FALSE(leaves_room(kernel, 28672, 4096, 4, kHopper));
+    EXPECT_FALSE(leaves_room(kernel, 28672, 4096, 8, kHopper));
+  }
 }
 
 // Another kernel decodes where it was measured to be faster: int8 activations and M > 8 with large
