@@ -158,3 +158,4 @@ def test_engines_that_start_together_are_timed_in_turn(
     assert not end.value.code
     rows = json.loads(results.read_text())["rows"]
     assert [row["start_s"] for row in rows] == started
+    assert [row["engines_started_together"] for row in rows] == [at_once] * 3

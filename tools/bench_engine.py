@@ -456,6 +456,7 @@ def row_of(options: argparse.Namespace, found: Config, commit: str | None) -> Co
         "act_quant": options.kernel.partition("-")[2] or "none",
         "tensor_parallel": options.tensor_parallel,
         "layers": options.layers,
+        "engines_started_together": options.at_once,
         "commit": commit,
     }
     versions = ("device", "vllm", "torch", "transformers")
@@ -497,7 +498,6 @@ def heading_of(options: argparse.Namespace, found: Config) -> Config:
             "prefill": f"{options.prefill_prompts} prompts of {options.prefill_tokens} tokens",
             "dtype": "bfloat16",
             "engine": "torch.compile and CUDA graphs, vLLM's defaults",
-            "engines_started_together": options.at_once,
         },
     }
 

@@ -530,7 +530,7 @@ def engines() -> str:
                 *(digits(row["decode_ms"][b]) if b in row["decode_ms"] else "" for b in batches),
                 f"{row['prefill_tokens_per_s']:,}",
                 digits(row["weights_s"]) if "weights_s" in row else "",
-                digits(row["start_s"]),
+                f"{digits(row['start_s'])} ({row['engines_started_together']})",
             ]
             for row in result["rows"]
         ]
