@@ -96,12 +96,13 @@ def check(
     packed = co.reorder(qw)
     options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric}
     y = multiply(x, packed, **options)
-    # Integers in groups of 128, without offsets, are multiplied exactly whatever the order of
-    # their columns, and so are 8-bit zero points with many rows of symmetric blocks, and groups of
-    # 16 for which wgmma_fold16 has no room; a few rows of others may be.
+    # Integers in groups of 128 or more, without offsets, are multiplied exactly whatever the order
+    # of their columns, and so are 8-bit zero points with many rows of symmetric blocks, and groups
+    # of 16 for which wgmma_fold16 has no room; a few rows of others may be.
     keeps = is_exact(y, x, packed, **options)
     if len(x) > 16:
-        plain = qw.group_size >= 128 and qw.offsets is None and qw.book is None
+        long_groups = qw.group_size == -1 or qw.group_size >= 128
+        plain = long_groups and qw.offsets is None and qw.book is None
         compensated = act_quant == "block" and symmetric and len(x) > 64
         exactly = (plain and (act_quant == "none" or compensated)) or not has_room(qw)
         assert keeps is exactly, co.explain(x, packed, **options)
@@ -173,7 +174,7 @@ def test_few_rows(kind: str, group_size: int, scales: torch.dtype, dtype: torch.
     for n, k in ((576, 712), (192, 8256), (4096, 4096), (9000, 640)):
         for exact in (True, False):
             packed = co.reorder(qw := weight(kind, BITS[kind], group_size, scales, n, k, exact))
-            for m in (1, 2, 4, 5, 8, 9, 16):
+            for m in (1, 2, 4, 5, 8, 9, 16, 23, 33):
                 x = (
                     make_exact_floats(m, k, dtype, "none", True, 32)
                     if exact
@@ -284,6 +285,8 @@ def test_int8_activations(
         ("zeros", 8, 128),
         ("zeros", 8, -1),
         ("codebook", 4, 32),
+        ("symmetric", 4, 128),
+        ("zeros", 4, 128),
     ],
 )
 def test_few_rows_in_every_shape_of_a_decode_kernel(
@@ -295,7 +298,7 @@ def test_few_rows_in_every_shape_of_a_decode_kernel(
     if kind == "codebook" and act_quant != "none":
         pytest.skip("a code book is multiplied by floats")
     qw = weight(kind, bits, group_size, HALF, n, k, exact)
-    for m in (7, 16):
+    for m in (7, 16, 18, 31, 41, 64) if act_quant == "none" else (7, 16):
         for symmetric in (True, False) if act_quant != "none" else (True,):
             block = formats.activation_block(group_size)
             x = (

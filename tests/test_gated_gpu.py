@@ -97,7 +97,7 @@ def test_few_rows_are_gated_by_the_kernels_that_multiply_them(
         whole = make_weight(fmt, 2 * n, k, exact=True)
         packed = pack(whole)
         bias = torch.arange(2 * n, device=GPU, dtype=FLOAT) % 7 - 3
-        for i, m in enumerate((1, 4, 7, 16)):
+        for i, m in enumerate((1, 4, 7, 16, 27, 50)):
             dtype = (HALF, BFLOAT)[i % 2]
             block = block_of(act_quant, fmt.group_size)
             x = make_exact_floats(m, k, dtype, act_quant, symmetric, block)
@@ -120,7 +120,7 @@ def test_few_rows_are_gated_by_the_kernels_that_multiply_them(
 
 
 @pytest.mark.parametrize("book", ["nf4", "mxfp4", "e4m3"])
-@pytest.mark.parametrize("m", [1, 7, 16])
+@pytest.mark.parametrize("m", [1, 7, 16, 30])
 def test_few_rows_of_code_books(book: str, m: int) -> None:
     """As with a residual, where gate_sums makes the outputs."""
     whole = co.quantize(

@@ -102,7 +102,7 @@ constexpr int kRowsOfX[] = {17,  24,  32,  33,  48,  64,  72,  96,   100,  128, 
 constexpr char const* kDecodeKindNames[kDecodeKinds] = {
     "kFloats", "kFloatsRounded", "kFloatsWide", "kFloatsRoundedWide", "kCodebook",
     "kBlock",  "kBlockRounded",  "kToken",      "kTokenRounded"};
-constexpr int kFewRowsOfX[] = {1, 2, 4, 7, 8, 16};
+constexpr int kFewRowsOfX[] = {1, 2, 4, 7, 8, 16, 24, 32};
 constexpr int kMostRows = 4096, kMostK = 28672, kMostN = 28672;
 
 struct Data {
@@ -152,6 +152,8 @@ bool has_instance(KernelSpec const& spec, Candidate const& c, GemmProblem const&
   if (is_portable(spec)) return c.tile.block_m == 16;
   if (std::strcmp(spec.name, "decode_gemm") == 0) return c.tile.block_m == 8 || !integers;
   if (c.quantizes && p.act_quant != ActQuant::kBlock) return false;
+  if (c.tile.block_m == WgmmaDecodeShape::kMoreRows)
+    return integers || std::strcmp(spec.name, "wgmma_decode_fold16") == 0;
   return kDecodesWithOneCta[info(p.weight.format).bits] || c.tile.min_ctas_per_sm == 2;
 }
 

@@ -20,7 +20,7 @@ inline Status cuda_error(char const* call, cudaError_t error) {
 }
 
 // The binary logarithm of a power of two.
-inline int log2_of(int value) {
+constexpr int log2_of(int value) {
   int log = 0;
   while (1 << log < value) ++log;
   return log;

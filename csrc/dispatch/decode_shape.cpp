@@ -102,6 +102,7 @@ struct StageSizes {
   int table_bytes;
   int least_stages;
   int least_bytes = 0;
+  int block_m = WgmmaDecodeShape::kBlockM;
 };
 int tile_groups(PackedWeight const& w) {
   return has_short_groups(w) ? kKPerTile / w.group_size : 1;
@@ -119,9 +120,9 @@ bool lay_out_stages(PackedWeight const& w, StageSizes const& sizes, int tiles,
   // A stage always belongs to the same set: a set does not see a stage's phases in between.
   if (shape->stages < tiles) shape->stages -= shape->stages % shape->sets;
   shape->weights = shape->stages * sizes.x_bytes;
-  shape->shared_bytes = std::max({shape->stages * stage, sizes.least_bytes,
-                                  shape->sets * shape->most_row_panels * kRowsPerPanel *
-                                      WgmmaDecodeShape::kBlockM * int(sizeof(float))});
+  shape->shared_bytes = std::max(
+      {shape->stages * stage, sizes.least_bytes,
+       shape->sets * shape->most_row_panels * kRowsPerPanel * sizes.block_m * int(sizeof(float))});
   if (shape->stages < std::min(tiles, sizes.least_stages) || shape->shared_bytes > sizes.most_bytes)
     return false;
   shape->table = shape->shared_bytes;
@@ -132,26 +133,28 @@ bool lay_out_stages(PackedWeight const& w, StageSizes const& sizes, int tiles,
 }  // namespace
 
 WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, bool quantizes,
-                                    bool one_cta, bool folds, int slices) {
-  constexpr int kBlockM = WgmmaDecodeShape::kBlockM;
+                                    bool one_cta, bool folds, int slices, int block_m) {
   WgmmaDecodeShape best;
   PackedWeight const& w = p.weight;
   bool const int8 = multiplies_int8(p) && !folds, x_row_zeros = int8 && activations_have_zeros(p);
   int const groups = WgmmaDecodeShape::warpgroups(one_cta),
-            most = WgmmaDecodeShape::most_row_panels_of(one_cta, x_row_zeros),
+            most = WgmmaDecodeShape::most_row_panels_of(one_cta, x_row_zeros, block_m),
             unit = WgmmaDecodeShape::unit(one_cta);
   int const all_units = int(padded_rows(w.n) / unit), all_tiles = int(padded_k(w.k) / kKPerTile);
   // Two CTAs per SM, this launch's and the next one's: the next launch's weights are in flight
   // before this launch ends. Or one CTA with as many bytes in flight as two would have.
   int const table = table_bytes(w);
   StageSizes const sizes{
-      int8 && !quantizes ? kBlockM * kKPerTile + (x_row_zeros ? 8 * kKPerTile : 0)
-                         : kBlockM * kKPerTile * 2,
-      (int8 ? kBlockM * 4 : 0) + (x_row_zeros ? kBlockM : 0),
-      (one_cta ? device.shared_memory - 1024 : device.shared_memory / 2 - 2048) - table, table,
+      int8 && !quantizes ? block_m * kKPerTile + (x_row_zeros ? 8 * kKPerTile : 0)
+                         : block_m * kKPerTile * 2,
+      (int8 ? block_m * 4 : 0) + (x_row_zeros ? block_m : 0),
+      (one_cta ? device.shared_memory - 1024 : device.shared_memory / 2 - 2048) - table,
+      table,
       one_cta ? groups
       : table ? 2
-              : 3};
+              : 3,
+      0,
+      block_m};
   int64_t least = 0;
   for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
     if (slices && c != slices) continue;
@@ -163,9 +166,10 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
                                ? units / of_row_panel
                                : (units + 2 * of_row_panel - 2) / of_row_panel;
     if (row_panels > groups * most) continue;
-    // From what was measured on an H200: a K tile of weights counts 2, x of a tile 1; to quantise
-    // it, 3 with 2 for 4 bits.
-    int const tile_time = quantizes ? row_panels * code_bits(w) / 2 + 3 : 2 * row_panels + 1;
+    // From what was measured on an H100: a K tile of weights counts 2, 16 rows of x of a tile 1;
+    // to quantise them, 3 with 2 for 4 bits.
+    int const tile_time =
+        quantizes ? row_panels * code_bits(w) / 2 + 3 : 2 * row_panels + block_m / 16;
     int64_t const time = int64_t(tile_time) * tiles + (c > 1 ? 2 + 4 * log : 0);
     if (best.cluster && time >= least) continue;
     WgmmaDecodeShape shape;

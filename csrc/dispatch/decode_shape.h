@@ -32,6 +32,7 @@ static_assert(WgmmaDecodeShape::unit(false) == kRowsPerPanel);
 // wgmma_decode_fold16. `slices`: the number of slices of K, which the warpgroups of a CTA do not
 // cut further; 0: the number with the least time.
 WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& problem, Device const& device,
-                                    bool quantizes, bool one_cta, bool folds, int slices);
+                                    bool quantizes, bool one_cta, bool folds, int slices,
+                                    int block_m = WgmmaDecodeShape::kBlockM);
 
 }  // namespace cutlass_ops

@@ -114,9 +114,12 @@ Field decode_gemm_can(GemmProblem const& problem, Device const& device) {
 }
 Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
-  if (Field field = needs_few_rows(problem, kMostDecodeRows); field != Field::kNone) return field;
-  if (Field field = needs_hopper(problem, device); field != Field::kNone) return field;
   bool const own_scales = has_own_scales(w, problem.x_type);
+  bool const more_rows = !multiplies_int8(problem) && !has_codebook(w) && own_scales;
+  if (Field field = needs_few_rows(problem, more_rows ? kMostFloatDecodeRows : kMostDecodeRows);
+      field != Field::kNone)
+    return field;
+  if (Field field = needs_hopper(problem, device); field != Field::kNone) return field;
   if (Field field = needs_integers_or_codebook(w); field != Field::kNone) return field;
   if (has_codebook(w)) {
     if (w.group_size == 16 || w.group_size == 32) return Field::kGroups;
@@ -128,7 +131,10 @@ Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
   return !own_scales ? Field::kScaleType : is_irregular(problem) ? Field::kXLayout : Field::kNone;
 }
 Field wgmma_decode_fold16_can(GemmProblem const& problem, Device const& device) {
-  return first_of(needs_few_rows(problem, kMostDecodeRows), needs_hopper(problem, device),
+  bool const more_rows =
+      !multiplies_int8(problem) && folds_narrow_scales(problem.weight, problem.x_type);
+  return first_of(needs_few_rows(problem, more_rows ? kMostFloatDecodeRows : kMostDecodeRows),
+                  needs_hopper(problem, device),
                   may_round(problem) ? Field::kNone : Field::kResult);
 }
 

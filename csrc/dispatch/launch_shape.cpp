@@ -169,7 +169,7 @@ bool shape_decode(GemmProblem const& problem, Device const& device, Candidate co
   bool const one_cta = candidate.tile.min_ctas_per_sm == 1;
   WgmmaDecodeShape const shape =
       wgmma_decode_shape(problem, device, candidate.quantizes, one_cta, folds,
-                         problem.batch_invariant ? plan->slices : 0);
+                         problem.batch_invariant ? plan->slices : 0, candidate.tile.block_m);
   if (shape.cluster == 0) return false;
   plan->slices = 1;  // of those whose sums leave a kernel
   plan->wgmma_decode = shape;

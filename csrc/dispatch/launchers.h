@@ -129,11 +129,11 @@ constexpr Tile decode_gemm_tile(int block_m) {
 Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                           Stream stream);
 
-// wgmma_decode.cu: up to 16 rows of x on Hopper (sm_90a alone), clusters that split K; two CTAs per
+// wgmma_decode.cu: up to 32 rows of x on Hopper (sm_90a alone), clusters that split K; two CTAs per
 // SM or, where kDecodesWithOneCta, one with as much memory.
 constexpr ByWidth<bool> kDecodesWithOneCta(false, true);
-constexpr Tile wgmma_decode_tile(int ctas_per_sm) {
-  return {kRowsPerPanel, WgmmaDecodeShape::kBlockM, 2, ctas_per_sm, kHopperSharedBytes};
+constexpr Tile wgmma_decode_tile(int ctas_per_sm, int block_m = WgmmaDecodeShape::kBlockM) {
+  return {kRowsPerPanel, block_m, 2, ctas_per_sm, kHopperSharedBytes};
 }
 Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                            Stream stream);

@@ -68,7 +68,8 @@ KernelSpec const* best_kernel(GemmProblem const& problem, Device const& device,
                               Candidate const** best) {
   KernelSpec const* chosen = nullptr;
   int64_t least = 0;
-  bool const several = is_image(problem) ? !multiplies_int8(problem) : problem.m <= kMostDecodeRows;
+  bool const several =
+      is_image(problem) ? !multiplies_int8(problem) : problem.m <= kMostFloatDecodeRows;
   for (KernelSpec const& spec : kernel_specs()) {
     bool const competes = spec.decodes || (several && spec.cost);
     if (chosen && !competes) break;
@@ -104,7 +105,7 @@ bool plan_few_rows(GemmProblem const& problem, Device const& device, KernelSpec 
   Candidate const* best = nullptr;
   int64_t least = 0;
   for (Candidate const& candidate : few.candidates(problem)) {
-    if (problem.m > candidate.max_m) continue;
+    if (problem.m < candidate.min_m || problem.m > candidate.max_m) continue;
     if (candidate.applies && !candidate.applies(problem)) continue;
     int64_t const time = decode_time_in(problem, device, few, candidate, slices);
     if (time >= 0 && (!best || time < least)) best = &candidate, least = time;

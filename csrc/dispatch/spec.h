@@ -86,7 +86,9 @@ struct DecodeCost {
 // By kCards.
 using TileCosts = std::array<TileCost, kCardCount>;
 
-constexpr int kMostDecodeRows = 16;  // of x, of the kernels for few
+// Rows of x of the kernels for few; of 16-bit x with scales and offsets of its type.
+constexpr int kMostDecodeRows = WgmmaDecodeShape::kBlockM,
+              kMostFloatDecodeRows = WgmmaDecodeShape::kMoreRows;
 
 // One way in which a kernel may compute a product.
 struct Candidate {

@@ -134,14 +134,31 @@ constexpr MeasuredDecodeCost kMeasuredDecodeCosts[] = {
 
 constexpr Candidate decode_candidate(char const* kernel, Tile const& tile, int max_m,
                                      bool (*applies)(GemmProblem const&), bool quantizes,
-                                     char const* why = nullptr) {
-  Candidate candidate{tile, 0, max_m, {}, applies, quantizes, false, why};
+                                     char const* why = nullptr, int min_m = 0) {
+  Candidate candidate{tile, min_m, max_m, {}, applies, quantizes, false, why};
   for (MeasuredDecodeCost const& c : kMeasuredDecodeCosts)
     if (c.block_m == tile.block_m && c.ctas_per_sm == tile.min_ctas_per_sm &&
         c.quantizes == quantizes && same(c.kernel, kernel))
       candidate.decode_costs[card_index(c.card)][width_index(c.bits)][int(c.kind)] = c.cost;
   return candidate;
 }
+// wgmma_fold16 is chosen where wgmma_gemm_a8 or wgmma_gemm_a16, whose products are exact, cannot
+// implement the problem.
+bool has_no_exact_kernel(GemmProblem const& problem) {
+  PackedWeight const& w = problem.weight;
+  return multiplies_int8(problem)
+             ? !has_int8_products(w) || (is_image(problem) && activations_have_zeros(problem))
+             : has_short_groups(w) || w.offsets || !has_integer_codes(w);
+}
+
+// Whether decode kernels may be chosen for more rows than 16: where there are few features. The
+// kernels for many rows then cut K, and add their sums in global memory. With more features they
+// are as fast or faster (docs/tuning-notes.md).
+bool has_few_features(GemmProblem const& problem) { return padded_rows(problem.weight.n) <= 6144; }
+bool folds_more_rows(GemmProblem const& problem) {
+  return has_few_features(problem) && has_no_exact_kernel(problem);
+}
+constexpr int kMoreRows = WgmmaDecodeShape::kMoreRows;
 constexpr Candidate kWgmmaDecode[] = {
     decode_candidate("wgmma_decode", wgmma_decode_tile(1), 16, can_quantize_blocks, true,
                      "one CTA per SM quantises its own x"),
@@ -151,6 +168,8 @@ constexpr Candidate kWgmmaDecode[] = {
                      "two CTAs per SM quantise their own x"),
     decode_candidate("wgmma_decode", wgmma_decode_tile(2), 16, is_not_long, false,
                      "two CTAs per SM"),
+    decode_candidate("wgmma_decode", wgmma_decode_tile(2, kMoreRows), kMoreRows, has_few_features,
+                     false, "two CTAs per SM, tiles of 32 rows", kMostDecodeRows + 1),
 };
 constexpr Candidate kWgmmaDecodeFold16[] = {
     decode_candidate("wgmma_decode_fold16", wgmma_decode_tile(1), 16, folds_few_rows, false,
@@ -159,6 +178,9 @@ constexpr Candidate kWgmmaDecodeFold16[] = {
                      "two CTAs per SM quantise their own x, weights rounded to its type"),
     decode_candidate("wgmma_decode_fold16", wgmma_decode_tile(2), 16, folds_alone, false,
                      "two CTAs per SM, weights rounded to x's type"),
+    decode_candidate(
+        "wgmma_decode_fold16", wgmma_decode_tile(2, kMoreRows), kMoreRows, folds_more_rows, false,
+        "two CTAs per SM, tiles of 32 rows, weights rounded to x's type", kMostDecodeRows + 1),
 };
 constexpr Candidate kDecodeGemm[] = {
     decode_candidate("decode_gemm", decode_gemm_tile(4), 4, nullptr, true),
@@ -212,15 +234,6 @@ bool four_warpgroups_with_scales_of_x(GemmProblem const& problem) {
   return kFourWarpgroups[code_bits(problem.weight)] &&
          has_own_scales(problem.weight, problem.x_type);
 }
-// wgmma_fold16 is chosen where wgmma_gemm_a8 or wgmma_gemm_a16, whose products are exact, cannot
-// implement the problem.
-bool has_no_exact_kernel(GemmProblem const& problem) {
-  PackedWeight const& w = problem.weight;
-  return multiplies_int8(problem)
-             ? !has_int8_products(w) || (is_image(problem) && activations_have_zeros(problem))
-             : has_short_groups(w) || w.offsets || !has_integer_codes(w);
-}
-
 bool folds_values(GemmProblem const& problem) {
   return has_no_exact_kernel(problem) || (is_image(problem) && !multiplies_int8(problem));
 }

@@ -1,5 +1,5 @@
-// wgmma_decode's instances: W4A16, W8A16, W4A8 and W8A8, groups of 128 or more without offsets, and
-// code books in groups of 64 or more.
+// wgmma_decode's instances: W4A16 and W8A16 (up to 32 rows of x), W4A8 and W8A8, groups of 128 or
+// more without offsets, and code books in groups of 64 or more.
 #include "dispatch/checks.h"
 #include "kernels/wgmma_decode_launch.cuh"
 
@@ -13,13 +13,20 @@ Status launch_codebook(GemmProblem const& problem, Plan const& plan, Stream stre
              : launch_config<Config<Element, Format, false>>(problem, plan, stream);
 }
 
-template <class Element, class Format, bool kOneCta>
+template <class Element, class Format, bool kOneCta, int kBlockM>
 Status launch_element(GemmProblem const& problem, Plan const& plan, Stream stream) {
   return problem.weight.zeros
-             ? launch_config<Config<Element, Format, true, Element, false, false, kOneCta>>(
-                   problem, plan, stream)
-             : launch_config<Config<Element, Format, false, Element, false, false, kOneCta>>(
-                   problem, plan, stream);
+             ? launch_config<Config<Element, Format, true, Element, false, false, kOneCta, false,
+                                    false, kBlockM>>(problem, plan, stream)
+             : launch_config<Config<Element, Format, false, Element, false, false, kOneCta, false,
+                                    false, kBlockM>>(problem, plan, stream);
+}
+
+template <class Format, bool kOneCta, int kBlockM = WgmmaDecodeShape::kBlockM>
+Status launch_floats(GemmProblem const& problem, Plan const& plan, Stream stream) {
+  return problem.x_type == DataType::kFloat16
+             ? launch_element<__half, Format, kOneCta, kBlockM>(problem, plan, stream)
+             : launch_element<__nv_bfloat16, Format, kOneCta, kBlockM>(problem, plan, stream);
 }
 
 // Element: of x in memory, floats or int8.
@@ -63,9 +70,7 @@ Status launch_input(GemmProblem const& problem, Plan const& plan, Stream stream)
   };
   if (multiplies_int8(problem))
     return plan.quantizes ? launch(std::true_type()) : launch(std::false_type());
-  return problem.x_type == DataType::kFloat16
-             ? launch_element<__half, Format, kOneCta>(problem, plan, stream)
-             : launch_element<__nv_bfloat16, Format, kOneCta>(problem, plan, stream);
+  return launch_floats<Format, kOneCta>(problem, plan, stream);
 }
 
 }  // namespace
@@ -78,6 +83,8 @@ Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float*,
                  ? launch_codebook<__half, Format>(problem, plan, stream)
                  : launch_codebook<__nv_bfloat16, Format>(problem, plan, stream);
     } else if constexpr (Format::kIntegers) {
+      if (plan.block_m == WgmmaDecodeShape::kMoreRows)
+        return launch_floats<Format, false, WgmmaDecodeShape::kMoreRows>(problem, plan, stream);
       if constexpr (kDecodesWithOneCta[Format::kBits]) {
         if (plan.one_cta_per_sm) return launch_input<Format, true>(problem, plan, stream);
       }

@@ -1,4 +1,5 @@
-// Up to 16 rows of x times weights of any format on Hopper's wgmma, while a batch decodes, sm_90a.
+// A few rows of x (16; 32 of 16 bits) times weights of any format on Hopper's wgmma, while a batch
+// decodes, sm_90a.
 //
 //   cluster   up to nine row panels of 64 output features; its CTAs share K in equal slices
 //   stage     a tile of K, 128 columns: the panels' codes and group vectors by bulk copies, x by
@@ -411,7 +412,8 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
         consume<C, 1>(shared, barriers, p, part, warp, first, ring, tiles);
         break;
       case 2:
-        consume<C, 2>(shared, barriers, p, part, warp, first, ring, tiles);
+        if constexpr (C::kMostRowPanels >= 2)
+          consume<C, 2>(shared, barriers, p, part, warp, first, ring, tiles);
         break;
       case 3:
         if constexpr (C::kMostRowPanels >= 3)

@@ -27,18 +27,19 @@ namespace {
 // has eight more columns, all ones. kGrouped: rows of x and weights are experts'
 // (device/grouped.cuh).
 template <class Element_, int kBits_, bool kInt8_, bool kQuantizes_, bool kXRowZeros_,
-          bool kOneCta_, bool kGrouped_ = false>
+          bool kOneCta_, bool kGrouped_ = false, int kBlockM_ = WgmmaDecodeShape::kBlockM>
 struct StageConfig {
   using Element = Element_;
   static constexpr bool kGrouped = kGrouped_;
   static constexpr bool kInt8 = kInt8_, kQuantizes = kQuantizes_, kXRowZeros = kXRowZeros_,
                         kOneCta = kOneCta_;
   static constexpr int kBits = kBits_;
-  static constexpr int kBlockM = WgmmaDecodeShape::kBlockM;
+  static constexpr int kBlockM = kBlockM_;
   // that multiply
   static constexpr int kWarpgroups = WgmmaDecodeShape::warpgroups(kOneCta),
                        kWarps = 4 * kWarpgroups;
-  static constexpr int kMostRowPanels = WgmmaDecodeShape::most_row_panels_of(kOneCta, kXRowZeros);
+  static constexpr int kMostRowPanels =
+      WgmmaDecodeShape::most_row_panels_of(kOneCta, kXRowZeros, kBlockM);
   static constexpr int kThreads = WgmmaDecodeShape::threads(kOneCta);
   static constexpr int kSums = kBlockM / 2;                        // registers of a row panel
   static constexpr int kColumns = kBlockM + (kXRowZeros ? 8 : 0);  // of operand B
@@ -61,7 +62,7 @@ struct StageConfig {
   // of a row block
   static constexpr int kChunk = k_tile_bytes(kBits), kStepBytes = kChunk / 4 / kSteps;
   // of a row panel's sums: 16 features x 8 rows of x
-  static constexpr int kMBlocks = kBlockM / 8, kLogPieces = 3;
+  static constexpr int kMBlocks = kBlockM / 8, kLogPieces = log2_of(4 * kMBlocks);
   static_assert(4 * kMBlocks == 1 << kLogPieces);
   // Bytes of weights that a block has not requested yet when it lets the next launch start. The
   // start takes a microsecond, and two until that launch requests weights if a quantiser runs
@@ -84,10 +85,11 @@ struct DecoderOf<Format, Element, true, kZeros> {
 // separate scales. Scale: the type of weight scales. kShortGroups: these are of groups of 32 or 64.
 template <class Element_, class Format, bool kZeros_, class Scale_ = Element_,
           bool kQuantizes_ = false, bool kXRowZeros_ = false, bool kOneCta_ = false,
-          bool kGrouped_ = false, bool kShortGroups_ = false>
+          bool kGrouped_ = false, bool kShortGroups_ = false,
+          int kBlockM_ = WgmmaDecodeShape::kBlockM>
 struct Config
     : StageConfig<Element_, Format::kBits, kQuantizes_ || std::is_same_v<Element_, int8_t>,
-                  kQuantizes_, kXRowZeros_, kOneCta_, kGrouped_> {
+                  kQuantizes_, kXRowZeros_, kOneCta_, kGrouped_, kBlockM_> {
   using Scale = Scale_;
   static constexpr bool kFolds = false, kCodebook = Format::kTableBytes > 0, kZeros = kZeros_,
                         kOffsets = false, kDeals = kGrouped_, kShortGroups = kShortGroups_;
@@ -102,9 +104,9 @@ struct Config
 
 // Configuration of wgmma_decode_fold16: x has 16 bits.
 template <class Element_, class Format_, bool kNarrow, AffineTerm kAffineTerm, bool kQuantizes_,
-          bool kOneCta_, bool kGrouped_ = false>
-struct FoldConfig
-    : StageConfig<Element_, Format_::kBits, false, kQuantizes_, false, kOneCta_, kGrouped_> {
+          bool kOneCta_, bool kGrouped_ = false, int kBlockM_ = WgmmaDecodeShape::kBlockM>
+struct FoldConfig : StageConfig<Element_, Format_::kBits, false, kQuantizes_, false, kOneCta_,
+                                kGrouped_, kBlockM_> {
   using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow, kAffineTerm>;
   using Table = typename Fold::Unscaled;
   static constexpr bool kFolds = true, kCodebook = Format_::kTableBytes > 0;
@@ -134,7 +136,8 @@ struct Params {
   int k_tiles, n_pad, log_cluster;
   Groups groups;
   RowPieces rows;   // of experts' x
-  int x_bytes = 0;  // of a stage, of experts' x: of a tile, or of two where row panels are dealt
+  int x_bytes = 0;  // of a stage's x. Experts': of a tile, or of two where row panels are dealt; of
+                    // tiles of more than 16 rows of a matrix: of those that are copied
 };
 
 // Bytes of the inner dimension of the codes' tensor map: a box has at most 256 elements in one,

@@ -2,6 +2,7 @@
 // wgmma_decode_fold16_<format>.cu.
 #pragma once
 
+#include "dispatch/checks.h"
 #include "kernels/wgmma_decode_launch.cuh"
 
 namespace cutlass_ops {
@@ -19,18 +20,25 @@ Status with_fold(PackedWeight const& w, DataType x_type, Launch launch) {
   return launch(Fold<Element, Format, true, AffineTerm::kNone>());
 }
 
-template <class Element, class Format, bool kQuantizes, bool kOneCta>
+template <class Element, class Format, bool kQuantizes, bool kOneCta,
+          int kBlockM = WgmmaDecodeShape::kBlockM>
 Status launch_fold(GemmProblem const& problem, Plan const& plan, Stream stream) {
-  return with_fold<Element, Format>(problem.weight, problem.x_type, [&](auto fold) {
+  return with_fold<Element, Format>(problem.weight, problem.x_type, [&](auto fold) -> Status {
     using F = decltype(fold);
-    return launch_config<
-        FoldConfig<Element, Format, F::kNarrow, F::kAffineTerm, kQuantizes, kOneCta>>(problem, plan,
-                                                                                      stream);
+    if constexpr (F::kNarrow || kBlockM == WgmmaDecodeShape::kBlockM) {
+      return launch_config<FoldConfig<Element, Format, F::kNarrow, F::kAffineTerm, kQuantizes,
+                                      kOneCta, false, kBlockM>>(problem, plan, stream);
+    } else {
+      return unsupported("wgmma_decode_fold16 applies scales of another type to 16 rows of x");
+    }
   });
 }
 
 template <class Element, class Format>
 Status launch_ctas(GemmProblem const& problem, Plan const& plan, Stream stream) {
+  if (plan.block_m == WgmmaDecodeShape::kMoreRows)
+    return launch_fold<Element, Format, false, false, WgmmaDecodeShape::kMoreRows>(problem, plan,
+                                                                                   stream);
   if (plan.one_cta_per_sm) return launch_fold<Element, Format, false, true>(problem, plan, stream);
   if constexpr (Format::kIntegers) {
     if (plan.quantizes) return launch_fold<Element, Format, true, false>(problem, plan, stream);

@@ -12,10 +12,11 @@ inline int offset_bytes(PackedWeight const& w) { return w.offsets ? bytes_of(w.o
 struct DecodeLaunch {
   int chunk;  // bytes of the codes of a panel's tile of K
   bool int8_x, one_cta;
+  int block_m;
 
   template <class C>
   static constexpr DecodeLaunch of() {
-    return {C::kChunk, std::is_same_v<typename C::Element, int8_t>, C::kOneCta};
+    return {C::kChunk, std::is_same_v<typename C::Element, int8_t>, C::kOneCta, C::kBlockM};
   }
 };
 
@@ -57,11 +58,13 @@ inline Status launch_rows(DecodeLaunch const& c, void (*kernel)(Maps, Params),
   Maps maps;
   QuantizedActivations const& q = problem.quantized;
   int64_t const k_pad = padded_k(w.k);
-  constexpr int kRows = WgmmaDecodeShape::kBlockM;
-  Status status = c.int8_x ? hopper::encode_x_rows(q.codes, 1, problem.m, int(k_pad), k_pad, kRows,
-                                                   &maps.x_rows)
-                           : hopper::encode_x_rows(problem.x, 2, problem.m, w.k,
-                                                   problem.x_stride * 2, kRows, &maps.x_rows);
+  // A large tile's rows that there are, in whole eights: TMA fills others with zeros, slowly.
+  int const rows =
+      c.block_m > WgmmaDecodeShape::kBlockM ? (problem.m + 7) / 8 * 8 : WgmmaDecodeShape::kBlockM;
+  Status status =
+      c.int8_x ? hopper::encode_x_rows(q.codes, 1, problem.m, int(k_pad), k_pad, rows, &maps.x_rows)
+               : hopper::encode_x_rows(problem.x, 2, problem.m, w.k, problem.x_stride * 2, rows,
+                                       &maps.x_rows);
   if (!status.ok()) return status;
   int const k_tiles = int(k_pad / kKPerTile), n_pad = int(padded_rows(w.n));
   status = encode_weights(c, w, shape, &maps);
@@ -84,6 +87,7 @@ inline Status launch_rows(DecodeLaunch const& c, void (*kernel)(Maps, Params),
            log2_of(shape.cluster),
            {},
            {}};
+  p.x_bytes = rows * kKPerTile * 2;
   return launch_plan(kernel, plan, WgmmaDecodeShape::threads(c.one_cta), shape.shared_bytes, stream,
                      maps, p);
 }

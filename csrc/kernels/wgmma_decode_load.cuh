@@ -64,7 +64,7 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
         C::kOneCta ? (part.end - part.begin) * kRowBytes : p.shape.most_row_panels * C::kChunk;
     int const row_bytes = p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0);
     TransactionBarrier::arrive_and_expect_tx(
-        full, C::kXRowBytes + code_bytes +
+        full, (C::kBlockM > WgmmaDecodeShape::kBlockM ? p.x_bytes : C::kXRowBytes) + code_bytes +
                   (C::kFolds || C::kCodebook ? p.weight_rows.count : 1) * features * row_bytes);
     if constexpr (C::kOneCta) {
       uint8_t const* codes =

@@ -345,7 +345,7 @@ TEST(Dispatch, HasConsistentKernelSpecs) {
             for (DecodeCost const& cost : of_bits) measured += cost.start > 0;
           EXPECT_EQ(measured > 0, spec.decodes) << spec.name;
         }
-        EXPECT_FALSE(spec.decodes && c.max_m > 16) << spec.name;
+        EXPECT_FALSE(spec.decodes && c.max_m > kMostFloatDecodeRows) << spec.name;
       }
   }
 }

@@ -332,7 +332,17 @@ TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
           [](GemmProblem& p) { p.x_stride = 4097; });
   forbids("wgmma_decode", "scales that are not of x's type",
           [](GemmProblem& p) { p.x_type = DataType::kBFloat16; });
-  forbids("wgmma_decode", "17 rows of x", [](GemmProblem& p) { p.m = 17; });
+  forbids("wgmma_decode", "", [](GemmProblem& p) { p.m = 32; });
+  forbids("wgmma_decode", "33 rows of x", [](GemmProblem& p) { p.m = 33; });
+  forbids("wgmma_decode", "17 rows of x", [&](GemmProblem& p) { int8(p), p.m = 17; });
+  forbids("wgmma_decode", "17 rows of x", [&](GemmProblem& p) { book(p), p.m = 17; });
+  forbids("wgmma_decode_fold16", "", [&](GemmProblem& p) { book(p), p.m = 32; });
+  forbids("wgmma_decode_fold16", "33 rows of x", [&](GemmProblem& p) { book(p), p.m = 33; });
+  for (int group_size : {16, 32})
+    forbids("wgmma_decode_fold16", "17 rows of x", [&](GemmProblem& p) {
+      p.weight.group_size = group_size, p.m = 17;
+      if (group_size == 32) p.weight.scale_type = DataType::kFloat32;
+    });
   forbids("decode_gemm", "batch_invariant", [](GemmProblem& p) { p.batch_invariant = true; });
   forbids("wgmma_fold16", "exact", [](GemmProblem& p) { p.exact = true; });
   forbids("wgmma_fold16", "a result that is not of x's 16-bit type",

@@ -110,6 +110,7 @@ TEST(Dispatch, LongLaunchesOfFewRowsRequestHalfTheSharedMemory) {
     Plan shaped;
     bool room = false;  // for two CTAs of a candidate
     for (Candidate const& candidate : spec.candidates(p)) {
+      if (p.m < candidate.min_m) continue;
       EXPECT_TRUE(plan_candidate(p, device, spec, candidate, &shaped));
       room = room || 2 * (shaped.shared_bytes + 1024) <= device.shared_memory;
     }
@@ -129,7 +130,7 @@ TEST(Dispatch, LongLaunchesOfFewRowsRequestHalfTheSharedMemory) {
 
 // Another kernel decodes where it was measured to be faster: int8 activations and M > 8 with large
 // weights.
-TEST(Dispatch, DecodesUpTo16Rows) {
+TEST(Dispatch, DecodesFewRows) {
   auto const kernel = [](GemmProblem const& p) { return std::string(planned(p).kernel); };
   auto const decodes = [&](GemmProblem const& p) { return planned(p).spec->decodes; };
   for (int bits : {4, 8})
@@ -140,7 +141,11 @@ TEST(Dispatch, DecodesUpTo16Rows) {
           EXPECT_TRUE(
               decodes(quantized_on_the_way(problem(m, 14336, 4096, bits), mode, symmetric)));
     }
-  EXPECT_EQ(kernel(problem(17, 4096, 4096)), "wgmma_gemm_a16");
+  // up to 32 rows of floats where there are few features
+  EXPECT_EQ(kernel(problem(17, 4096, 4096)), "wgmma_decode");
+  EXPECT_EQ(kernel(problem(32, 4096, 14336, 8)), "wgmma_decode");
+  EXPECT_EQ(kernel(problem(33, 4096, 4096)), "wgmma_gemm_a16");
+  EXPECT_EQ(kernel(problem(17, 14336, 4096)), "wgmma_gemm_a16");
   EXPECT_EQ(kernel(quantized_on_the_way(problem(17, 4096, 4096), ActQuant::kBlock, true)),
             "wgmma_gemm_a8");
   // more row panels than sums in registers
@@ -156,7 +161,12 @@ TEST(Dispatch, DecodesUpTo16Rows) {
   EXPECT_EQ(kernel(book), "wgmma_decode_fold16");
   book.weight.scale_type = DataType::kFloat16, book.weight.group_size = 32;
   EXPECT_EQ(kernel(book), "wgmma_decode_fold16");
-  book.m = 17;
+  book.m = 32;
+  EXPECT_EQ(kernel(book), "wgmma_decode_fold16");
+  book.weight.scale_type = DataType::kFloat32;
+  EXPECT_EQ(kernel(book), "wgmma_fold16");
+  book.weight.scale_type = DataType::kFloat16;
+  book.m = 33;
   EXPECT_EQ(kernel(book), "wgmma_fold16");
   book.architecture = 80;
   EXPECT_EQ(kernel(book), "mma_gemm_a16");
@@ -303,7 +313,7 @@ TEST(Splits, CutSmallGridsAndNotLargeOnes) {
 
 // The same shapes give the same sums in the same order, whatever the pointers and the epilogue.
 TEST(Splits, DependOnShapesAlone) {
-  for (int m : {1, 17, 64, 300}) {
+  for (int m : {1, 33, 64, 300}) {
     GemmProblem plain = problem(m, 1000, 7392);
     plain.x_stride = 7392;
     Plan expected;
@@ -347,7 +357,8 @@ TEST(Splits, BatchInvariantProductsHaveTheSlicesOf128Rows) {
           p.m = m;
           Plan chosen;
           ASSERT_TRUE(plan(p, device, &chosen).ok());
-          char const* const few_rows = m > 16 ? nullptr : find_kernel(expected.kernel)->few_rows;
+          bool const few = m <= (n <= 4096 ? 32 : 16);
+          char const* const few_rows = few ? find_kernel(expected.kernel)->few_rows : nullptr;
           EXPECT_STREQ(chosen.kernel, few_rows ? few_rows : expected.kernel) << m;
           EXPECT_EQ(few_rows ? chosen.cluster_size : chosen.slices, expected.slices) << m;
           EXPECT_EQ(chosen.wgmma_decode.sets, 1) << m;

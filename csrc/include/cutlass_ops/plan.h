@@ -77,7 +77,7 @@ struct DecodeMemory {
 
 // How wgmma_decode divides a product.
 struct WgmmaDecodeShape {
-  static constexpr int kBlockM = 16;
+  static constexpr int kBlockM = 16, kMoreRows = 32;  // of x: rows of a tile, and of a larger one
   static constexpr int kMostStages = 16;
   // `one_cta`: one CTA per SM.
   static constexpr int warpgroups(bool one_cta) { return one_cta ? 4 : 3; }
@@ -85,7 +85,8 @@ struct WgmmaDecodeShape {
   static constexpr int threads(bool one_cta) { return 128 * warpgroups(one_cta) + 32; }
   // Row panels of a warpgroup: its sums stay in registers, together with those of weights where x
   // has zero points.
-  static constexpr int most_row_panels_of(bool one_cta, bool x_row_zeros) {
+  static constexpr int most_row_panels_of(bool one_cta, bool x_row_zeros, int block_m = kBlockM) {
+    if (block_m == kMoreRows) return 1;
     return one_cta || x_row_zeros ? 2 : 3;
   }
   static constexpr int kMostDealtTiles = 8;   // whose row panels a CTA has parts of
