@@ -183,6 +183,7 @@ def engine_run(kernel: str, decode_ms: dict[str, float], prompts: int, **more: o
         "commit": "0123456789",
         "linear_kernel": "CutlassOpsLinearKernel" if ours else "MacheteLinearKernel",
         "weights_s": 1.5,
+        "engines_started_together": 3,
         "start_s": 60.25,
         "decode_ms": decode_ms,
         "prefill_tokens_per_s": prompts,
@@ -223,16 +224,16 @@ def test_tables_of_engines_leave_out_what_did_not_run(
         "| prompts, tokens a second | weights, s | start, s |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
         "| Llama-3.1-8B | AWQ int4 | cutlass_ops, act_quant none "
-        "| 2.00 | 3.00 | 8.00 | 50,000 | 1.50 | 60.2 |",
+        "| 2.00 | 3.00 | 8.00 | 50,000 | 1.50 | 60.2 (3) |",
         "| Llama-3.1-8B | AWQ int4 | MacheteLinearKernel (vLLM's choice) "
-        "| 4.00 | 3.30 |  | 40,000 | 1.50 | 60.2 |",
-        "| Llama-3.1-8B | AWQ int4 | MarlinLinearKernel | 3.00 | 6.00 |  | 20,000 | 1.50 | 60.2 |",
+        "| 4.00 | 3.30 |  | 40,000 | 1.50 | 60.2 (3) |",
+        "| Llama-3.1-8B | AWQ int4 | MarlinLinearKernel | 3.00 | 6.00 |  | 20,000 | 1.50 | 60.2 (3) |",
         "| Llama-3.1-8B | AWQ int4 | cutlass_ops, act_quant block "
-        "| 6.00 |  |  | 80,000 | 1.50 | 60.2 |",
+        "| 6.00 |  |  | 80,000 | 1.50 | 60.2 (3) |",
         "| Qwen3-30B-A3B | AWQ int4 | MacheteLinearKernel, experts MARLIN (vLLM's choice) "
-        "| 4.50 |  |  | 45,000 | 1.50 | 60.2 |",
+        "| 4.50 |  |  | 45,000 | 1.50 | 60.2 (3) |",
         "| Llama-3.1-8B, 2 GPUs | AWQ int4 | cutlass_ops, act_quant none "
-        "| 1.00 |  |  | 90,000 | 1.50 | 60.2 |",
+        "| 1.00 |  |  | 90,000 | 1.50 | 60.2 (3) |",
     ]
     assert figures.engine_speed().splitlines() == [
         "- Llama-3.1-8B, 2 layers on NVIDIA H100 80GB: 4.00 to 4.00 times, batches of 1 to 1",
