@@ -227,7 +227,8 @@ def test_tables_of_engines_leave_out_what_did_not_run(
         "| 2.00 | 3.00 | 8.00 | 50,000 | 1.50 | 60.2 (3) |",
         "| Llama-3.1-8B | AWQ int4 | MacheteLinearKernel (vLLM's choice) "
         "| 4.00 | 3.30 |  | 40,000 | 1.50 | 60.2 (3) |",
-        "| Llama-3.1-8B | AWQ int4 | MarlinLinearKernel | 3.00 | 6.00 |  | 20,000 | 1.50 | 60.2 (3) |",
+        "| Llama-3.1-8B | AWQ int4 | MarlinLinearKernel "
+        "| 3.00 | 6.00 |  | 20,000 | 1.50 | 60.2 (3) |",
         "| Llama-3.1-8B | AWQ int4 | cutlass_ops, act_quant block "
         "| 6.00 |  |  | 80,000 | 1.50 | 60.2 (3) |",
         "| Qwen3-30B-A3B | AWQ int4 | MacheteLinearKernel, experts MARLIN (vLLM's choice) "
