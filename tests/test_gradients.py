@@ -224,6 +224,8 @@ def test_at_a_bound_the_gradient_is_that_of_torch(activation: Any, bounds: list[
     function = (lambda v: v.clamp(*limits)) if name == "clamp" else ACTIVATIONS[name][1]
     grad = values(len(z))
     (expected,) = torch.autograd.grad(function(z), z, grad)
+    if name == "clamp":  # torch's passes there before version 2.15 alone
+        expected = torch.where((z >= limits[0]) & (z <= limits[1]), grad, 0.0).detach()
     assert torch.equal(
         gradients.through_activation(grad, z.detach(), Call(None, name, *limits)), expected
     )
@@ -451,14 +453,15 @@ def test_no_forward_mode_and_no_transforms() -> None:
     with forward_ad.dual_level():
         assert run(x).shape == (M, N)
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-        with pytest.raises(RuntimeError, match="neither forward-mode derivatives"):
+        # torch 2.15 refuses the operand itself
+        with pytest.raises(RuntimeError, match="neither forward-mode derivatives|dual tensor"):
             compiled(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 def test_no_trace_of_torch_jit() -> None:
     packed = weight()
     with (
-        pytest.warns(DeprecationWarning, match="torch.jit.trace"),
+        pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.trace"),
         pytest.raises(RuntimeError, match=r"cannot be recorded by torch.jit.trace"),
     ):
         torch.jit.trace(lambda x: co.mixed_gemm(x, packed), values(M, K))

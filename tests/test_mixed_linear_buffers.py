@@ -257,12 +257,12 @@ def test_there_is_no_weight() -> None:
 def test_torch_jit_is_refused() -> None:
     model, x = nn.Sequential(layer()), activations()
     with (
-        pytest.warns(DeprecationWarning, match="script"),
+        pytest.warns((DeprecationWarning, FutureWarning), match="script"),
         pytest.raises(RuntimeError, match=r"scripted by torch\.jit"),
     ):
         torch.jit.script(model)
     with (
-        pytest.warns(DeprecationWarning, match="trace"),
+        pytest.warns((DeprecationWarning, FutureWarning), match="trace"),
         pytest.raises(RuntimeError, match=r"recorded by torch\.jit"),
     ):
         torch.jit.trace(model, x)

@@ -145,7 +145,7 @@ def test_traces_take_the_checked_path() -> None:
         found.append(taken(x, packed))
         return x
 
-    with pytest.warns(DeprecationWarning, match="torch.jit.trace"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.trace"):
         torch.jit.trace(traced, x, check_trace=False)
     assert found
     assert not any(found)
