@@ -74,6 +74,7 @@ PROBLEMS: dict[
     ),
     "decode_gemm, code book": (book, 1, 4096, 4096, {}),
     "wgmma_decode": (plain(), 16, 4096, 4096, {}),
+    "wgmma_decode, 32 rows": (plain(), 32, 4096, 4096, {}),
     "wgmma_decode, code book": (book, 16, 4096, 4096, {}),
     "wgmma_decode quantises": (
         plain(4, "zeros"),
