@@ -454,7 +454,7 @@ def test_no_forward_mode_and_no_transforms() -> None:
         assert run(x).shape == (M, N)
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
         # torch 2.15 refuses the operand itself
-        with pytest.raises(RuntimeError, match="neither forward-mode derivatives|dual tensor"):
+        with pytest.raises(RuntimeError, match=r"neither forward-mode derivatives|dual tensor"):
             compiled(forward_ad.make_dual(x, torch.ones_like(x)))
 
 

@@ -47,8 +47,8 @@ def _times_weight(grad: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Ten
 
 
 def through_activation(grad: Tensor, z: Tensor, call: Call) -> Tensor:
-    """``grad * act'(z)``, with torch's own derivative of each function but a clamp's, which passes at
-    its bounds; ``ValueError`` if there is no such activation.
+    """``grad * act'(z)``, with torch's own derivative of each function but a clamp's, which passes
+    at its bounds; ``ValueError`` if there is no such activation.
     """
     reference.check_activation(call.named_activation)
     aten: Any = torch.ops.aten
