@@ -16,9 +16,10 @@ namespace {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
 }
 
-// The products of a span of columns with the rows of a lane group. 4 bits: words of one row, two
-// vectors for each row block. 8 bits: words of both rows alternate, one vector for the columns of
-// even and of odd fragments.
+// The products of a span of columns with the rows of a lane group, in the order of group vectors. 4
+// bits: a vector for each row, whose words are of 16 columns each. 8 bits: a vector for each row
+// block, words of both rows in turn, one set for the columns of even and one for those of odd
+// fragments.
 template <int kBits>
 struct LaneSums {
   static constexpr int kSets = words_of_16_k(kBits);
@@ -30,57 +31,42 @@ struct LaneSums {
     }
   }
 
-  // Sums of runs of rows 0 .. 3 and of rows 4 .. 7, of each quarter of the vectors.
-  [[gnu::always_inline]] void reduce(int run, __m512i (&sums)[kMostRuns][2]) const {
-    for (int four = 0; four < 2; ++four) {
-      if (run == 16) {
-        of_each_16(four, sums);
-        continue;
-      }
-      __m512i first, second;
-      if constexpr (kSets == 1) {
-        __m512i pairs[2];  // words of j = 0 and 1 of two rows, then of j = 2 and 3
-        for (int i = 0; i < 2; ++i) {
-          __m512i const a = v[0][4 * four + 2 * i], b = v[0][4 * four + 2 * i + 1];
-          __m512i const other =
-              _mm512_shuffle_epi32(_mm512_mask_blend_epi32(0xaaaa, b, a), _MM_PERM_ENUM(0xb1));
-          pairs[i] = _mm512_add_epi32(_mm512_mask_blend_epi32(0xaaaa, a, b), other);
-        }
-        first = _mm512_unpacklo_epi64(pairs[0], pairs[1]),
-        second = _mm512_unpackhi_epi64(pairs[0], pairs[1]);
-      } else {
-        auto const of_set = [&](int set) {
-          __m512i const a = v[set][2 * four], b = v[set][2 * four + 1];
-          return _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
-        };
-        first = of_set(0), second = of_set(1);
-      }
-      sums[0][four] = run == 32 ? first : _mm512_add_epi32(first, second);
-      sums[1][four] = second;
-    }
-  }
-
- private:
-  [[gnu::always_inline]] void of_each_16(int four, __m512i (&sums)[kMostRuns][2]) const {
-    if constexpr (kSets == 1) {
-      __m512i pairs[2][2];  // words of j = 0 and 1, and of j = 2 and 3, of two rows
-      for (int i = 0; i < 2; ++i) {
-        __m512i const a = v[0][4 * four + 2 * i], b = v[0][4 * four + 2 * i + 1];
-        pairs[0][i] = _mm512_unpacklo_epi32(a, b), pairs[1][i] = _mm512_unpackhi_epi32(a, b);
-      }
-      for (int half = 0; half < 2; ++half) {
-        sums[2 * half][four] = _mm512_unpacklo_epi64(pairs[half][0], pairs[half][1]);
-        sums[2 * half + 1][four] = _mm512_unpackhi_epi64(pairs[half][0], pairs[half][1]);
-      }
-    } else {
-      for (int set = 0; set < kSets; ++set) {
-        __m512i const a = v[set][2 * four], b = v[set][2 * four + 1];
-        sums[2 * set][four] = _mm512_unpacklo_epi64(a, b);
-        sums[2 * set + 1][four] = _mm512_unpackhi_epi64(a, b);
-      }
+  // Sums of the quarters: a row, or a row block's two rows, a quarter. 4 bits: of rows 0 .. 3, and
+  // of rows 4 .. 7. 8 bits: of each set.
+  [[gnu::always_inline]] void add_up(__m512i (&out)[2]) const {
+    for (int i = 0; i < 2; ++i) {
+      __m512i const* const from = kSets == 1 ? v[0] + 4 * i : v[i % kSets];
+      out[i] = add_quarters(add_quarters(from[0], from[1]), add_quarters(from[2], from[3]));
     }
   }
 };
+
+// store(part, sums) of each run of two lane groups' rows, from what add_up() made of each. A
+// quarter's words are those of row q and row q + 4, or of row block q's two, of the first group,
+// then of the second.
+template <int kBits, class Store>
+[[gnu::always_inline]] inline void store_runs(__m512i const (&groups)[2][2], int run,
+                                              Store const& store) {
+  __m512i of_16[4];  // columns
+  for (int i = 0; i < 2; ++i) {
+    if constexpr (kBits == 4) {
+      auto const words = [&](int g) {
+        return i ? _mm512_unpackhi_epi32(groups[g][0], groups[g][1])
+                 : _mm512_unpacklo_epi32(groups[g][0], groups[g][1]);
+      };
+      __m512i const a = words(0), b = words(1);
+      of_16[2 * i] = _mm512_unpacklo_epi64(a, b), of_16[2 * i + 1] = _mm512_unpackhi_epi64(a, b);
+    } else {
+      of_16[2 * i] = _mm512_unpacklo_epi64(groups[0][i], groups[1][i]),
+                of_16[2 * i + 1] = _mm512_unpackhi_epi64(groups[0][i], groups[1][i]);
+    }
+  }
+  if (run == 16) return unrolled<4>([&](auto part) { store(part, of_16[part]); });
+  __m512i const first = _mm512_add_epi32(of_16[0], of_16[1]),
+                second = _mm512_add_epi32(of_16[2], of_16[3]);
+  if (run > 32) return store(0, _mm512_add_epi32(first, second));
+  store(0, first), store(1, second);
+}
 
 template <int kBits, int kRows, bool kXZeros>
 void multiply_vnni(CpuProduct const& p, int panel, int m) {
@@ -95,6 +81,10 @@ void multiply_vnni(CpuProduct const& p, int panel, int m) {
   __m512i const of_row[2] = {_mm512_set1_epi8(char(kCode)),
                              _mm512_set1_epi8(char(kCode << kRowShift))};
   __m512i const shifts = _mm512_set1_epi64(int64_t(kRowShift) << 32);
+  // From the order of store_runs() to that of group vectors.
+  __m512i const order =
+      kBits == 4 ? _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)
+                 : _mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
   FarPrefetch prefetch(tiles);
   RowTotals totals[kRows];
   RunSums<int32_t> sums[kSums];  // of rows of x, then of codes
@@ -102,7 +92,7 @@ void multiply_vnni(CpuProduct const& p, int panel, int m) {
     uint8_t const* const codes = codes_at<kBits>(tiles, runs.begin);
     int8_t const* const x = p.codes + m * p.x_stride + int64_t(runs.begin) / kColumns * 64;
     for (int g = 0; g < kGroups; g += 2) {
-      __m512i of_runs[kSums][2][kMostRuns][2];  // [lane group][part][four of its rows]
+      __m512i of_groups[kSums][2][2];
       for (int pair = 0; pair < 2; ++pair) {
         LaneSums<kBits> lanes[kSums];
         uint8_t const* bytes = codes + (g + pair) * 64;
@@ -127,17 +117,15 @@ void multiply_vnni(CpuProduct const& p, int panel, int m) {
             });
           });
         }
-        unrolled<kSums>([&](auto s) { lanes[s].reduce(runs.run, of_runs[s][pair]); });
+        unrolled<kSums>([&](auto s) { lanes[s].add_up(of_groups[s][pair]); });
       }
-      for (int part = 0; part < runs.count; ++part) {
-        unrolled<kSums>([&](auto s) {
-          auto const& of = of_runs[s];
-          __m512i const rows = add_quarters(add_quarters(of[0][part][0], of[0][part][1]),
-                                            add_quarters(of[1][part][0], of[1][part][1]));
+      unrolled<kSums>([&](auto s) {
+        store_runs<kBits>(of_groups[s], runs.run, [&](int part, __m512i mixed) {
+          __m512i const rows = _mm512_permutexvar_epi32(order, mixed);
           _mm512_storeu_si512(sums[s].sums[part] + 8 * g,
                               kRowShift > 0 ? _mm512_srav_epi32(rows, shifts) : rows);
         });
-      }
+      });
     }
     promote<1 << (kBits - 1)>(p, runs, m, sums, totals);
   }
