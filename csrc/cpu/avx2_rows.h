@@ -48,16 +48,21 @@ template <class Use>
   for (int i = 0; i < kRowsPerPanel; i += 16) use(i);
 }
 
+// use(type) with a constant: a type of floats.
+template <class Use>
+[[gnu::always_inline]] inline void with_float_type(DataType type, Use const& use) {
+  if (type == DataType::kFloat32)
+    return use(std::integral_constant<DataType, DataType::kFloat32>());
+  if (type == DataType::kFloat16)
+    return use(std::integral_constant<DataType, DataType::kFloat16>());
+  use(std::integral_constant<DataType, DataType::kBFloat16>());
+}
+
 // The panel's scales or offsets of a group as floats.
 void load_panel(void const* data, DataType type, int64_t vector, float* out) {
-  auto const all = [&](auto kType) {
-    for_sixteens([&](int i) { Sixteen::load(data, kType, vector + i).store(out + i); });
-  };
-  if (type == DataType::kFloat32)
-    return all(std::integral_constant<DataType, DataType::kFloat32>());
-  if (type == DataType::kFloat16)
-    return all(std::integral_constant<DataType, DataType::kFloat16>());
-  all(std::integral_constant<DataType, DataType::kBFloat16>());
+  with_float_type(type, [&](auto of) {
+    for_sixteens([&](int i) { Sixteen::load(data, of, vector + i).store(out + i); });
+  });
 }
 
 // The group vectors of a scale block.

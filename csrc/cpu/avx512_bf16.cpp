@@ -92,22 +92,25 @@ class ChunkGroups {
     vector_ = first_ * p.vector_stride + panel * kRowsPerPanel;
     for (int i = 0; i < count_; ++i) {
       int64_t const vector = vector_ + i * p.vector_stride;
-      vectors_[i] = BlockVectors(w, vector);
+      if (w.zeros || w.offsets) vectors_[i] = BlockVectors(w, vector);
       // The scales of the next chunk of columns, or of the next panel's first chunk.
       int const next = first_ + i + count_;
       prefetch_vectors(w, next < p.blocks ? vector + count_ * p.vector_stride
                                           : i * p.vector_stride + (panel + 1) * kRowsPerPanel);
     }
-    for (int unit = begin; unit < end; ++unit) {
-      int const group = (unit / group_units - first_unit) * kOfUnit;
-      for (int row = 0; row < kRowsPerPanel; row += 16) {
-        __m512 of_groups[kOfUnit];
-        unrolled<kOfUnit>([&](auto i) {
-          of_groups[i] = _mm512_load_ps(vectors_[std::min(group + i, count_ - 1)].scales + row);
+    with_float_type(w.scale_type, [&](auto type) {
+      for (int unit = begin; unit < end; ++unit) {
+        int const group = (unit / group_units - first_unit) * kOfUnit;
+        unrolled<kRowsPerPanel / 16>([&](auto part) {
+          __m512 of_groups[kOfUnit];
+          unrolled<kOfUnit>([&](auto i) {
+            int64_t const vector = vector_ + std::min(group + i, count_ - 1) * p.vector_stride;
+            of_groups[i] = Sixteen::load(w.scales, type, vector + 16 * part).v;
+          });
+          scales[unit - begin].set(16 * part, of_groups);
         });
-        scales[unit - begin].set(row, of_groups);
       }
-    }
+    });
   }
 
   // Adds what zero points and offsets multiply: sums of x, of groups that begin in the chunk.
