@@ -49,7 +49,7 @@ template <int kBits, class Store>
                                               Store const& store) {
   __m512i of_16[4];  // columns
   for (int i = 0; i < 2; ++i) {
-    if constexpr (kBits == 4) {
+    if constexpr (kBits == Nibbles::kBits) {
       auto const words = [&](int g) {
         return i ? _mm512_unpackhi_epi32(groups[g][0], groups[g][1])
                  : _mm512_unpacklo_epi32(groups[g][0], groups[g][1]);
@@ -83,8 +83,9 @@ void multiply_vnni(CpuProduct const& p, int panel, int m) {
   __m512i const shifts = _mm512_set1_epi64(int64_t(kRowShift) << 32);
   // From the order of store_runs() to that of group vectors.
   __m512i const order =
-      kBits == 4 ? _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)
-                 : _mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+      kBits == Nibbles::kBits
+          ? _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)
+          : _mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
   FarPrefetch prefetch(tiles);
   RowTotals totals[kRows];
   RunSums<int32_t> sums[kSums];  // of rows of x, then of codes

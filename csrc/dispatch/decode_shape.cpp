@@ -166,7 +166,7 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
                                ? units / of_row_panel
                                : (units + 2 * of_row_panel - 2) / of_row_panel;
     if (row_panels > groups * most) continue;
-    // From what was measured on an H100: a K tile of weights counts 2, 16 rows of x of a tile 1;
+    // From what was measured on an H200: a K tile of weights counts 2, 16 rows of x of a tile 1;
     // to quantise them, 3 with 2 for 4 bits.
     int const tile_time =
         quantizes ? row_panels * code_bits(w) / 2 + 3 : 2 * row_panels + block_m / 16;

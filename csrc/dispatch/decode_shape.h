@@ -30,7 +30,7 @@ static_assert(WgmmaDecodeShape::unit(false) == kRowsPerPanel);
 
 // `quantizes`: the CTAs quantise x themselves. `one_cta`: one CTA per SM. `folds`: the shape is for
 // wgmma_decode_fold16. `slices`: the number of slices of K, which the warpgroups of a CTA do not
-// cut further; 0: the number with the least time.
+// cut further; 0: the number with the least time. `block_m`: rows of x of a tile.
 WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& problem, Device const& device,
                                     bool quantizes, bool one_cta, bool folds, int slices,
                                     int block_m = WgmmaDecodeShape::kBlockM);

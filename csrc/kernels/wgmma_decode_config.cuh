@@ -25,7 +25,7 @@ namespace {
 // int8. kQuantizes: x is floats in memory, and becomes int8 codes or their values. kXRowZeros:
 // int8 x has zero points; to compensate them the kernel needs sums of weights, for which operand B
 // has eight more columns, all ones. kGrouped: rows of x and weights are experts'
-// (device/grouped.cuh).
+// (device/grouped.cuh). kBlockM: rows of x of a tile.
 template <class Element_, int kBits_, bool kInt8_, bool kQuantizes_, bool kXRowZeros_,
           bool kOneCta_, bool kGrouped_ = false, int kBlockM_ = WgmmaDecodeShape::kBlockM>
 struct StageConfig {
