@@ -56,9 +56,12 @@ struct Config : hopper::TileConfig<Format::kBits, kBlockM, 2, true, false, false
   static_assert(kHalves == 1 || kWarpgroups == 2);
   // The number of steps for a stage's columns: the weights of a step are decoded while the previous
   // step is multiplied. One step where that was slower: with few rows of x the MMAs are too short
-  // for it, and with many the other warpgroup's MMAs hide the decoding. Four steps where registers
-  // are scarce.
-  static constexpr int kSteps = kWarpgroups == 4 ? 4 : kDecodesBehind ? 2 : 1;
+  // for it, unless codes of 8 bits take longer to decode, and with many the other warpgroup's MMAs
+  // hide the decoding. Four steps where registers are scarce.
+  static constexpr int kSteps =
+      kWarpgroups == 4                                                       ? 4
+      : kDecodesBehind || ByWidth<bool>(false, kBlockM <= 64)[Format::kBits] ? 2
+                                                                             : 1;
   // Whether the warpgroups start a stage's MMAs in turn. Otherwise both promote and decode at the
   // same time, and the tensor cores idle. 160 rows of x and 8 bits take more clocks in turn, but
   // less time, because they take less power.
