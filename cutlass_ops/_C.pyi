@@ -48,6 +48,7 @@ class Format:
     int8: Format
     codebook: Format
     e4m3: Format
+    int2: Format
 
 class PackedWeight:
     def __init__(

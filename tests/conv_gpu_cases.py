@@ -16,6 +16,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"bits": 4, "group_size": 128},
     "int4 with zero points": {"bits": 4, "group_size": 32, "symmetric": False},
     "int4 in long groups": {"bits": 4, "group_size": 256, "symmetric": False},
+    "int2": {"bits": 2, "group_size": 64, "symmetric": False},
     "int8": {"bits": 8, "group_size": -1},
     "int8 in groups of 16": {"bits": 8, "group_size": 16},
     "int8 with zero points": {"bits": 8, "group_size": 64, "symmetric": False},

@@ -13,6 +13,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"bits": 4, "group_size": 32, "symmetric": True},
     "int4 with zero points": {"bits": 4, "group_size": 128, "symmetric": False},
     "int8": {"bits": 8, "group_size": -1, "symmetric": True},
+    "int2": {"bits": 2, "group_size": 64, "symmetric": False},
     "nf4": {"bits": 4, "group_size": 64, "book": "nf4"},
 }
 

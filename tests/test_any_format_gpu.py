@@ -96,13 +96,14 @@ def check(
     packed = co.reorder(qw)
     options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric}
     y = multiply(x, packed, **options)
-    # Integers in groups of 128 or more, without offsets, are multiplied exactly whatever the order
-    # of their columns, and so are 8-bit zero points with many rows of symmetric blocks, and groups
-    # of 16 for which wgmma_fold16 has no room; a few rows of others may be.
+    # Integers of 4 and 8 bits in groups of 128 or more, without offsets, are multiplied exactly
+    # whatever the order of their columns, and so are 8-bit zero points with many rows of symmetric
+    # blocks, and groups of 16 for which wgmma_fold16 has no room; a few rows of others may be.
     keeps = is_exact(y, x, packed, **options)
-    if len(x) > 16:
+    # Up to 32 rows of 2 bits may be, too.
+    if len(x) > (32 if qw.bits == 2 else 16):
         long_groups = qw.group_size == -1 or qw.group_size >= 128
-        plain = long_groups and qw.offsets is None and qw.book is None
+        plain = long_groups and qw.offsets is None and qw.book is None and qw.bits > 2
         compensated = act_quant == "block" and symmetric and len(x) > 64
         exactly = (plain and (act_quant == "none" or compensated)) or not has_room(qw)
         assert keeps is exactly, co.explain(x, packed, **options)
@@ -124,7 +125,7 @@ def check(
 @pytest.mark.parametrize("group_size", [16, 32, 64])
 @pytest.mark.parametrize(
     ("kind", "bits"),
-    [(kind, bits) for kind in KINDS for bits in (4, 8) if BITS.get(kind, bits) == bits],
+    [(kind, bits) for kind in KINDS for bits in (2, 4, 8) if BITS.get(kind, bits) == bits],
 )
 def test_floats(
     kind: str, bits: int, group_size: int, dtype: torch.dtype, scales: torch.dtype, exact: bool
@@ -142,6 +143,9 @@ def test_floats(
 @pytest.mark.parametrize(
     ("kind", "bits", "group_size"),
     [
+        ("symmetric", 2, 128),
+        ("zeros", 2, -1),
+        ("offsets", 2, 256),
         ("offsets", 4, 128),
         ("offsets", 8, -1),
         ("codebook", 4, 256),
@@ -211,7 +215,7 @@ def test_every_float_of_8_bits(scales: torch.dtype, dtype: torch.dtype) -> None:
             assert torch.equal(y.t(), want), (rows, options)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("group_size", [16, 32, 128])
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
 def test_act_order_and_rows_at_any_address(dtype: torch.dtype, group_size: int, bits: int) -> None:
@@ -229,6 +233,10 @@ def test_act_order_and_rows_at_any_address(dtype: torch.dtype, group_size: int, 
 @pytest.mark.parametrize(
     ("kind", "bits", "group_size"),
     [
+        ("symmetric", 2, 32),
+        ("zeros", 2, 128),
+        ("offsets", 2, 16),
+        ("symmetric", 2, -1),
         ("symmetric", 4, 16),
         ("symmetric", 8, 16),
         ("zeros", 8, 16),
@@ -273,6 +281,10 @@ def test_int8_activations(
 @pytest.mark.parametrize(
     ("kind", "bits", "group_size"),
     [
+        ("symmetric", 2, 128),
+        ("zeros", 2, 32),
+        ("offsets", 2, 64),
+        ("symmetric", 2, 16),
         ("symmetric", 8, 16),
         ("zeros", 4, 16),
         ("codebook", 4, 16),
@@ -312,6 +324,8 @@ def test_few_rows_in_every_shape_of_a_decode_kernel(
 @pytest.mark.parametrize(
     ("fmt", "m", "act_quant"),
     [
+        (Format(2, "zeros", 64), 16, "none"),
+        (Format(2, "zeros", 128), 5, "token"),
         (Format(4, "symmetric", 32), 1, "none"),
         (Format(8, "symmetric", 32), 16, "none"),
         (Format(8, "symmetric", 16, FLOAT), 9, "none"),

@@ -286,7 +286,7 @@ def test_diff(model: Path, tmp_path: Path) -> None:
         ),
         (
             ["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "3"],
-            "bits is 3; supported are 4, 8",
+            "bits is 3; supported are 2, 4, 8",
         ),
         (
             ["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--include", "["],

@@ -45,6 +45,7 @@ def assert_same(a: co.QuantizedWeight, b: co.QuantizedWeight) -> None:
 @pytest.mark.parametrize(
     "options",
     [
+        {"bits": 2, "group_size": 64, "symmetric": False},
         {"bits": 4, "group_size": 32},
         {"bits": 4, "group_size": 64, "symmetric": False},
         {"bits": 8, "group_size": 128},

@@ -28,7 +28,7 @@ def x_of(m: int, k: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128, 384, -1])
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "nf4", "mxfp4"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_no_weight_is_rounded(bits: int, kind: str, group_size: int) -> None:
     if bits == 8 and kind in ("nf4", "mxfp4"):
         pytest.skip("a code book has 4 bits")

@@ -78,7 +78,7 @@ def check(x: Tensor, qw: QuantizedWeight, **call: object) -> None:
 
 
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128, 256, -1])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_have_the_bits_of_the_reference(kind: str, bits: int, group_size: int) -> None:
     torch.manual_seed(group_size)
@@ -120,7 +120,7 @@ def test_results_are_rounded_to_nearest_even(out_dtype: torch.dtype, act_quant: 
 
 
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128, 384, -1])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_dequantised_values_have_the_bits_of_the_reference(
     kind: str, bits: int, group_size: int

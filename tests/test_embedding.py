@@ -54,8 +54,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "book", "act order"])
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128, 256, -1])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_rows_are_those_of_the_dequantised_weight(bits: int, group_size: int, kind: str) -> None:
+    if kind == "book" and bits == 2:
+        pytest.skip("codes of 2 bits have no code book")
     for k, scales in ((K, torch.float16), (128, torch.bfloat16), (576, torch.float32)):
         weight = packed(bits, group_size, kind, k, scales)
         for dtype in DTYPES:
@@ -298,8 +300,10 @@ def test_the_operator_has_a_schema_and_shapes() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "book", "act order"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_a_gpu_finds_the_same_bits_in_a_graph(bits: int, kind: str) -> None:
+    if kind == "book" and bits == 2:
+        pytest.skip("codes of 2 bits have no code book")
     on_cpu = packed(bits, 64, kind)
     weight, looked_up = on_cpu.to("cuda"), ids(2, 9, device="cuda")
     graph = torch.cuda.CUDAGraph()

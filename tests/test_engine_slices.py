@@ -19,7 +19,7 @@ def weight(n: int, k: int, bits: int, group_size: int, symmetric: bool) -> co.Qu
     return co.quantize(values, bits=bits, group_size=group_size, symmetric=symmetric)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
     ("n", "k", "group_size", "style", "ranks"),
@@ -101,7 +101,7 @@ def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return parts.sum(-1).to(torch.uint32).view(torch.int32)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("columns_first", [True, False])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_weight_is_read_as_it_is_stored(bits: int, columns_first: bool, symmetric: bool) -> None:

@@ -37,6 +37,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8 of 128": {"bits": 8, "group_size": 128, "symmetric": True},
     "int8 of 64": {"bits": 8, "group_size": 64, "symmetric": True},
     "int8 with zero points": {"bits": 8, "group_size": 64, "symmetric": False},
+    "int2": {"bits": 2, "group_size": 128, "symmetric": True},
+    "int2 in short groups": {"bits": 2, "group_size": 32, "symmetric": False},
     "nf4": {"bits": 4, "group_size": 64, "book": "nf4"},
     "fp8": {"bits": 8, "group_size": 128, "book": "e4m3"},
 }
@@ -145,7 +147,7 @@ def integers(
         columns = torch.arange(k) // (k if group_size == -1 else group_size)
         weights.append(
             co.QuantizedWeight(
-                codes=(values + zeros[:, columns]).to(torch.uint8),
+                codes=(values + zeros[:, columns]).clamp(0, 2 * middle - 1).to(torch.uint8),
                 scales=torch.randint(1, 3, (n, groups), generator=random).to(scales),
                 zeros=zeros.to(torch.uint8) if terms == "zeros" else None,
                 offsets=per_group.to(scales) if terms == "offsets" else None,
@@ -159,7 +161,7 @@ def integers(
 @pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("terms", ["symmetric", "zeros", "offsets"])
 @pytest.mark.parametrize("group_size", [-1, 128, 64, 16])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_small_integers_are_exact(
     bits: int, group_size: int, terms: str, scales: torch.dtype
 ) -> None:

@@ -29,7 +29,7 @@ def test_explain_on_the_cpu() -> None:
     "device", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"]
 )
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_explain_a_gpu_that_is_not_there(bits: int, act_quant: str, device: str) -> None:
     packed = co.reorder(weight(bits))
     for m in (0, 1, 17, 64, 65, 4097):
@@ -205,7 +205,7 @@ def test_explain_says_that_fp32_is_multiplied_by_torch() -> None:
 # What a GPU does with an fp32 x that is not quantised, on the CPU.
 @pytest.mark.parametrize("values", [70 * K, 1 << 26])
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "perm"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_panels_of_the_weight_give_the_product(
     bits: int, kind: str, values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +242,7 @@ def test_panels_of_rows_that_are_not_finite_or_not_there() -> None:
 
 # What a CPU does with many rows of an x that is not quantised.
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "perm"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_many_rows_on_a_cpu(bits: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     qw = weight(bits, "zeros" if kind == "perm" else kind, 64, n=200, perm=kind == "perm")
     packed, bias = co.reorder(qw), activations(200)

@@ -41,6 +41,8 @@ FORMATS = [
     Format(8),
     Format(8, "zeros", -1),
     Format(8, "offsets", 128, FLOAT),
+    Format(2),
+    Format(2, "zeros", 32),
 ]
 
 

@@ -48,6 +48,13 @@ def stated_order(codes: Codes, bits: int) -> Codes:
     centred = np.zeros((n_pad, k_pad), np.int16)  # padding is code 0 after centring
     centred[:n, :k] = codes.astype(np.int16) - 2 ** (bits - 1)
     panels, tiles = n_pad // 64, k_pad // 128
+    if bits == 2:
+        # as at 4 bits; of each nibble the lower two bits are of columns 64 before the upper two
+        panel, tile, block, g, t, word, nibble, half = np.indices((panels, tiles, 4, 8, 4, 4, 8, 2))
+        row = 64 * panel + 16 * block + g + NIBBLE_ROW[nibble]
+        column = 128 * tile + 64 * half + 16 * word + 2 * t + NIBBLE_K[nibble]
+        pairs = (centred[row, column].reshape(-1, 4) & 3).astype(np.uint8)
+        return pairs[:, 0] | pairs[:, 1] << 2 | pairs[:, 2] << 4 | pairs[:, 3] << 6
     if bits == 4:
         # memory: panel, tile, row block, 64 k, lane group, lane in it, word, nibble
         panel, tile, block, unit, g, t, word, nibble = np.indices((panels, tiles, 4, 2, 8, 4, 4, 8))
@@ -98,7 +105,9 @@ def test_a_single_code_by_hand(bits: int) -> None:
     codes = np.full((128, 256), 2 ** (bits - 1), np.uint8)
     codes[77, 147] += 1
     expected = np.zeros(128 * 256 * bits // 8, np.uint8)
-    if bits == 4:
+    if bits == 2:
+        expected[3 * 2048 + 21 * 16 + 1 * 4 + 2] = 0x10  # the same nibble's lower two bits
+    elif bits == 4:
         expected[3 * 4096 + 21 * 16 + 1 * 4 + 2] = 0x10  # word 1, nibble 5
     else:
         expected[3 * 8192 + 21 * 16 + 3 * 4 + 2] = 0x01  # word 3, byte 2
@@ -114,7 +123,7 @@ def test_group_vectors_are_transposed_in_eights() -> None:
 @pytest.mark.parametrize(
     ("n", "k", "bits", "message"),
     [
-        (1, 1, 5, "bits is 5; accepted: 4, 8"),
+        (1, 1, 5, "bits is 5; accepted: 2, 4, 8"),
         (0, 1, 4, "n is 0; accepted: 1 to 2147483519"),
         (1, 2**31, 8, "k is 2147483648; accepted: 1 to 2147483519"),
     ],

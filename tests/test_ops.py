@@ -47,7 +47,7 @@ def close(y: Tensor, exact: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128, 256, -1])
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_floats_times_weight_are_exact(
     bits: int, kind: str, group_size: int, dtype: torch.dtype
 ) -> None:
@@ -61,7 +61,7 @@ def test_floats_times_weight_are_exact(
 @pytest.mark.parametrize("act_quant", ["token", "block"])
 @pytest.mark.parametrize("group_size", [16, 32, 128, 256, -1])
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_activations_are_quantized_on_the_way(
     bits: int, kind: str, group_size: int, act_quant: str, symmetric: bool
 ) -> None:

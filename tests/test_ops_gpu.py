@@ -388,7 +388,7 @@ def test_tiles_of_144_int8_tokens(
         ("symmetric", -1, "token"),
     ],
 )
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize(("n", "k"), [(64, 256), (100, 1032), (320, 136)])
 def test_few_features(
     n: int, k: int, bits: int, kind: str, group_size: int, act_quant: str
@@ -493,7 +493,7 @@ def test_zero_points_are_exact_with_weights_of_one_sign(
 
 
 @pytest.mark.parametrize("m", [32, 64, 96, 128, 176])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_the_largest_integers_with_zero_points_are_exact(bits: int, m: int) -> None:
     """Codes 255 away from their zero points, and weights of the largest codes: sums reach 255 *
     128 * 128, almost 2^22.
@@ -537,7 +537,7 @@ def test_zero_points_keep_small_values_next_to_outliers(
     assert_close(y, oracle(x, qw, act_quant, False))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize(("n", "m"), [(19072, 33), (4224, 48), (18944, 128)])
 def test_launches_end_where_a_cta_has_no_rows_of_the_weight(n: int, m: int, bits: int) -> None:
     """The first CTA of the last cluster has all remaining rows of the weight. A warp of the second

@@ -124,7 +124,7 @@ def test_the_fast_path_returns_none_for_wrong_arguments() -> None:
 
 @pytest.mark.parametrize("m", [3, 20, 40, 70])
 @pytest.mark.parametrize("activations", ACTIVATION_KINDS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_act_order(bits: int, activations: str, m: int) -> None:
     act_quant, symmetric = ACTIVATION_KINDS[activations]
     for k in (576, 100):

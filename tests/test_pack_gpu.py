@@ -45,7 +45,7 @@ def book_weight(n: int, k: int, group_size: int) -> QuantizedWeight:
     return replace(random_weight(n, k, 4, group_size, extras=True), book=torch.tensor(formats.NF4))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("k", KS)
 @pytest.mark.parametrize("n", NS)
 def test_codes_of_any_shape(n: int, k: int, bits: int) -> None:
@@ -61,7 +61,7 @@ def test_codes_of_any_shape(n: int, k: int, bits: int) -> None:
 
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128, 256, -1])
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize(("n", "k"), [(1, 33), (192, 576), (1000, 300)])
 def test_every_part(n: int, k: int, bits: int, kind: str, group_size: int) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -87,7 +87,7 @@ def test_several_weights_as_one() -> None:
     assert_same(co.reorder([w.to("cuda") for w in weights]), co.reorder(weights))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_codes_of_any_strides_and_address(bits: int) -> None:
     whole = torch.randint(0, 1 << bits, (200, 800), dtype=torch.uint8, device="cuda")
     for codes in (

@@ -44,7 +44,7 @@ def equal(a: QuantizedWeight, b: QuantizedWeight) -> bool:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_a_weight_quantised_in_pieces_equals_the_weight_quantised_whole(
     symmetric: bool, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

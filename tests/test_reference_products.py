@@ -102,7 +102,7 @@ def test_mixed_gemm_quantises_by_block_or_token_by_hand() -> None:
     assert y.item() == pytest.approx(127 + 2 * 127 / 255 + 1016, rel=1e-7)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
 def test_an_identity_gives_the_weight_bit_for_bit(bits: int, dtype: torch.dtype, kind: str) -> None:
@@ -195,7 +195,7 @@ def test_products_are_exact_in_integers(
         assert np.array_equal(y32.numpy(), expected)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("w_zeros", [False, True])
 @pytest.mark.parametrize("x_zeros", [False, True])
 def test_sums_beyond_fp32_are_still_exact(x_zeros: bool, w_zeros: bool, bits: int) -> None:

@@ -115,7 +115,7 @@ def test_reorder_refuses_other_things() -> None:
 
 
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_weights_packed_as_one_part_by_slicing(bits: int, kind: str) -> None:
     rows = [70, 1, 129, 64]  # no part but the first starts where a row panel does
     parts = [random_weight(n, 200, bits, 64, kind, extras=True, seed=n) for n in rows]

@@ -145,7 +145,7 @@ def test_never_synchronizes(activations: str) -> None:
 
 @pytest.mark.parametrize("group_size", [32, 128, -1])
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_fp32_as_it_is(
     bits: int, kind: str, group_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

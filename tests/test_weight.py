@@ -44,9 +44,9 @@ def test_sizes_by_hand() -> None:
     assert blocks == [16, 32, 64, 128, 128, 128]
 
 
-@pytest.mark.parametrize("bits", [0, 2, 5, 16, -4])
+@pytest.mark.parametrize("bits", [0, 3, 5, 16, -4])
 def test_unsupported_bits(bits: int) -> None:
-    with pytest.raises(ValueError, match=f"bits is {bits}; supported are 4, 8"):
+    with pytest.raises(ValueError, match=f"bits is {bits}; supported are 2, 4, 8"):
         formats.check_bits(bits)
 
 
@@ -96,7 +96,7 @@ def arguments(n: int = 3, k: int = 100, groups: int = 4, **changed: object) -> A
     return given | changed
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize(("group_size", "groups"), [(32, 4), (64, 2), (128, 1), (256, 1), (-1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_valid_weight(bits: int, group_size: int, groups: int, dtype: torch.dtype) -> None:
@@ -293,19 +293,21 @@ def place(n: int, k: int, bits: int) -> tuple[int, int]:
     """
     panel, block, row = n // 64, n % 64 // 16, n % 16
     g, half = row % 8, row // 8
-    unit_columns = {4: 64, 8: 32}[bits]
+    unit_columns = {2: 128, 4: 64, 8: 32}[bits]
     unit, chunk = k // unit_columns, k % unit_columns // 16
     # Lane t of a group has columns 2t, 2t + 8, 2t + 1, 2t + 9 of each 16, in this order.
     t, element = next(
         (t, e) for t in range(4) for e, c in enumerate((0, 8, 1, 9)) if 2 * t + c == k % 16
     )
     start = ((panel * 4 + block) * (128 // unit_columns) + unit) * 512 + (4 * g + t) * 16
+    if bits == 2:  # chunks 4 to 7 are above those of 0 to 3
+        return start + 4 * (chunk % 4) + element, 4 * half + 2 * (chunk // 4)
     if bits == 4:
         return start + 4 * chunk + element, 4 * half
     return start + 4 * (2 * chunk + half) + element, 0
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_unpacking_by_the_picture_of_the_layout(bits: int) -> None:
     n, k, g = 70, 100, torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 2**bits, (n, k), generator=g, dtype=torch.uint8)
@@ -317,7 +319,9 @@ def test_unpacking_by_the_picture_of_the_layout(bits: int) -> None:
     rows = group_vector_positions(128, torch.device("cpu")).argsort()
     scales, zeros = (
         torch.randn(4, 128, generator=g),
-        torch.randint(-8, 8, (4, 128), generator=g).to(torch.int8),
+        torch.randint(-min(8, 2 ** (bits - 1)), min(8, 2 ** (bits - 1)), (4, 128), generator=g).to(
+            torch.int8
+        ),
     )
     perm = torch.randperm(k, generator=g)
     pw = PackedWeight(

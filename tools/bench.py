@@ -97,6 +97,8 @@ FORMATS = {
     "w4a16-g32": Format(4, 32, NONE),
     "w8a16-g32": Format(8, 32, NONE),
     "w4a16-g16": Format(4, 16, NONE),
+    "w2a16": Format(2, 128, NONE),
+    "w2a16-g32": Format(2, 32, NONE),
     "w8a16-g16": Format(8, 16, NONE),
     "w4a16-g32-offsets": Format(4, 32, NONE, "offsets"),
     "w4a8-block-g32": Format(4, 32, BLOCK),

@@ -116,7 +116,7 @@ void multiply_panel(CpuProduct const& p, int panel, int first, int rows) {
 
 void multiply_amx_bfloat16(CpuProduct const& p, int panel, int first, int rows) {
   KeepDenormals const keep;
-  visit(p.weight.format, [&](auto format) {
+  visit_nibbles_or_bytes(p.weight.format, [&](auto format) {
     using F = decltype(format);
     if constexpr (F::kBits == Nibbles::kBits) {
       multiply_panel<SpanNibbles<DataType::kBFloat16, TableOfNormals>>(p, panel, first, rows);

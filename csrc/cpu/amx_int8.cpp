@@ -104,8 +104,9 @@ bool may_use_amx() {
 }
 
 void multiply_amx(CpuProduct const& p, int panel, int first, int rows) {
-  with_width(info(p.weight.format).bits,
-             [&](auto width) { multiply_panel<decltype(width)::kBits>(p, panel, first, rows); });
+  with_nibbles_or_bytes(info(p.weight.format).bits, [&](auto width) {
+    multiply_panel<decltype(width)::kBits>(p, panel, first, rows);
+  });
 }
 
 }  // namespace cutlass_ops

@@ -1,6 +1,7 @@
 // Kernels for CPUs with AVX2.
 #include "cpu/avx2_dequantize.h"
 #include "cpu/avx2_panel.h"
+#include "cpu/half_nibbles.h"
 #include "cpu/quantize_block.h"
 
 namespace cutlass_ops {
@@ -30,7 +31,7 @@ void multiply_any(CpuProduct const& p, int panel, int first, int rows) {
   KeepDenormals const keep;
   if (p.has_floats) return multiply_any_floats(p, panel, first, rows);
   if (has_few_rows(p)) return multiply_few(p, panel, first, rows);
-  with_width(info(p.weight.format).bits, [&](auto width) {
+  with_nibbles_or_bytes(info(p.weight.format).bits, [&](auto width) {
     using Codes = typename CodesOf<decltype(width)>::Type;
     multiply_tiles<IntegerTiles<Codes>>(p, panel, first, rows);
   });
@@ -38,7 +39,7 @@ void multiply_any(CpuProduct const& p, int panel, int first, int rows) {
 
 CpuKernels::IntegerOrder order_of_any(CpuProduct const& p) {
   if (has_few_rows(p)) return order_of_few(p);
-  return with_width(info(p.weight.format).bits, [](auto width) {
+  return with_nibbles_or_bytes(info(p.weight.format).bits, [](auto width) {
     constexpr bool kCentred = CodesOf<decltype(width)>::Type::kCentred;
     return CpuKernels::IntegerOrder{64, 64, kCentred, kCentred ? half_column : byte_column};
   });
@@ -46,6 +47,7 @@ CpuKernels::IntegerOrder order_of_any(CpuProduct const& p) {
 
 }  // namespace
 
-CpuKernels const kAvx2Kernels = {"avx2", order_of_any, multiply_any, dequantize, quantize_block};
+CpuKernels const kAvx2Kernels = {"avx2",     order_of_any,   multiply_any,
+                                 dequantize, quantize_block, expand_half_nibbles};
 
 }  // namespace cutlass_ops

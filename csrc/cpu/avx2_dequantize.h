@@ -113,8 +113,9 @@ void dequantize_panel(CpuProduct const& p, int panel, int rows, void* out, DataT
 
 void dequantize(CpuProduct const& p, int panel, int rows, void* out, DataType type) {
   KeepDenormals const keep;
-  visit(p.weight.format,
-        [&](auto format) { dequantize_panel<decltype(format)>(p, panel, rows, out, type); });
+  visit_nibbles_or_bytes(p.weight.format, [&](auto format) {
+    dequantize_panel<decltype(format)>(p, panel, rows, out, type);
+  });
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ void multiply_few(CpuProduct const& p, int panel, int first, int rows) {
 
 void multiply_any_floats(CpuProduct const& p, int panel, int first, int rows) {
   if (has_few_rows(p)) return multiply_few(p, panel, first, rows);
-  visit(p.weight.format, [&](auto format) {
+  visit_nibbles_or_bytes(p.weight.format, [&](auto format) {
     using Format = decltype(format);
     p.fused ? multiply_tiles<FloatTiles<Format, true>>(p, panel, first, rows)
             : multiply_tiles<FloatTiles<Format, false>>(p, panel, first, rows);
@@ -34,7 +34,7 @@ void multiply_any_floats(CpuProduct const& p, int panel, int first, int rows) {
 
 // The order of integers that multiply_few() reads.
 CpuKernels::IntegerOrder order_of_few(CpuProduct const& p) {
-  return with_width(info(p.weight.format).bits, [](auto width) {
+  return with_nibbles_or_bytes(info(p.weight.format).bits, [](auto width) {
     using W = decltype(width);
     return CpuKernels::IntegerOrder{unit_k(W::kBits), 64, RowProducts<W>::kCentred,
                                     fragment_column<W::kBits>};

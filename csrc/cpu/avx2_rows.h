@@ -427,7 +427,7 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
 
 template <int kRows>
 void multiply_rows(CpuProduct const& p, int panel, int m) {
-  visit(p.weight.format, [&](auto format) {
+  visit_nibbles_or_bytes(p.weight.format, [&](auto format) {
     using Format = decltype(format);
     using W = Width<Format::kBits>;
     if (p.has_floats) {

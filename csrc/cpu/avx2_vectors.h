@@ -140,7 +140,7 @@ constexpr int kMostTileRows = 6;  // 12 sums, two vectors of codes and two more 
 // The codes of a panel, and of its columns from `column` on, a multiple of 64.
 template <int kBits>
 uint8_t const* codes_of_panel(CpuProduct const& p, int panel) {
-  return p.weight.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
+  return p.weight.codes + int64_t(panel - p.first_panel) * p.tiles * k_tile_bytes(kBits);
 }
 template <int kBits>
 uint8_t const* codes_at(uint8_t const* panel, int column) {

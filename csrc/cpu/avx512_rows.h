@@ -135,7 +135,7 @@ void multiply_vnni(CpuProduct const& p, int panel, int m) {
 
 template <int kRows>
 void multiply_vnni(CpuProduct const& p, int panel, int m) {
-  with_width(info(p.weight.format).bits, [&](auto width) {
+  with_nibbles_or_bytes(info(p.weight.format).bits, [&](auto width) {
     constexpr int kBits = decltype(width)::kBits;
     p.zeros ? multiply_vnni<kBits, kRows, true>(p, panel, m)
             : multiply_vnni<kBits, kRows, false>(p, panel, m);

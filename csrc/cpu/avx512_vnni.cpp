@@ -5,6 +5,7 @@
 #include "cpu/avx512_rows.h"
 #include "cpu/avx512_tiles.h"
 #include "cpu/cpu_ops.h"
+#include "cpu/half_nibbles.h"
 #include "cpu/quantize_block.h"
 
 namespace cutlass_ops {
@@ -23,7 +24,7 @@ bool decodes_once(CpuProduct const& p) { return fits_32_bits(p) && p.m > kMostVn
 void multiply_any_integers(CpuProduct const& p, int panel, int first, int rows) {
   if (!fits_32_bits(p)) return multiply_few(p, panel, first, rows);
   if (decodes_once(p)) {
-    return with_width(info(p.weight.format).bits, [&](auto width) {
+    return with_nibbles_or_bytes(info(p.weight.format).bits, [&](auto width) {
       multiply_wide_panel<decltype(width)::kBits>(p, panel, first, rows);
     });
   }
@@ -81,7 +82,7 @@ HalvesOrder bfloat16_order_or_pairs(int bits, int m) {
 CpuKernels::IntegerOrder order_of_any(CpuProduct const& p) {
   if (!fits_32_bits(p)) return order_of_few(p);
   if (decodes_once(p)) return {64, 64, false, byte_column};
-  return with_width(info(p.weight.format).bits, [](auto width) {
+  return with_nibbles_or_bytes(info(p.weight.format).bits, [](auto width) {
     constexpr int kBits = decltype(width)::kBits;
     return CpuKernels::IntegerOrder{unit_k(kBits), 64, false, fragment_column<kBits>};
   });
@@ -89,18 +90,14 @@ CpuKernels::IntegerOrder order_of_any(CpuProduct const& p) {
 
 }  // namespace
 
-CpuKernels const kAvx512VnniKernels = {"avx512_vnni",  order_of_any,   multiply_any,
-                                       dequantize_any, quantize_block, multiply_bfloat16,
-                                       bfloat16_order, bfloat16_column};
+CpuKernels const kAvx512VnniKernels = {"avx512_vnni",     order_of_any,   multiply_any,
+                                       dequantize_any,    quantize_block, expand_half_nibbles,
+                                       multiply_bfloat16, bfloat16_order, bfloat16_column};
 #if defined(CUTLASS_OPS_AMX)
-CpuKernels const kAmxInt8Kernels = {"amx_int8",
-                                    order_of_any,
-                                    multiply_any_or_amx,
-                                    dequantize_any,
-                                    quantize_block,
-                                    multiply_bfloat16_or_amx,
-                                    bfloat16_order_or_pairs,
-                                    bfloat16_column};
+CpuKernels const kAmxInt8Kernels = {
+    "amx_int8",     order_of_any,        multiply_any_or_amx,      dequantize_any,
+    quantize_block, expand_half_nibbles, multiply_bfloat16_or_amx, bfloat16_order_or_pairs,
+    bfloat16_column};
 #endif
 
 }  // namespace cutlass_ops

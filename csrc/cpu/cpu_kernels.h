@@ -25,6 +25,9 @@ constexpr int lane_column(int place) {
 // shares all scales.
 struct CpuProduct {
   PackedWeight weight;
+  // Codes of 2 bits, whose row panels become the weight's codes as they are multiplied, or null.
+  uint8_t const* half_nibbles = nullptr;
+  int first_panel = 0;        // of the weight's codes
   int64_t vector_stride = 0;  // elements from a group's scales, zeros and offsets to the next's
   float const* codebook = nullptr;  // values by code (not centred), rounded to x's type; null
                                     // for integer codes
@@ -84,6 +87,8 @@ struct CpuKernels {
   void (*dequantize)(CpuProduct const& product, int panel, int rows, void* out, DataType type);
   // A block of activations as reference.quantize_activations defines it; zero is null if symmetric.
   void (*quantize_block)(float const* x, int count, int8_t* codes, float* scale, int8_t* zero);
+  // Units of 2-bit codes to twice as many of nibbles.
+  void (*expand_half_nibbles)(uint8_t const* from, int64_t units, uint8_t* to);
   // multiply() for m rows of x in bf16, the order that it expects (kNone where multiply() is for
   // such x, too), and the column at each of 64 places. Null without such a kernel.
   void (*multiply_bfloat16)(CpuProduct const& product, int panel, int first, int rows) = nullptr;

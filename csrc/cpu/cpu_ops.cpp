@@ -315,6 +315,26 @@ void prepare_integers(GemmProblem const& problem, CpuKernels const& kernels, Cpu
   if (problem.weight.offsets) p.offset_x = memory.offset_x.data();
 }
 
+// Has the row panels of 2-bit codes expanded to the nibbles of the same integers.
+void prepare_half_nibbles(CpuProduct& p) {
+  if (nibble_columns(info(p.weight.format).bits) == 1) return;
+  p.half_nibbles = p.weight.codes, p.weight.codes = nullptr, p.weight.format = Format::kInt4;
+}
+
+// Calls `work` with the product for a row panel, whose codes are those of the weight or expanded.
+template <class Work>
+void with_panel(CpuProduct const& p, CpuKernels const& kernels, int panel, Work const& work) {
+  if (!p.half_nibbles) return work(p);
+  int const bits = info(Format::kInt2).bits;
+  int64_t const stored = int64_t(p.tiles) * k_tile_bytes(bits);
+  thread_local Room<uint8_t> room;
+  CpuProduct expanded = p;
+  uint8_t* const codes = room.of(stored * 2);
+  kernels.expand_half_nibbles(p.half_nibbles + panel * stored, stored / kUnitBytes, codes);
+  expanded.weight.codes = codes, expanded.first_panel = panel;
+  work(expanded);
+}
+
 // The values of codes that are no integers, by code, rounded to `type`: where another format
 // begins.
 void prepare_codebook(DataType type, CpuProduct& p, Prepared& memory) {
@@ -363,7 +383,9 @@ HalvesOrder halves_order(PackedWeight const& weight, int m, DataType x_type, boo
                          CpuKernels const& kernels) {
   bool const may = x_type == DataType::kBFloat16 && !exact && m > 0 && kernels.bfloat16_order &&
                    cpu_multiplies_bfloat16();
-  return may ? kernels.bfloat16_order(info(weight.format).bits, m) : HalvesOrder::kNone;
+  // codes of 2 bits are expanded
+  int const bits = ByWidth<int>(Nibbles::kBits, WholeBytes::kBits)[info(weight.format).bits];
+  return may ? kernels.bfloat16_order(bits, m) : HalvesOrder::kNone;
 }
 
 }  // namespace
@@ -439,6 +461,7 @@ struct Product {
     }
     p = CpuProduct();
     p.weight = w, p.vector_stride = vector_stride;
+    prepare_half_nibbles(p);
     p.m = problem.m, p.out = problem.out, p.out_type = problem.out_type;
     p.has_floats = !problem.quantized.codes;
     p.tiles = int(padded_k(w.k) / kKPerTile);
@@ -498,7 +521,10 @@ void multiply(Product const* products, size_t count, CpuKernels const& kernels, 
     };
     int64_t const first = begin(part), last = begin(part + 1);
     auto const multiply = p.halves ? kernels.multiply_bfloat16 : kernels.multiply;
-    multiply(p, int(call % panels), int(first), int(last - first));
+    int const panel = int(call % panels);
+    with_panel(p, kernels, panel, [&](CpuProduct const& of_panel) {
+      multiply(of_panel, panel, int(first), int(last - first));
+    });
   });
 }
 
@@ -570,6 +596,7 @@ void cpu_dequantize(DequantizeProblem const& problem, int threads) {
   CpuKernels const& kernels = *chosen().load();
   CpuProduct p;
   p.weight = w, p.vector_stride = padded_rows(w.n);
+  prepare_half_nibbles(p);
   p.tiles = int(padded_k(w.k) / kKPerTile);
   p.block = columns_of_group(w), p.blocks = int(ceil_div(w.k, p.block)), p.group_blocks = 1;
   Prepared memory;
@@ -585,9 +612,14 @@ void cpu_dequantize(DequantizeProblem const& problem, int threads) {
     int const panel = int(problem.first_row / kRowsPerPanel + index);
     int const rows = int(std::min<int64_t>(kRowsPerPanel, all - index * kRowsPerPanel));
     char* const out = static_cast<char*>(problem.out) + index * kRowsPerPanel * w.k * size;
-    if (!w.perm) return kernels.dequantize(p, panel, rows, out, problem.out_type);
+    auto const dequantize = [&](void* to, DataType type) {
+      with_panel(p, kernels, panel, [&](CpuProduct const& of_panel) {
+        kernels.dequantize(of_panel, panel, rows, to, type);
+      });
+    };
+    if (!w.perm) return dequantize(out, problem.out_type);
     std::unique_ptr<float[]> const values(new float[size_t(rows) * size_t(w.k)]);
-    kernels.dequantize(p, panel, rows, values.get(), DataType::kFloat32);
+    dequantize(values.get(), DataType::kFloat32);
     for (int64_t start = 0; start < int64_t(rows) * w.k; start += w.k) {
       for (int i = 0; i < w.k; ++i)
         store_float(out, problem.out_type, start + w.perm[i], values[size_t(start + i)]);

@@ -2,6 +2,7 @@
 // the order of lane_column.
 #include <algorithm>
 
+#include "cpu/half_nibbles.h"
 #include "cpu/quantize_block.h"
 #include "formats/width.h"
 
@@ -33,7 +34,8 @@ void unpack_tile(uint8_t const* chunk, Tile& tile) {
 }
 
 void unpack_tile(int bits, uint8_t const* chunk, Tile& tile) {
-  with_width(bits, [&](auto width) { unpack_tile<decltype(width)::kBits>(chunk, tile); });
+  with_nibbles_or_bytes(bits,
+                        [&](auto width) { unpack_tile<decltype(width)::kBits>(chunk, tile); });
 }
 
 // Lanes to the sums of runs; 64 columns are two of 32, or four of 16. A lane is 4 * (t % 2) + j.
@@ -68,7 +70,8 @@ void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) 
   PackedWeight const& w = p.weight;
   int64_t const n_pad = p.vector_stride;
   int const bits = info(w.format).bits;
-  uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(bits);
+  uint8_t const* const chunks =
+      w.codes + int64_t(panel - p.first_panel) * p.tiles * k_tile_bytes(bits);
   int const run = p.run(), span = std::max(run, kLaneColumns), middle = 1 << (bits - 1);
   Tile tile;
   float total[kRowsOfTile][kRowsPerPanel] = {}, offsets[kRowsOfTile][kRowsPerPanel] = {};
@@ -139,7 +142,8 @@ void multiply(CpuProduct const& p, int panel, int first, int count) {
 void dequantize(CpuProduct const& p, int panel, int rows, void* out, DataType type) {
   PackedWeight const& w = p.weight;
   int const bits = info(w.format).bits, middle = 1 << (bits - 1);
-  uint8_t const* const tiles = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(bits);
+  uint8_t const* const tiles =
+      w.codes + int64_t(panel - p.first_panel) * p.tiles * k_tile_bytes(bits);
   Tile tile;
   for (int begin = 0; begin < w.k; begin += kKPerTile) {
     unpack_tile(bits, tiles + begin / kKPerTile * int64_t(k_tile_bytes(bits)), tile);
@@ -166,6 +170,7 @@ CpuKernels::IntegerOrder integer_order(CpuProduct const&) {
 
 }  // namespace
 
-CpuKernels const kScalarKernels = {"scalar", integer_order, multiply, dequantize, quantize_block};
+CpuKernels const kScalarKernels = {"scalar",   integer_order,  multiply,
+                                   dequantize, quantize_block, expand_half_nibbles};
 
 }  // namespace cutlass_ops

@@ -29,9 +29,13 @@ struct Fold {
       kAffineTerm == AffineTerm::kZeros || kAffineTerm == AffineTerm::kAny;
   static constexpr bool kOffsets =
       kAffineTerm == AffineTerm::kOffsets || kAffineTerm == AffineTerm::kAny;
-  static constexpr int kGroups = 2;                 // in a step of 64 columns: of 32, the shortest
-  static constexpr int kGroupKSlices = 2;           // MMAs of 16 columns in a group
-  static constexpr int kLoads = Format::kBits / 4;  // of 16 bytes of codes, of a thread in a step
+  static constexpr int kGroups = 2;        // in a step of 64 columns: of 32, the shortest
+  static constexpr int kGroupKSlices = 2;  // MMAs of 16 columns in a group
+  // Loads of 16 bytes of codes, of a thread in a step of 64 columns. Codes of two steps may be in
+  // the same nibbles.
+  static constexpr int kLoads = words_of_16_k(Format::kBits);
+  static constexpr bool kStepsShareNibbles = nibble_columns(Format::kBits) == 2;
+  static constexpr int kCodeStepBytes = kStepsShareNibbles ? 0 : kLoads * kUnitBytes;
   static constexpr int kGroupWords = kGroupKSlices * Unscaled::kWords;
 };
 
@@ -114,17 +118,37 @@ struct RowPair {
   }
 };
 
-// A thread's codes of a step, as stored in shared memory.
+// A thread's codes of a step, as stored in shared memory. `units`: the address of its first 16
+// bytes of the K tile.
 template <class F>
 struct StoredCodes {
   uint32_t words[4 * F::kLoads];
 
-  __device__ __forceinline__ void load(uint32_t from) {
+  __device__ __forceinline__ void load(uint32_t units, int step) {
 #pragma unroll
-    for (int i = 0; i < F::kLoads; ++i) load_part(from, i);
+    for (int i = 0; i < F::kLoads; ++i) load_part(units, step, i);
   }
-  __device__ __forceinline__ void load_part(uint32_t from, int i) {
-    load_shared(from + i * kUnitBytes, reinterpret_cast<uint32_t (&)[4]>(words[4 * i]));
+  __device__ __forceinline__ void load_part(uint32_t units, int step, int i) {
+    load_shared(units + step * F::kCodeStepBytes + i * kUnitBytes,
+                reinterpret_cast<uint32_t (&)[4]>(words[4 * i]));
+  }
+
+  // The words of a group of 32 columns of the step. Those of a nibble's second column are shifted
+  // here, where decoders that shift, too, do both at once.
+  struct Group {
+    uint32_t words[F::kGroupWords];
+    __device__ __forceinline__ operator uint32_t const*() const { return words; }
+  };
+  __device__ __forceinline__ auto group(int i, int step) const {
+    if constexpr (F::kStepsShareNibbles) {
+      Group shifted;
+#pragma unroll
+      for (int j = 0; j < F::kGroupWords; ++j)
+        shifted.words[j] = words[i * F::kGroupWords + j] >> 2 * step;
+      return shifted;
+    } else {
+      return words + i * F::kGroupWords;
+    }
   }
 };
 

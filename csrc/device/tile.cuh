@@ -30,6 +30,27 @@ struct BlockTile {
   using Sums = float[kRowBlocks][kMBlocks][4];
 };
 
+// The words of a k-slice, counted from those of a lane's 16 bytes (layout.h). A pointer, where that
+// is enough: copies made kernels with few registers left spill.
+template <class C, bool kSharesNibbles = nibble_columns(C::kBits) == 2>
+struct Words {
+  uint32_t const* words;
+
+  __device__ __forceinline__ Words(uint32_t const* record, int k_slice)
+      : words(record + k_slice * C::Decode::kWords) {}
+};
+template <class C>
+struct Words<C, true> {
+  static constexpr int kWords = C::Decode::kWords, kOfRecord = 4 / kWords;
+  uint32_t words[kWords];
+
+  __device__ __forceinline__ Words(uint32_t const* record, int k_slice) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      words[i] = record[k_slice % kOfRecord * kWords + i] >> k_slice / kOfRecord * 2;
+  }
+};
+
 // A thread's coordinates. Fragment registers: (e / 2) picks row g or g + 8, (e % 2) row 2t or 2t +
 // 1 of x.
 template <class Tile>

@@ -395,11 +395,10 @@ Status check_quantized_values(QuantizedValues const& p) {
 
 Status check_sums(PackedWeight const& w, void const* colsums) {
   if (Status status = check_weight(w); !status.ok()) return status;
-  if (has_int8_products(w) && has_integer_codes(w))
-    return check_addresses({{"colsums", colsums, kLoadBytes}});
+  if (has_int8_products(w)) return check_addresses({{"colsums", colsums, kLoadBytes}});
   return unsupported(
-      "sums of codes are for integers in groups of 128 or more, without offsets or zero points of "
-      "8 bits");
+      "sums of codes are for integers of 4 or 8 bits in groups of 128 or more, without offsets or "
+      "zero points of 8 bits");
 }
 
 Status check_dequantize(DequantizeProblem const& p) {
@@ -478,7 +477,7 @@ Status check_pack(PackProblem const& p) {
   // padding is counted in ints, too
   constexpr int kLargest = std::numeric_limits<int32_t>::max() - kKPerTile;
   if (!is_code_width(p.bits))
-    return unsupported("bits is " + std::to_string(p.bits) + "; supported are 4 and 8");
+    return unsupported("bits is " + std::to_string(p.bits) + "; supported are 2, 4 and 8");
   if (p.n < 1 || p.n > kLargest || p.k < 1 || p.k > kLargest) {
     return invalid("the weight is n = " + std::to_string(p.n) + " by k = " + std::to_string(p.k) +
                    "; accepted are 1 to " + std::to_string(kLargest));

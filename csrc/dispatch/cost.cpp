@@ -153,10 +153,11 @@ int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelS
   return kUnitsOfPredictedTime * time;
 }
 
-DecodeKind decode_kind(GemmProblem const& problem) {
+DecodeKind decode_kind(GemmProblem const& problem, bool rounds) {
   PackedWeight const& w = problem.weight;
   if (table_bytes(w)) return DecodeKind::kCodebook;
-  bool const rounded = has_short_groups(w) || w.offsets || !has_integer_codes(w);
+  bool const rounded = has_short_groups(w) || w.offsets || !has_decode_kernels(w) ||
+                       (rounds && !has_exact_kernels(w));
   if (!multiplies_int8(problem)) {
     if (has_narrow_scales(w, problem.x_type))
       return rounded ? DecodeKind::kFloatsRounded : DecodeKind::kFloats;
@@ -187,7 +188,7 @@ int64_t decode_time_in(GemmProblem const& problem, Device const& device, KernelS
                        Candidate const& candidate, int slices) {
   DecodeCost const& cost =
       candidate.decode_costs[card_of(device)][width_index(code_bits(problem.weight))]
-                            [int(decode_kind(problem))];
+                            [int(decode_kind(problem, spec.rounds))];
   if (cost.start == 0 && cost.chunk == 0 && cost.share == 0) return -1;
   Plan shaped;
   shaped.slices = slices, shaped.one_cta_per_sm = candidate.tile.min_ctas_per_sm == 1;

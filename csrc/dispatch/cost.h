@@ -42,7 +42,8 @@ int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelS
                        Candidate const& candidate);
 
 // The predicted time of decode kernels, also linear in their costs.
-DecodeKind decode_kind(GemmProblem const& problem);
+// `rounds`: of a kernel that rounds weights, which for some formats is not the only one.
+DecodeKind decode_kind(GemmProblem const& problem, bool rounds = false);
 struct DecodeTerms {
   double chunks, share, x;
   int rows;

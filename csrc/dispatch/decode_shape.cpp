@@ -12,9 +12,9 @@ DecodeMemory decode_memory(GemmProblem const& p, DecodeShape const& shape) {
   DecodeMemory memory;
   PackedWeight const& w = p.weight;
   bool int8 = multiplies_int8(p);
-  int columns = 512 / code_bits(w),
-      rows = w.group_size > 0 && w.group_size < columns ? columns / w.group_size : 1;
-  memory.zeros = 4096 + rows * kRowsPerPanel * bytes_of(w.scale_type);
+  int const bits = code_bits(w), columns = decode_piece_columns(bits);
+  int const rows = w.group_size > 0 && w.group_size < columns ? columns / w.group_size : 1;
+  memory.zeros = kRowsPerPanel * columns * bits / 8 + rows * kRowsPerPanel * bytes_of(w.scale_type);
   memory.offsets = memory.zeros + (w.zeros ? rows * kRowsPerPanel : 0);
   memory.stage = memory.offsets + (w.offsets ? rows * kRowsPerPanel * bytes_of(w.offset_type) : 0);
   int step = w.group_size > 0 && w.group_size <= 64 ? w.group_size : columns,

@@ -17,6 +17,8 @@ constexpr int decode_stages(bool table) { return table ? 2 : 3; }  // of each wa
 // Additional stages for int8 activations where a CTA leaves no room for one of the next launch:
 // more weights are then in flight while a long x is quantised. 8-bit weights need none.
 constexpr int decode_more_stages(int bits) { return ByWidth<int>(2, 0)[bits]; }
+// Columns that a warp takes at a time.
+constexpr int decode_piece_columns(int bits) { return ByWidth<int>(128, 64)[bits]; }
 // Floats of a row of x in a slot: the sums of a row panel, and four more to avoid bank conflicts.
 constexpr int kSlotFloats = kRowsPerPanel + 4;
 

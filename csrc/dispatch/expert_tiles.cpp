@@ -29,9 +29,9 @@ bool multiplies_codes(MoeProblem const& p, bool portable) {
   // of x, too, or for 32 of weights, that takes longer than products of 16-bit values.
   bool const halves = !portable && p.act_quant == ActQuant::kToken;
   return multiplies_codes(p, [&](PackedWeight const& w) {
-    bool const short_groups =
-        halves && w.group_size == kKPerTile / 2 && !w.offsets && zeros_fit_int8(w);
-    return has_integer_codes(w) && (has_int8_products(w) || short_groups);
+    bool const fits = !w.offsets && zeros_fit_int8(w),
+               integers = portable ? has_integer_codes(w) : has_exact_kernels(w);
+    return integers && fits && (!has_short_groups(w) || (halves && w.group_size == kKPerTile / 2));
   });
 }
 
@@ -67,7 +67,7 @@ int most_tiles(RouteProblem const& r, int height) {
 bool decodes_codes(MoeProblem const& p) {
   return multiplies_codes(p, [&](PackedWeight const& w) {
     int const least = code_bits(w) == 8 ? kKPerTile : p.act_quant == ActQuant::kToken ? 32 : 64;
-    return has_integer_codes(w) && !w.offsets && zeros_fit_int8(w) && has_own_scales(w, p.x_type) &&
+    return has_exact_kernels(w) && !w.offsets && zeros_fit_int8(w) && has_own_scales(w, p.x_type) &&
            (w.group_size == -1 || w.group_size >= least);
   });
 }
@@ -177,7 +177,8 @@ double most_decode_rows(MoeProblem const& p, Device const& device) {
   gate_up.x_type = down.x_type = p.x_type;
   DecodeRows const& most = kDecodeRows[card_of(device)];
   auto const both = [&](auto const& are) { return are(gate_up.weight) && are(down.weight); };
-  bool const nibbles = both([](PackedWeight const& w) { return code_bits(w) == 4; });
+  bool const nibbles =
+      both([](PackedWeight const& w) { return ByWidth<bool>(true, false)[code_bits(w)]; });
   if (decodes_codes(p)) {
     int const rows = !nibbles                          ? kCodesOf8BitsRows
                      : p.act_quant == ActQuant::kToken ? most.tokens

@@ -61,8 +61,15 @@ Field needs_long_groups(PackedWeight const& w) {
   return has_short_groups(w) ? Field::kGroups : w.offsets ? Field::kOffsets : Field::kNone;
 }
 // The weights of exact kernels that also take code books.
-Field needs_integers_or_codebook(PackedWeight const& w) {
-  return has_integer_codes(w) || has_codebook(w) ? Field::kNone : Field::kFormat;
+Field needs_exact_integers(PackedWeight const& w) {
+  return has_exact_kernels(w) ? Field::kNone : Field::kFormat;
+}
+// What decode_gemm and wgmma_decode take: with int8 x integers alone, and not of every width.
+Field needs_decoded_codes(GemmProblem const& problem) {
+  PackedWeight const& w = problem.weight;
+  if (has_codebook(w)) return Field::kNone;
+  if (!has_decode_kernels(w)) return Field::kFormat;
+  return multiplies_int8(problem) ? needs_exact_integers(w) : Field::kNone;
 }
 
 }  // namespace
@@ -87,14 +94,14 @@ Field wgmma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   return first_of(
       needs_tma_rows(problem), needs_hopper(problem, device), needs_int8_x(problem),
-      needs_long_groups(w),
+      needs_long_groups(w), needs_exact_integers(w),
       is_image(problem) && activations_have_zeros(problem) ? Field::kXZeros : Field::kNone,
       zeros_fit_int8(w) || compensates_weight_zeros(problem) ? Field::kNone : Field::kWeightZeros);
 }
 Field wgmma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   return first_of(needs_tma_rows(problem), needs_hopper(problem, device), needs_16_bit_x(problem),
-                  needs_long_groups(w), has_integer_codes(w) ? Field::kNone : Field::kFormat);
+                  needs_long_groups(w), needs_exact_integers(w));
 }
 Field wgmma_fold16_can(GemmProblem const& problem, Device const& device) {
   return first_of(needs_tma_rows(problem), needs_hopper(problem, device),
@@ -108,7 +115,7 @@ Field decode_gemm_can(GemmProblem const& problem, Device const& device) {
   int64_t const groups = w.group_size == -1 ? 1 : padded_k(w.k) / w.group_size + 1;
   bool const has_groups = w.group_size != 16 || (has_integer_codes(w) && !multiplies_int8(problem));
   return first_of(
-      needs_hopper(problem, device, kPortableSharedBytes), needs_integers_or_codebook(w),
+      needs_hopper(problem, device, kPortableSharedBytes), needs_decoded_codes(problem),
       has_groups ? Field::kNone : Field::kGroups,
       groups * padded_rows(w.n) < int64_t(1) << 29 ? Field::kNone : Field::kGroupVectors);
 }
@@ -120,7 +127,7 @@ Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
       field != Field::kNone)
     return field;
   if (Field field = needs_hopper(problem, device); field != Field::kNone) return field;
-  if (Field field = needs_integers_or_codebook(w); field != Field::kNone) return field;
+  if (Field field = needs_decoded_codes(problem); field != Field::kNone) return field;
   if (has_codebook(w)) {
     if (w.group_size == 16 || w.group_size == 32) return Field::kGroups;
     if (!own_scales && w.scale_type != DataType::kFloat32) return Field::kScaleType;

@@ -29,6 +29,10 @@ inline int code_bits(PackedWeight const& w) { return info(w.format).bits; }
 // Columns of a product's result.
 inline int outputs(PackedWeight const& w) { return w.gated ? w.n / 2 : w.n; }
 inline bool has_integer_codes(PackedWeight const& w) { return info(w.format).integers; }
+// Whether decode_gemm, wgmma_decode, wgmma_gemm_a16 and wgmma_gemm_a8 have instances for its codes.
+inline bool has_exact_kernels(PackedWeight const& w) { return info(w.format).exact; }
+// Whether the first two have for these codes and 16-bit x.
+inline bool has_decode_kernels(PackedWeight const& w) { return info(w.format).decodes; }
 inline bool has_codebook(PackedWeight const& w) { return info(w.format).codebook; }
 inline int table_bytes(PackedWeight const& w) { return info(w.format).table_bytes; }
 // Whether products with int8 activations are of codes less zero points, if there are any.
@@ -61,7 +65,7 @@ inline bool fits_fold16(PackedWeight const& w) {
 
 // Whether sums of codes are exact in wgmma's fp32 and scaled once a tile of K.
 inline bool multiplies_exactly(PackedWeight const& w) {
-  return !has_short_groups(w) && !w.offsets && has_integer_codes(w);
+  return !has_short_groups(w) && !w.offsets && has_exact_kernels(w);
 }
 
 // Whether x is an image, whose pixels in memory are rows of a matrix; and the number of rows and
@@ -137,7 +141,7 @@ inline bool sums_whole_taps(GemmProblem const& problem) {
 // int8, so wgmma_fold16 multiplies them.
 inline bool compensates_weight_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  return w.zeros && !is_image(problem) && !has_short_groups(w) &&
+  return w.zeros && has_exact_kernels(w) && !is_image(problem) && !has_short_groups(w) &&
          problem.m >= (zeros_fit_int8(w) ? 129 : 65) && multiplies_int8(problem) &&
          activations_have_blocks(problem) && !activations_have_zeros(problem) &&
          !problem.batch_invariant && !problem.exact && problem.out_type != DataType::kFloat32;
@@ -146,7 +150,7 @@ inline bool compensates_weight_zeros(GemmProblem const& problem) {
 // Whether wgmma_gemm_a8 takes the weight: a promotion for each 128 columns or more by scales only,
 // and codes minus zero points that fit int8.
 inline bool has_int8_products(PackedWeight const& w) {
-  return !has_short_groups(w) && !w.offsets && zeros_fit_int8(w);
+  return has_exact_kernels(w) && !has_short_groups(w) && !w.offsets && zeros_fit_int8(w);
 }
 
 // Whether a tensor map cannot describe x: it needs 16-byte boundaries and no gathering.

@@ -94,9 +94,10 @@ bool folds_few_rows(GemmProblem const& problem) {
            (!own_scales && w.scale_type != DataType::kFloat32);
   // decode_gemm takes a group of 64 at a time, and was faster up to four rows; its costs are those
   // of groups of 32.
-  if (w.group_size == 64 && has_nibbles(problem) && !w.offsets) return problem.m > 4;
+  bool const decodes = multiplies_int8(problem) ? has_exact_kernels(w) : has_decode_kernels(w);
+  if (w.group_size == 64 && has_nibbles(problem) && decodes && !w.offsets) return problem.m > 4;
   if (multiplies_int8(problem)) return !has_int8_products(w);
-  return has_short_groups(w) || w.offsets || !has_integer_codes(w) || !own_scales;
+  return has_short_groups(w) || w.offsets || !decodes || !own_scales;
 }
 bool folds_and_quantizes(GemmProblem const& problem) {
   return folds_few_rows(problem) && can_quantize_values(problem);
@@ -148,7 +149,7 @@ bool has_no_exact_kernel(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   return multiplies_int8(problem)
              ? !has_int8_products(w) || (is_image(problem) && activations_have_zeros(problem))
-             : has_short_groups(w) || w.offsets || !has_integer_codes(w);
+             : has_short_groups(w) || w.offsets || !has_exact_kernels(w);
 }
 
 // Whether decode kernels may be chosen for more rows than 16: where there are few features. The
@@ -370,7 +371,7 @@ constexpr Candidate kWgmmaGemmA8[] = {
     clusters_along_m(quantizes<kBits>(nullptr), can_quantize_tiles_along_m),
 };
 Candidates wgmma_gemm_a8_candidates(GemmProblem const& problem) {
-  return with_width(code_bits(problem.weight), [&](auto width) {
+  return with_nibbles_or_bytes(code_bits(problem.weight), [&](auto width) {
     constexpr int kBits = decltype(width)::kBits;
     return compensates_zeros(problem) ? all(kCompensated<kBits>) : all(kWgmmaGemmA8<kBits>);
   });
@@ -438,10 +439,11 @@ constexpr Candidate kMmaGemmA8[] = {
     {mma_gemm_a8_tile(kBits, 32), 0, kMaxM, {}, is_image_or_has_groups_of_16},
     {mma_gemm_a8_tile(kBits, 64)}};
 
-#define OF_WIDTH(candidates)                                                               \
-  [](GemmProblem const& problem) {                                                         \
-    return with_width(code_bits(problem.weight),                                           \
-                      [](auto width) { return all(candidates<decltype(width)::kBits>); }); \
+#define OF_WIDTH(candidates)                                                 \
+  [](GemmProblem const& problem) {                                           \
+    return with_nibbles_or_bytes(code_bits(problem.weight), [](auto width) { \
+      return all(candidates<decltype(width)::kBits>);                        \
+    });                                                                      \
   }
 #define OF_ALL(candidates) [](GemmProblem const&) { return all(candidates); }
 

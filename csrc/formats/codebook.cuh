@@ -14,7 +14,8 @@ struct Codebook {
   static constexpr Format kFormat = Format::kCodebook;
   static constexpr char const *kName = "codebook", *kCodes = "a code book";
   static constexpr int kBits = 4;
-  static constexpr bool kIntegers = false, kZerosFitInt8 = false, kCodebook = true;
+  static constexpr bool kIntegers = false, kZerosFitInt8 = false, kDecodes = false, kExact = false,
+                        kCodebook = true;
   static constexpr int kTableBytes = decode::Int4Codebook::kTableBytes;
 
   // The unscaled value of a code that is not centred.

@@ -4,8 +4,8 @@
 // assembly alone.
 //
 // Words are those of a lane's 16 bytes (layout.h): codes centred, c = q - 2^(bits-1), two's
-// complement. Decoders to fp16 and bf16 fill the four registers of an m16 x k16 fragment, for
-// mma.sync and wgmma alike:
+// complement; of 2-bit codes, for the second columns of nibbles, shifted by two bits. Decoders to
+// fp16 and bf16 fill the four registers of an m16 x k16 fragment, for mma.sync and wgmma alike:
 //     out[0] row g,   k 2t, 2t+1      out[2] row g,   k 2t+8, 2t+9
 //     out[1] row g+8, k 2t, 2t+1      out[3] row g+8, k 2t+8, 2t+9
 // the smaller k in the low half.
@@ -136,8 +136,12 @@ struct Int4Half {
 
 #ifdef __CUDACC__
   __device__ static void fragment(uint32_t const* word, RowConstants zero, uint32_t (&out)[4]) {
-    using namespace detail;
     bits(word, out);
+    subtract(zero, out);
+  }
+  // The bits' numbers less what is in `zero`.
+  __device__ static void subtract(RowConstants zero, uint32_t (&out)[4]) {
+    using namespace detail;
     out[0] = as_bits(__hsub2(as_half2(out[0]), as_half2(zero.g)));
     out[1] = as_bits(__hfma2(as_half2(out[1]), as_half2(kSixteenth), as_half2(zero.g8)));
     out[2] = as_bits(__hsub2(as_half2(out[2]), as_half2(zero.g)));
@@ -196,12 +200,80 @@ struct Int4Bfloat16 {
 
 #ifdef __CUDACC__
   __device__ static void fragment(uint32_t const* word, RowConstants zero, uint32_t (&out)[4]) {
-    using namespace detail;
     bits(word, out);
+    subtract(zero, out);
+  }
+  __device__ static void subtract(RowConstants zero, uint32_t (&out)[4]) {
+    using namespace detail;
     out[0] = as_bits(__hsub2(as_bfloat162(out[0]), as_bfloat162(zero.g)));
     out[1] = as_bits(__hsub2(as_bfloat162(out[1]), as_bfloat162(zero.g8)));
     out[2] = as_bits(__hsub2(as_bfloat162(out[2]), as_bfloat162(zero.g)));
     out[3] = as_bits(__hsub2(as_bfloat162(out[3]), as_bfloat162(zero.g8)));
+  }
+
+  __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) {
+    fragment(word, zero_constants(0, 0), out);
+  }
+#endif
+};
+
+// 2 bits -> fp16, as Int4Half, of a word whose nibbles have the code in their lower two bits; what
+// the upper two have is ignored.
+//
+// Worked example, w = 0x0000'00d3 (nibble 0: row g, lower bits 3, c = -1; nibble 1: row g+8, lower
+// bits 1, c = 1), no zero points:
+//   out[0]: (w & 0x00030003) ^ 0x64026402 = 0x6402'6401 = (1026, 1025); minus 1026 = (0, -1)
+//   out[1]: (w & 0x00300030) ^ 0x64206420 = 0x6420'6430 = (1056, 1072)
+//           / 16 = (66, 67); minus 66 = (0, 1)
+struct Int2Half {
+  static constexpr int kWords = 1;
+
+  CUTLASS_OPS_HD static void bits(uint32_t const* word, uint32_t (&out)[4]) {
+    uint32_t const low = word[0], high = word[0] >> 8;
+    out[0] = and_xor(low, 0x00030003u, 0x64026402u);
+    out[1] = and_xor(low, 0x00300030u, 0x64206420u);
+    out[2] = and_xor(high, 0x00030003u, 0x64026402u);
+    out[3] = and_xor(high, 0x00300030u, 0x64206420u);
+  }
+
+  // half2 of 1024 + 2 + zc for row g; of -(64 + 2 + zc) for row g+8. zc in [-2, 1].
+  CUTLASS_OPS_HD static constexpr RowConstants zero_constants(int zero_g, int zero_g8) {
+    return Int4Half::zero_constants(zero_g - 6, zero_g8 - 6);
+  }
+
+#ifdef __CUDACC__
+  __device__ static void fragment(uint32_t const* word, RowConstants zero, uint32_t (&out)[4]) {
+    bits(word, out);
+    Int4Half::subtract(zero, out);
+  }
+
+  __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) {
+    fragment(word, zero_constants(0, 0), out);
+  }
+#endif
+};
+
+// 2 bits -> bf16, as Int4Bfloat16.
+//
+// Worked example, w = 0x0000'00d3 as above:
+//   out[0]: ( w       & 0x00030003) ^ 0x43024302 = 0x4302'4301 = (130, 129); minus 130 = (0, -1)
+//   out[1]: ((w >> 4) & 0x00030003) ^ 0x43024302 = 0x4302'4303 = (130, 131); minus 130 = (0, 1)
+struct Int2Bfloat16 {
+  static constexpr int kWords = 1;
+
+  CUTLASS_OPS_HD static void bits(uint32_t const* word, uint32_t (&out)[4]) {
+    for (int r = 0; r < 4; ++r) out[r] = and_xor(word[0] >> 4 * r, 0x00030003u, 0x43024302u);
+  }
+
+  // bf16x2 of 128 + 2 + zc for both rows. zc in [-2, 1].
+  CUTLASS_OPS_HD static constexpr RowConstants zero_constants(int zero_g, int zero_g8) {
+    return Int4Bfloat16::zero_constants(zero_g - 6, zero_g8 - 6);
+  }
+
+#ifdef __CUDACC__
+  __device__ static void fragment(uint32_t const* word, RowConstants zero, uint32_t (&out)[4]) {
+    bits(word, out);
+    Int4Bfloat16::subtract(zero, out);
   }
 
   __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) {
@@ -370,6 +442,48 @@ struct Int4MinusZeroInt8 {
       uint32_t const row_g = words[column], row_g8 = words[column] >> 4;
       out[2 * column] = (and_xor(row_g, 0x0f0f0f0fu, 0x08080808u) + zero.g) ^ 0x80808080u;
       out[2 * column + 1] = (and_xor(row_g8, 0x0f0f0f0fu, 0x08080808u) + zero.g8) ^ 0x80808080u;
+    }
+  }
+};
+
+// 2 bits -> int8, symmetric, as Int4Int8: the bytes 64 * c.
+//
+// Worked example, words[0] = 0x0000'00d3 (lower bits of nibbles: row g: c = -1, row g+8: c = 1):
+//   out[0] = (w << 6) & 0xc0c0c0c0 = 0x0000'00c0: -64 = 64 * -1
+//   out[1] = (w << 2) & 0xc0c0c0c0 = 0x0000'0040: 64 = 64 * 1
+struct Int2Int8 {
+  static constexpr int kWords = 2;
+  static constexpr int kScale = 64;
+
+  CUTLASS_OPS_HD static constexpr void fragment(uint32_t const* words, uint32_t (&out)[4]) {
+    for (int column = 0; column < 2; ++column) {
+      out[2 * column] = (words[column] << 6) & 0xc0c0c0c0u;
+      out[2 * column + 1] = (words[column] << 2) & 0xc0c0c0c0u;
+    }
+  }
+};
+
+// 2 bits -> int8 with zero points, as Int4MinusZeroInt8: the bytes c - zc, in [-3, 3]. In each byte
+// u = c + 2, then u + (126 - zc) = 128 + (c - zc).
+//
+// Worked example, words[0] = 0x0000'00d3 as above, zc = -2 for both, byte 0:
+//   out[0]: (0x03 ^ 0x02) + 128 = 0x81;  ^ 0x80 = 0x01 = -1 + 2
+//   out[1]: (0x01 ^ 0x02) + 128 = 0x83;  ^ 0x80 = 0x03 = 1 + 2
+struct Int2MinusZeroInt8 {
+  static constexpr int kWords = 2;
+  static constexpr int kScale = 1;
+
+  // zc in [-2, 1].
+  CUTLASS_OPS_HD static constexpr RowConstants zero_constants(int zero_g, int zero_g8) {
+    return {all_bytes(uint32_t(126 - zero_g)), all_bytes(uint32_t(126 - zero_g8))};
+  }
+
+  CUTLASS_OPS_HD static void fragment(uint32_t const* words, RowConstants zero,
+                                      uint32_t (&out)[4]) {
+    for (int column = 0; column < 2; ++column) {
+      uint32_t const row_g = words[column], row_g8 = words[column] >> 4;
+      out[2 * column] = (and_xor(row_g, 0x03030303u, 0x02020202u) + zero.g) ^ 0x80808080u;
+      out[2 * column + 1] = (and_xor(row_g8, 0x03030303u, 0x02020202u) + zero.g8) ^ 0x80808080u;
     }
   }
 };

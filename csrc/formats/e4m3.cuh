@@ -26,7 +26,8 @@ struct E4m3 {
   static constexpr Format kFormat = Format::kE4m3;
   static constexpr char const *kName = "e4m3", *kCodes = "e4m3 codes";
   static constexpr int kBits = 8;
-  static constexpr bool kIntegers = false, kZerosFitInt8 = false, kCodebook = false;
+  static constexpr bool kIntegers = false, kZerosFitInt8 = false, kDecodes = false, kExact = false,
+                        kCodebook = false;
   static constexpr int kTableBytes = 0;  // of a look-up table in shared memory
 
   // The unscaled value of a code that is not centred.

@@ -4,8 +4,8 @@ namespace cutlass_ops {
 namespace {
 
 template <class F>
-constexpr FormatInfo kInfo = {F::kCodes,        F::kBits,     F::kIntegers,
-                              F::kZerosFitInt8, F::kCodebook, F::kTableBytes};
+constexpr FormatInfo kInfo = {F::kCodes,   F::kBits,  F::kIntegers, F::kZerosFitInt8,
+                              F::kDecodes, F::kExact, F::kCodebook, F::kTableBytes};
 
 }  // namespace
 

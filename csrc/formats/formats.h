@@ -4,6 +4,9 @@
 //   kFormat, kName, kBits; kCodes: in messages
 //   kIntegers       there may be zero points or offsets, and x of int8; kZerosFitInt8: codes less
 //                   zero points are int8
+//   kDecodes        decode_gemm and wgmma_decode have instances for its integers and 16-bit x
+//   kExact          and for int8 x, as wgmma_gemm_a16 and wgmma_gemm_a8 have; the other kernels
+//                   take every format
 //   kCodebook       values are PackedWeight::codebook's
 //   kTableBytes     of a look-up table in a CTA's shared memory
 //   Decoder, Unscaled, value  on the GPU: fragments of 16-bit floats, of values before they are
@@ -21,7 +24,7 @@ namespace formats {
 
 template <class... Formats>
 struct List {};
-using All = List<Int4, Int8, Codebook, E4m3>;
+using All = List<Int4, Int8, Codebook, E4m3, Int2>;
 
 template <class Function, class First, class... More>
 auto visit(Format format, Function const& function, List<First, More...>) {
@@ -31,17 +34,25 @@ auto visit(Format format, Function const& function, List<First, More...>) {
   return function(First());
 }
 
-// The formats of a list whose codes are integers.
-template <class Chosen, class... Formats>
-struct IntegersOf {
+// The formats of a list that `Wanted` has a true `value` for.
+template <template <class> class Wanted, class Chosen, class... Formats>
+struct Filtered {
   using Type = Chosen;
 };
-template <class... Chosen, class First, class... More>
-struct IntegersOf<List<Chosen...>, First, More...>
-    : IntegersOf<std::conditional_t<First::kIntegers, List<Chosen..., First>, List<Chosen...>>,
-                 More...> {};
-template <class... Formats>
-typename IntegersOf<List<>, Formats...>::Type integers_of(List<Formats...>);
+template <template <class> class Wanted, class... Chosen, class First, class... More>
+struct Filtered<Wanted, List<Chosen...>, First, More...>
+    : Filtered<Wanted,
+               std::conditional_t<Wanted<First>::value, List<Chosen..., First>, List<Chosen...>>,
+               More...> {};
+template <template <class> class Wanted, class... Formats>
+typename Filtered<Wanted, List<>, Formats...>::Type filter(List<Formats...>);
+
+template <class Format>
+using HasIntegers = std::bool_constant<Format::kIntegers>;
+template <class Format>
+using IsExact = std::bool_constant<Format::kExact>;
+template <class Format>
+using FillsNibbles = std::bool_constant<nibble_columns(Format::kBits) == 1>;
 
 }  // namespace formats
 
@@ -59,10 +70,22 @@ template <class Function>
 auto visit(Format format, Function const& function) {
   return formats::visit(format, function, formats::All());
 }
-// visit() for formats whose codes are integers. It is compiled for these formats only.
+// visit() for formats whose codes are integers, for those with exact products, and for those whose
+// codes fill nibbles or bytes. Each is compiled for these formats only.
 template <class Function>
 auto visit_integers(Format format, Function const& function) {
-  return formats::visit(format, function, decltype(formats::integers_of(formats::All()))());
+  using List = decltype(formats::filter<formats::HasIntegers>(formats::All()));
+  return formats::visit(format, function, List());
+}
+template <class Function>
+auto visit_exact(Format format, Function const& function) {
+  using List = decltype(formats::filter<formats::IsExact>(formats::All()));
+  return formats::visit(format, function, List());
+}
+template <class Function>
+auto visit_nibbles_or_bytes(Format format, Function const& function) {
+  using List = decltype(formats::filter<formats::FillsNibbles>(formats::All()));
+  return formats::visit(format, function, List());
 }
 
 }  // namespace cutlass_ops

@@ -1,4 +1,4 @@
-// Integers of 4 and 8 bits: value = scale * (code - zero point), or scale * code + offset.
+// Integers of 2, 4 and 8 bits: value = scale * (code - zero point), or scale * code + offset.
 #pragma once
 
 #include "cutlass_ops/format.h"
@@ -11,7 +11,7 @@
 namespace cutlass_ops {
 namespace formats {
 
-// The common part of both. Format: the class that derives from it.
+// The common part of all. Format: the class that derives from it.
 template <class Format, int kBits_>
 struct Integers {
   static constexpr int kBits = kBits_;
@@ -53,7 +53,8 @@ struct Integers {
 struct Int4 : Integers<Int4, 4> {
   static constexpr Format kFormat = Format::kInt4;
   static constexpr char const *kName = "int4", *kCodes = "4-bit integers";
-  static constexpr bool kZerosFitInt8 = true, kBiasFitsFloats = true;
+  static constexpr bool kDecodes = true, kExact = true, kZerosFitInt8 = true,
+                        kBiasFitsFloats = true;
 #ifdef __CUDACC__
   template <class Element>
   using Decoder = decode::Chosen<Element, decode::Int4Half, decode::Int4Bfloat16>;
@@ -66,7 +67,8 @@ struct Int4 : Integers<Int4, 4> {
 struct Int8 : Integers<Int8, 8> {
   static constexpr Format kFormat = Format::kInt8;
   static constexpr char const *kName = "int8", *kCodes = "8-bit integers";
-  static constexpr bool kZerosFitInt8 = false, kBiasFitsFloats = false;
+  static constexpr bool kDecodes = true, kExact = true, kZerosFitInt8 = false,
+                        kBiasFitsFloats = false;
 #ifdef __CUDACC__
   template <class Element>
   using Decoder = decode::Chosen<Element, decode::Int8Half, decode::Int8Bfloat16>;
@@ -74,6 +76,21 @@ struct Int8 : Integers<Int8, 8> {
   using BiasedDecoder = decode::Int8Subnormal;
   template <bool kZeros>
   using Int8Decoder = decode::Int8Int8;
+};
+
+// Two a nibble: decoders take a word of a unit's first 64 columns, or such a word shifted by two
+// bits (layout.h).
+struct Int2 : Integers<Int2, 2> {
+  static constexpr Format kFormat = Format::kInt2;
+  static constexpr char const *kName = "int2", *kCodes = "2-bit integers";
+  static constexpr bool kDecodes = true, kExact = false, kZerosFitInt8 = true,
+                        kBiasFitsFloats = false;
+#ifdef __CUDACC__
+  template <class Element>
+  using Decoder = decode::Chosen<Element, decode::Int2Half, decode::Int2Bfloat16>;
+#endif
+  template <bool kZeros>
+  using Int8Decoder = std::conditional_t<kZeros, decode::Int2MinusZeroInt8, decode::Int2Int8>;
 };
 
 }  // namespace formats

@@ -43,6 +43,17 @@ void write_unit(Nibbles, uint8_t const* low, uint8_t const* high, Bytes flip, ui
   transpose_words(words);
   for (int t = 0; t < 4; ++t) store(lanes + t * kLaneBytes, words[t]);
 }
+// At 2 bits a nibble also has the column 64 further, in its upper two bits.
+void write_unit(HalfNibbles, uint8_t const* low, uint8_t const* high, Bytes flip, uint8_t* lanes) {
+  Bytes words[4];
+  for (int j = 0; j < 4; ++j) {
+    uint8_t const *const a = low + 16 * j, *const b = high + 16 * j;
+    words[j] = zip_halves((load(a) ^ flip) | (load(a + kNibbleDistance) ^ flip) << 2 |
+                          (load(b) ^ flip) << 4 | (load(b + kNibbleDistance) ^ flip) << 6);
+  }
+  transpose_words(words);
+  for (int t = 0; t < 4; ++t) store(lanes + t * kLaneBytes, words[t]);
+}
 void write_unit(WholeBytes, uint8_t const* low, uint8_t const* high, Bytes flip, uint8_t* lanes) {
   Bytes words[4] = {zip_halves(load(low) ^ flip), zip_halves(load(high) ^ flip),
                     zip_halves(load(low + 16) ^ flip), zip_halves(load(high + 16) ^ flip)};
@@ -58,6 +69,19 @@ void read_unit(Nibbles, uint8_t const* lanes, Bytes flip, uint8_t* low, uint8_t*
     Bytes const both = unzip_halves(words[j]);
     store(low + 16 * j, (both & splat(0x0f)) ^ flip);
     store(high + 16 * j, (both >> 4) ^ flip);
+  }
+}
+void read_unit(HalfNibbles, uint8_t const* lanes, Bytes flip, uint8_t* low, uint8_t* high) {
+  Bytes words[4];
+  for (int t = 0; t < 4; ++t) words[t] = load(lanes + t * kLaneBytes);
+  transpose_words(words);
+  Bytes const mask = splat(0x03);
+  for (int j = 0; j < 4; ++j) {
+    Bytes const four = unzip_halves(words[j]);
+    store(low + 16 * j, (four & mask) ^ flip);
+    store(low + 16 * j + kNibbleDistance, (four >> 2 & mask) ^ flip);
+    store(high + 16 * j, (four >> 4 & mask) ^ flip);
+    store(high + 16 * j + kNibbleDistance, (four >> 6) ^ flip);
   }
 }
 void read_unit(WholeBytes, uint8_t const* lanes, Bytes flip, uint8_t* low, uint8_t* high) {
@@ -167,7 +191,7 @@ void check(uint8_t const* codes, uint8_t const* packed, int64_t n, int64_t k, in
                                 "; accepted: " + accepted);
   };
   std::string const range = "1 to " + std::to_string(kLargest);
-  if (!is_code_width(bits)) fail("bits", bits, "4, 8");
+  if (!is_code_width(bits)) fail("bits", bits, "2, 4, 8");
   if (n < 1 || n > kLargest) fail("n", n, range);
   if (k < 1 || k > kLargest) fail("k", k, range);
   if (!codes || !packed)

@@ -26,7 +26,7 @@ void check(int64_t n, int64_t k, int bits, int threads) {
                                 "; accepted: " + accepted);
   };
   std::string const range = "1 to " + std::to_string(kLargest);
-  if (!is_code_width(bits)) fail("bits", bits, "4, 8");
+  if (!is_code_width(bits) || nibble_columns(bits) > 1) fail("bits", bits, "4, 8");
   if (n < 1 || n > kLargest) fail("n", n, range);
   if (k < 1 || k > kLargest) fail("k", k, range);
   if (threads < 0) fail("threads", threads, "0 (every core) and up");
@@ -204,11 +204,11 @@ void unpack_along_k(uint32_t const* words, int64_t n_stride, int64_t k_stride, u
   if (k_stride == 1) {
     return for_each_index(n, kRowBatch, threads, [=](int64_t row) {
       uint32_t const* run = words + row * n_stride;
-      with_width(bits, [&](auto width) { expand_run(width, run, codes + row * k, k); });
+      with_nibbles_or_bytes(bits, [&](auto width) { expand_run(width, run, codes + row * k, k); });
     });
   }
   for_each_index(ceil_div(n, kTileRows) * ceil_div(k, kTileK), kBatch, threads, [=](int64_t index) {
-    with_width(bits, [&](auto width) {
+    with_nibbles_or_bytes(bits, [&](auto width) {
       constexpr int kBits = decltype(width)::kBits;
       unpack_tile_along_k<kBits>(words, n_stride, k_stride, codes, n, k, index);
     });

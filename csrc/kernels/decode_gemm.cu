@@ -120,8 +120,8 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
     uint4 codes[kRowBlocks];
 #pragma unroll
     for (int rb = 0; rb < kRowBlocks; ++rb)
-      codes[rb] =
-          *reinterpret_cast<uint4 const*>(stage + (rb * 2 + unit) * kUnitBytes + lane * kLaneBytes);
+      codes[rb] = *reinterpret_cast<uint4 const*>(stage + rb * C::kPieceBytes +
+                                                  unit * C::kSecondHalf + lane * kLaneBytes);
     loader.copy_codes(p, unit);
     constexpr int kTurns = kUnitPieces * kRowBlocks, kAtOnce = C::kPairs ? 2 : 1;
     uint32_t pairs[2 * kAtOnce][4];  // looked up: of this word, or two, and of the next
@@ -173,6 +173,8 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
           uint32_t words[4] = {codes[rb].x, codes[rb].y, codes[rb].z, codes[rb].w};
           // not decoded before its turn: registers
           asm volatile("" : "+r"(words[piece * Decode::kWords]));
+          // of a nibble's second column
+          if (nibble_columns(C::kBits) == 2) words[piece] >>= 2 * unit;
           Decode::fragment(words + piece * Decode::kWords, a);
         }
 #pragma unroll
@@ -595,9 +597,11 @@ Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float*, 
     if constexpr (Format::kCodebook) {
       return plan.block_m == 4 ? launch_input<Format, 4, false>(problem, plan, stream)
                                : launch_input<Format, 8, false>(problem, plan, stream);
-    } else if constexpr (Format::kIntegers) {
-      return multiplies_int8(problem) ? launch_input<Format, 8, true>(problem, plan, stream)
-                                      : launch_input<Format, 8, false>(problem, plan, stream);
+    } else if constexpr (Format::kDecodes) {
+      if constexpr (Format::kExact) {
+        if (multiplies_int8(problem)) return launch_input<Format, 8, true>(problem, plan, stream);
+      }
+      return launch_input<Format, 8, false>(problem, plan, stream);
     } else {
       return unsupported(std::string("decode_gemm has no instances of ") + Format::kCodes);
     }

@@ -86,11 +86,15 @@ struct Config {
 
   static_assert(kHasCodebook || !kPairs);
 
-  static constexpr int kPieceColumns = 512 / kBits;
+  // Two units of 16-byte loads, or at 2 bits one, which is read twice.
+  static constexpr int kPieceColumns = decode_piece_columns(kBits);
+  static constexpr int kPieceBytes = (nibble_columns(kBits) == 2 ? 1 : 2) * kUnitBytes;
+  // From the unit of a piece's first half of columns to that of its second.
+  static constexpr int kSecondHalf = kPieceBytes - kUnitBytes;
   static constexpr int kTilePieces = kKPerTile / kPieceColumns;
   static constexpr int kRowBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
   static constexpr int kStepColumns = kShortGroups ? kShortGroup_ : kPieceColumns;
-  static constexpr int kScales = 2 * kRowBlocks * kUnitBytes;  // of a stage: behind the codes
+  static constexpr int kScales = kRowBlocks * kPieceBytes;  // of a stage: behind the codes
 };
 
 // Barriers between blocks and for copies: x has arrived; the other blocks' ranges of x have; their
@@ -212,7 +216,7 @@ struct WeightLoader {
             (int64_t(first_row_panel + next.row_panel) * p.k_tiles + first_tile +
              next.piece / C::kTilePieces) *
                 k_tile_bytes(C::kBits) +
-            next.piece % C::kTilePieces * (2 * kUnitBytes) + threadIdx.x % 32 * kLaneBytes;
+            next.piece % C::kTilePieces * C::kPieceBytes + threadIdx.x % 32 * kLaneBytes;
   }
 
   // The rows of a group vector that belong to a piece, by 16 bytes a lane. A vector has less than
@@ -244,11 +248,14 @@ struct WeightLoader {
   // Issue the loads of the next piece, if any: half of its codes at a time (two
   // calls), then the rest.
   __device__ __forceinline__ void copy_codes(Params const& p, int half) const {
-    if (left <= 0) return;
-    uint8_t* to = ring + stage * p.memory.stage + half * kUnitBytes + threadIdx.x % 32 * kLaneBytes;
+    // A unit of both halves is replaced when both have been read.
+    if (left <= 0 || (C::kSecondHalf == 0 && half == 0)) return;
+    uint8_t* to =
+        ring + stage * p.memory.stage + half * C::kSecondHalf + threadIdx.x % 32 * kLaneBytes;
 #pragma unroll
     for (int rb = 0; rb < kRowBlocks; ++rb)
-      copy_weights(to + rb * 2 * kUnitBytes, codes + rb * C::kRowBlockBytes + half * kUnitBytes);
+      copy_weights(to + rb * C::kPieceBytes,
+                   codes + rb * C::kRowBlockBytes + half * C::kSecondHalf);
   }
   __device__ __forceinline__ void copy_rest(Params const& p) {
     if (left > 0) {
@@ -267,7 +274,7 @@ struct WeightLoader {
       if (C::kTilePieces == 1) {
         codes += k_tile_bytes(C::kBits);
       } else {
-        codes += next.piece % 2 == 0 ? 2 * kUnitBytes : k_tile_bytes(C::kBits) - 2 * kUnitBytes;
+        codes += next.piece % 2 == 0 ? C::kPieceBytes : k_tile_bytes(C::kBits) - C::kPieceBytes;
       }
       if (++next.piece == row_panel_pieces) {
         next.piece = 0, ++next.row_panel;

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
     if (i >= p.units || column >= w.k) break;
     uint4 const& q = records[i];
     // Words for eight columns each: of two rows, or, at 4 bits, of both rows and 32
-    // columns further.
+    // columns further, at 2 bits 64 and 96, too.
     uint32_t const stored[4] = {q.x, q.y, q.z, q.w};
     uint32_t const a[2] = {stored[0], stored[kWords]}, b[2] = {stored[3 - kWords], stored[3]};
     uint32_t words[4];
@@ -164,14 +164,16 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
       Factors factors(p, n, column + 8 * t);
 #pragma unroll
       for (int further = 0; further < 8 / kBits; ++further) {
-        int low_shift = further * 16 + half * kWords * kBits, codes[8];
+        // of 2-bit codes the third and fourth are in the upper bits of nibbles
+        int low_shift = further % 2 * 16 + further / 2 * 2 + half * (kWords == 2 ? 16 : 4),
+            codes[8];
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
           int shift = low_shift + e % 2 * 8;
           codes[e] = int(words[e / 2] << (32 - kBits - shift)) >> (32 - kBits);
         }
         int k = column + further * 32 + 8 * t;
-        if (further && p.log_group <= 5) factors = Factors(p, n, k);
+        if (further && p.log_group <= (further == 2 ? 6 : 5)) factors = Factors(p, n, k);
         if (k >= w.k) continue;
         int to = k, count = w.k - k;
         if (p.tap_columns) {

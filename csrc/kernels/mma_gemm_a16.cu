@@ -45,6 +45,7 @@ struct Config : BlockTile<kBlockM> {
   // 64 rows take all registers.
   static constexpr bool kGroupsOf16 = kGeneral && kBlockM <= kMmaRowsOfGroupsOf16;
   static constexpr int kPieces = kKPerTile / 16;
+  static constexpr int kRecordPieces = unit_k(kBits) / 16;  // in a lane's 16 bytes
   // of 16 columns
   static constexpr int kStepPieces = kGeneral ? 2 : kPieces;
   // multiply_tile_ahead
@@ -228,7 +229,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
   // Long steps multiply all rows of x by one k-slice after another. In short ones promotion weighs
   // more: 16 rows of x are multiplied by all k-slices while the 16 before are promoted.
   constexpr int kBatch = C::kGeneral ? 1 : kPairs, kSets = kBatch < kPairs ? 2 * kBatch : kPairs;
-  constexpr int kRecordPieces = 4 / Decode::kWords;  // in a lane's 16 bytes
+  constexpr int kRecordPieces = C::kRecordPieces;
 
   PairSums<C> step[kSets];
   uint32_t a[kPieces][C::kRowBlocks][4];
@@ -242,13 +243,12 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
       if (kPieces > 1 && i % kRecordPieces == 0)
         records[rb] = *reinterpret_cast<uint4 const*>(unit);
       uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
-      int const word = piece % kRecordPieces * Decode::kWords;
-      uint32_t const* const from =
-          kPieces > 1 ? words + word : reinterpret_cast<uint32_t const*>(unit) + word;
+      auto const* const record = kPieces > 1 ? words : reinterpret_cast<uint32_t const*>(unit);
+      Words<C> const from(record, piece % kRecordPieces);
       if constexpr (C::kHasCodebook) {
-        Decode::fragment(from, table, threadIdx.x % 32, a[i][rb]);
+        Decode::fragment(from.words, table, threadIdx.x % 32, a[i][rb]);
       } else {
-        Decode::fragment(from, rows.zeros[rb], a[i][rb]);
+        Decode::fragment(from.words, rows.zeros[rb], a[i][rb]);
       }
     }
   };
@@ -347,7 +347,7 @@ template <class C>
 __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* shared) {
   using Decode = typename C::Decode;
   constexpr int kPieces = C::kPieces, kPairs = C::kMBlocks / 2, kLast = kPieces - 1;
-  constexpr int kRecordPieces = 4 / Decode::kWords;  // in a lane's 16 bytes
+  constexpr int kRecordPieces = C::kRecordPieces;
   constexpr int kAll = Copies<C>::kAll;
   static_assert((kAll - 1) / C::kCopiesAtOnce + 1 < kLast,
                 "all copies of a stage are issued before they are committed");
@@ -379,7 +379,8 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
   };
   auto decode_piece = [&](int piece, int rb) {
     uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
-    Decode::fragment(words + piece % kRecordPieces * Decode::kWords, zeros[rb], a[piece % 2][rb]);
+    Words<C> const from(words, piece % kRecordPieces);
+    Decode::fragment(from.words, zeros[rb], a[piece % 2][rb]);
   };
 
   bool const wide = p.weight.scale_type == DataType::kFloat32,

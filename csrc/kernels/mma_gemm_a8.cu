@@ -22,7 +22,7 @@
 // Asymmetric terms. With centred codes c, their zero point zc, activation codes q and their zero
 // point za, the sum over a scale block is
 //   I = sum (q - za)(c - zc)
-//     = sum q (c - zc) - za * sum (c - zc)     4 bit: the decoder makes c - zc
+//     = sum q (c - zc) - za * sum (c - zc)     2, 4 bit: the decoder makes c - zc
 //     = sum q c - za * sum c - zc * Q          8 bit: c - zc would not fit; Q = sum q - width * za
 // and a real offset o adds o * scale_a * Q. The tensor cores compute both sums by an mma whose
 // operand B is all ones. For sum c operand A is the weight, so that a thread gets the sums of the
@@ -39,7 +39,7 @@ namespace cutlass_ops {
 namespace {
 
 // kSymmetric:  steps of 128 columns, no zero points.
-// kZeroPoints: steps of 128 columns, zero points of the activations and of 4-bit weights.
+// kZeroPoints: steps of 128 columns, zero points of the activations and of 2- and 4-bit weights.
 // kGeneral64:  steps of 64 columns, everything.
 // kGeneral32:  steps of 32 columns, everything.
 enum class Form { kSymmetric, kZeroPoints, kGeneral64, kGeneral32 };
@@ -56,6 +56,7 @@ struct Config : BlockTile<kBlockM> {
   static constexpr Form kForm = kForm_;
   static constexpr bool kGeneral = kForm == Form::kGeneral64 || kForm == Form::kGeneral32;
   static constexpr int kPieces = kKPerTile / 32;
+  static constexpr int kRecordPieces = unit_k(kBits) / 32;  // in a lane's 16 bytes
   // K-slices (32 columns) of a step.
   static constexpr int kStepPieces = kForm == Form::kGeneral32   ? 1
                                      : kForm == Form::kGeneral64 ? 2
@@ -272,7 +273,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
   // Long steps multiply all rows of x by one k-slice after another. In short ones promotion weighs
   // more: 16 rows of x are multiplied by all k-slices while the 16 before are promoted.
   constexpr int kBatch = C::kGeneral ? 1 : kPairs, kSets = kBatch < kPairs ? 2 * kBatch : kPairs;
-  constexpr int kRecordPieces = 8 / C::kBits;  // in a lane's 16 bytes
+  constexpr int kRecordPieces = C::kRecordPieces;
   constexpr uint32_t kOnes = 0x01010101u, kInitialSum = C::kMagic ? kMagicBits : 0;
   constexpr int kColumns = kHalf < 0 ? kPieces * 32 : 16;
 
@@ -288,12 +289,12 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p,
       if (i % kRecordPieces == 0) records[rb] = *reinterpret_cast<uint4 const*>(unit);
       uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
       using Decode = typename C::Decode;
-      uint32_t const* from = words + piece % kRecordPieces * Decode::kWords;
+      Words<C> const from(words, piece % kRecordPieces);
       if constexpr (C::kMinusZero) {
         auto zero = Decode::zero_constants(rows.zeros[2 * rb], rows.zeros[2 * rb + 1]);
-        Decode::fragment(from, zero, a[i][rb]);
+        Decode::fragment(from.words, zero, a[i][rb]);
       } else {
-        Decode::fragment(from, a[i][rb]);
+        Decode::fragment(from.words, a[i][rb]);
       }
       if constexpr (kHalf >= 0) clear_other_half<kHalf>(a[i][rb]);
       if (C::kForm != Form::kSymmetric && p.x.zeros) {
@@ -357,7 +358,7 @@ __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p,
         }
       };
       issue_all<C>(issue_copies);
-      constexpr int kRecordPieces = 8 / C::kBits;
+      constexpr int kRecordPieces = C::kRecordPieces;
 #pragma unroll 1
       for (int record = 0; record < C::kPieces; record += kRecordPieces) {
 #pragma unroll

@@ -3,8 +3,8 @@
 // 16 codes a lane, in whole sectors of 32 bytes or more.
 //
 // A warp has 16 rows x 128 columns. For each unit, the four lanes of a group hold 16 codes of a row
-// each (at 4 bits of two rows, g and g+8, in one byte each). Word t of those is for lane t: a 4 x 4
-// transposition by shuffles.
+// each (at 4 bits of two rows, g and g+8, in one byte each, at 2 bits also of columns 64 further).
+// Word t of those is for lane t: a 4 x 4 transposition by shuffles.
 #include "cutlass_ops/layout.h"
 #include "device/launch.cuh"
 #include "dispatch/launchers.h"
@@ -55,6 +55,15 @@ __device__ __forceinline__ uint4 exclusive_or(uint4 v, uint32_t word) {
   return make_uint4(v.x ^ word, v.y ^ word, v.z ^ word, v.w ^ word);
 }
 
+__device__ __forceinline__ uint4 or_shifted(uint4 v, uint4 other, int left) {
+  return make_uint4(v.x | other.x << left, v.y | other.y << left, v.z | other.z << left,
+                    v.w | other.w << left);
+}
+__device__ __forceinline__ uint4 and_shifted(uint4 v, int right, uint32_t mask) {
+  return make_uint4(v.x >> right & mask, v.y >> right & mask, v.z >> right & mask,
+                    v.w >> right & mask);
+}
+
 __device__ __forceinline__ bool is_vector(PackProblem const& p, uint8_t const* address,
                                           int column) {
   return p.k_stride == 1 && column + kColumns <= p.k &&
@@ -95,9 +104,12 @@ __device__ __forceinline__ void store_codes(PackProblem const& p, int row, int c
 template <int kBits>
 struct Coordinates {
   static constexpr int kUnits = kBits / 2;                 // of 16 rows x 128 columns
-  static constexpr int kUnitColumns = kKPerTile / kUnits;  // 64 | 32
+  static constexpr int kUnitColumns = kKPerTile / kUnits;  // 128 | 64 | 32
   static constexpr int kWords = words_of_16_k(kBits);
   static constexpr bool kSharesBytes = byte_rows(kBits) == 2;  // rows g and g + 8
+  static constexpr int kColumnsOfNibble = nibble_columns(kBits);
+  static constexpr int kLoads = kUnits * kColumnsOfNibble;
+  static constexpr int kLoadColumns = kUnitColumns / kColumnsOfNibble;
   int lane, row, column;  // of the lane in unit 0; at 4 bits it has row + 8, too
   int64_t packed;         // the lane's byte in unit 0
 
@@ -119,20 +131,22 @@ __global__ void __launch_bounds__(kThreads)
   if (warp >= warps) return;
   using C = Coordinates<kBits>;
   C const coord(p, warp);
-  uint4 low[C::kUnits], high[C::kUnits];
+  uint4 low[C::kLoads], high[C::kLoads];
 #pragma unroll
-  for (int u = 0; u < C::kUnits; ++u) {  // all loads are issued before the first is used
-    low[u] = load_codes<kBits>(p, coord.row, coord.column + u * C::kUnitColumns);
+  for (int i = 0; i < C::kLoads; ++i) {  // all loads are issued before the first is used
+    low[i] = load_codes<kBits>(p, coord.row, coord.column + i * C::kLoadColumns);
     if constexpr (C::kSharesBytes)
-      high[u] = load_codes<kBits>(p, coord.row + 8, coord.column + u * C::kUnitColumns);
+      high[i] = load_codes<kBits>(p, coord.row + 8, coord.column + i * C::kLoadColumns);
   }
 #pragma unroll
   for (int u = 0; u < C::kUnits; ++u) {
-    uint4 v = exclusive_or(low[u], kFlip<kBits>);
-    if constexpr (C::kSharesBytes) {
-      uint4 const h = exclusive_or(high[u], kFlip<kBits>);
-      v = make_uint4(v.x | h.x << 4, v.y | h.y << 4, v.z | h.z << 4, v.w | h.w << 4);
-    }
+    uint4 v = exclusive_or(low[u * C::kColumnsOfNibble], kFlip<kBits>);
+    if constexpr (C::kColumnsOfNibble == 2)
+      v = or_shifted(v, exclusive_or(low[u * 2 + 1], kFlip<kBits>), 2);
+    if constexpr (C::kSharesBytes)
+      v = or_shifted(v, exclusive_or(high[u * C::kColumnsOfNibble], kFlip<kBits>), 4);
+    if constexpr (C::kColumnsOfNibble == 2)
+      v = or_shifted(v, exclusive_or(high[u * 2 + 1], kFlip<kBits>), 6);
     __stcs(reinterpret_cast<uint4*>(p.packed + coord.packed + u * kUnitBytes),
            transpose(interleave(v), coord.lane));
   }
@@ -156,12 +170,13 @@ __global__ void __launch_bounds__(kThreads)
     uint4 const v = deinterleave(transpose(units[u], coord.lane));
     int const column = coord.column + u * C::kUnitColumns;
     if constexpr (C::kSharesBytes) {
-      uint32_t const mask = 0x0f0f0f0fu;
-      store_codes<kBits>(p, coord.row, column,
-                         make_uint4(v.x & mask, v.y & mask, v.z & mask, v.w & mask));
-      store_codes<kBits>(
-          p, coord.row + 8, column,
-          make_uint4(v.x >> 4 & mask, v.y >> 4 & mask, v.z >> 4 & mask, v.w >> 4 & mask));
+      constexpr uint32_t kMask = 0x01010101u * ((1 << kBits) - 1);
+#pragma unroll
+      for (int i = 0; i < C::kColumnsOfNibble; ++i) {
+        int const at = column + i * C::kLoadColumns;
+        store_codes<kBits>(p, coord.row, at, and_shifted(v, i * kBits, kMask));
+        store_codes<kBits>(p, coord.row + 8, at, and_shifted(v, 4 + i * kBits, kMask));
+      }
     } else {
       store_codes<kBits>(p, coord.row, column, v);
     }

@@ -239,7 +239,7 @@ Status launch_weight_colsum(PackedWeight const& weight, bool of_zeros, bool foll
                  weight.group_size == -1 ? tiles : weight.group_size / kKPerTile,
                  n_pad,
                  follows};
-  auto const kernel = visit_integers(weight.format, [&](auto format) {
+  auto const kernel = visit_exact(weight.format, [&](auto format) {
     using Format = decltype(format);
     if (of_zeros) return weight_colsum_kernel<Format, true, Of::kZeros>;
     if constexpr (Format::kZerosFitInt8) {

@@ -82,13 +82,17 @@ Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float*,
       return problem.x_type == DataType::kFloat16
                  ? launch_codebook<__half, Format>(problem, plan, stream)
                  : launch_codebook<__nv_bfloat16, Format>(problem, plan, stream);
-    } else if constexpr (Format::kIntegers) {
+    } else if constexpr (Format::kDecodes) {
       if (plan.block_m == WgmmaDecodeShape::kMoreRows)
         return launch_floats<Format, false, WgmmaDecodeShape::kMoreRows>(problem, plan, stream);
-      if constexpr (kDecodesWithOneCta[Format::kBits]) {
-        if (plan.one_cta_per_sm) return launch_input<Format, true>(problem, plan, stream);
+      if constexpr (Format::kExact) {
+        if constexpr (kDecodesWithOneCta[Format::kBits]) {
+          if (plan.one_cta_per_sm) return launch_input<Format, true>(problem, plan, stream);
+        }
+        return launch_input<Format, false>(problem, plan, stream);
+      } else {
+        return launch_floats<Format, false>(problem, plan, stream);
       }
-      return launch_input<Format, false>(problem, plan, stream);
     } else {
       return unsupported(std::string("wgmma_decode has no instances of ") + Format::kCodes);
     }

@@ -60,7 +60,10 @@ struct StageConfig {
   // one tile to the next.
   static constexpr int kReaders = kInt8 && !kGrouped ? 128 : 4;
   // of a row block
-  static constexpr int kChunk = k_tile_bytes(kBits), kStepBytes = kChunk / 4 / kSteps;
+  static constexpr int kChunk = k_tile_bytes(kBits);
+  // From a step's codes to the next's, which may be in the same nibbles.
+  static constexpr bool kStepsShareNibbles = nibble_columns(kBits) == 2;
+  static constexpr int kStepBytes = kStepsShareNibbles ? 0 : kChunk / 4 / kSteps;
   // of a row panel's sums: 16 features x 8 rows of x
   static constexpr int kMBlocks = kBlockM / 8, kLogPieces = log2_of(4 * kMBlocks);
   static_assert(4 * kMBlocks == 1 << kLogPieces);

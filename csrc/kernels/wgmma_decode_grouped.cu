@@ -26,7 +26,7 @@ Status launch_scales(GroupedGemm const& problem, Plan const& plan, Stream stream
     return launch_zeros<Scale, Scale, formats::Int4, false>(problem, plan, stream);
   if (has_short_groups(problem.weight))
     return launch_zeros<int8_t, Scale, formats::Int4, true>(problem, plan, stream);
-  return visit_integers(problem.weight.format, [&](auto format) {
+  return visit_exact(problem.weight.format, [&](auto format) {
     return launch_zeros<int8_t, Scale, decltype(format), false>(problem, plan, stream);
   });
 }

@@ -105,10 +105,15 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, int in_first,
           uint32_t pairs[4];
           C::Decode::look_up(words[j], table, pairs);
           C::Decode::combine(pairs, a[j]);
-        } else if constexpr (C::kZeros) {
-          C::Decode::fragment(words + j * C::Decode::kWords, zero, a[j]);
         } else {
-          C::Decode::fragment(words + j * C::Decode::kWords, a[j]);
+          uint32_t const* codes = words + j * C::Decode::kWords;
+          uint32_t const second = words[j] >> 2 * step;  // of a nibble's second column
+          if (C::kStepsShareNibbles) codes = &second;
+          if constexpr (C::kZeros) {
+            C::Decode::fragment(codes, zero, a[j]);
+          } else {
+            C::Decode::fragment(codes, a[j]);
+          }
         }
         fence_registers(a[j]);
       }
@@ -291,8 +296,7 @@ __device__ __forceinline__ void multiply_values(uint64_t x, int in_first,
   auto load = [&](int i) {  // of all row panels' groups
     int const row_panel = i / kGroups, group = i % kGroups, step = group / Fold::kGroups,
               part = group % Fold::kGroups;
-    if (part < Fold::kLoads)
-      codes.load_part(address.units + row_panel * C::kChunk + step * C::kStepBytes, part);
+    if (part < Fold::kLoads) codes.load_part(address.units + row_panel * C::kChunk, step, part);
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       uint32_t const row =
@@ -307,7 +311,7 @@ __device__ __forceinline__ void multiply_values(uint64_t x, int in_first,
   for (int i = 0; i < kRowPanels * kGroups; ++i) {
     int const row_panel = i / kGroups, group = i % kGroups;
     uint32_t (&a)[Fold::kGroupKSlices][4] = operands[i % kBuffers];
-    uint32_t const* const words = codes.words + group % Fold::kGroups * Fold::kGroupWords;
+    auto const words = codes.group(group % Fold::kGroups, group / Fold::kGroups);
     if constexpr (kGroupsOf16) {
       vectors[0].template decode<false, 0, 1>(words, table, p, a);
       vectors[1].template decode<false, 1, 1>(words, table, p, a);

@@ -376,7 +376,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
     auto load = [&](int step) {
       if (step == 0) TransactionBarrier::wait(&barriers.full_chunks[chunks.stage], chunks.phase);
       uint32_t const chunk = first + C::kFirstChunk + chunks.stage * C::kChunkBytes;
-      codes.load(chunk + coord.units + step * C::kLoads * kUnitBytes);
+      codes.load(chunk + coord.units, step);
       auto const group = [&](int i) { return chunk + step * next_step + i * next_group; };
       if constexpr (!C::kNarrow) {
         if (__builtin_expect(floats, true)) {
@@ -403,11 +403,11 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
     // schedules each variant as one block. The likely case of wide scales is one block too, since
     // jumps cost more than the instructions between them (docs/tuning-notes.md).
     bool const plain = kPlain || (!p.weight.zeros && !p.weight.offsets);
-    auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
+    auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4], int step) {
       auto const decode_wide = [&](auto are_floats) {
 #pragma unroll
         for (int i = 0; i < C::kGroups; ++i) {
-          uint32_t const* const words = codes.words + i * C::kGroupWords;
+          auto const words = codes.group(i, step);
           vectors[i].template decode_with<false, are_floats(), 0, 1>(vectors[i].scales, words,
                                                                      table, p, operands[i]);
           vectors[i].template decode_with<false, are_floats(), 1, 1>(second_scales[i], words, table,
@@ -417,8 +417,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
       auto const decode_narrow = [&](auto is_plain) {
 #pragma unroll
         for (int i = 0; i < C::kGroups; ++i)
-          vectors[i].template decode<is_plain()>(codes.words + i * C::kGroupWords, table, p,
-                                                 operands[i]);
+          vectors[i].template decode<is_plain()>(codes.group(i, step), table, p, operands[i]);
       };
       if constexpr (C::kNarrow) {
         if (plain) {
@@ -442,7 +441,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
         ClusterBarrier::arrive(&barriers.empty_panels[panel], coord.lane, true);
     };
     load(0);
-    decode(a[0]);
+    decode(a[0], 0);
     load(1);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -472,7 +471,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
         if (begins && i + step > 0) release(last_panel);
         if (ends) last_panel = panels.stage, panels.advance();
         bool const more = i + 1 < count;
-        if (step == 0 || more) decode(a[1 - step]);
+        if (step == 0 || more) decode(a[1 - step], 1 - step);
         if (step == 0) {
           // All of the K tile is in registers. One arrival a warp: those of its lanes
           // would be serialised.

@@ -47,7 +47,7 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
 
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                              Stream stream) {
-  return visit_integers(problem.weight.format, [&](auto format) {
+  return visit_exact(problem.weight.format, [&](auto format) {
     using Format = decltype(format);
     return problem.x_type == DataType::kFloat16
                ? launch_tile<__half, Format>(problem, plan, splitk_workspace, stream)

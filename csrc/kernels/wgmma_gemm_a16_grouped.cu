@@ -28,7 +28,7 @@ Status launch_tile(GroupedGemm const& problem, Plan const& plan, Stream stream) 
 }  // namespace
 
 Status launch_grouped_gemm_a16(GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  return visit_integers(problem.weight.format, [&](auto format) {
+  return visit_exact(problem.weight.format, [&](auto format) {
     using Format = decltype(format);
     return problem.x_type == DataType::kFloat16
                ? launch_tile<__half, Format>(problem, plan, stream)

@@ -121,7 +121,7 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
 
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                             Stream stream) {
-  return visit_integers(problem.weight.format, [&](auto format) {
+  return visit_exact(problem.weight.format, [&](auto format) {
     return launch_tile<decltype(format)>(problem, plan, splitk_workspace, stream);
   });
 }

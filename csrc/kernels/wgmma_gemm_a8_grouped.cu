@@ -48,7 +48,7 @@ Status launch_tile(GroupedGemm const& problem, Plan const& plan, Stream stream) 
 }  // namespace
 
 Status launch_grouped_gemm_a8(GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  return visit_integers(problem.weight.format, [&](auto format) {
+  return visit_exact(problem.weight.format, [&](auto format) {
     return launch_tile<decltype(format)>(problem, plan, stream);
   });
 }

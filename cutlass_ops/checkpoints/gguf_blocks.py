@@ -13,7 +13,7 @@ Q5_1   32     24     fp16 d, fp16 m, u32 of fifth    d q + m: offset m, code q +
                      bits, 16 bytes
 Q8_0   32     34     fp16 d, 32 int8                 d q: symmetric, code q + 128
 Q2_K   256    84     16 bytes of 4 bits each of sc   (d sc) q - dmin mn: scale d sc and offset
-                     and mn, 64 bytes of q, fp16 d,  -dmin mn, in fp32, code q + 8
+                     and mn, 64 bytes of q, fp16 d,  2 d sc - dmin mn, in fp32, code q of 2 bits
                      fp16 dmin
 Q3_K   256    110    32 bytes of third bits, 64 of   (d (sc - 32)) (q - 4): scale d (sc - 32) in
                      low bits, 16 sc of 6 bits in    fp32, code q + 4
@@ -31,7 +31,7 @@ Byte i of 16 holds element i in its low half and element i + 16 in its high half
 Q5_K's 128, each 32 hold two groups of 32 in that way. Each 32 of Q2_K's and Q3_K's 64 hold four
 runs of 32 elements, the first in their lowest two bits. Q2_K, Q3_K and Q6_K become groups of 16,
 the others groups of 32. All of that is exact (Q6_K's d sc has at most 18 bits, and with q - 32 23),
-but for the offsets of Q4_1 and Q4_K, which are rounded to fp32, once.
+but for the offsets of Q2_K, Q4_1 and Q4_K, which are rounded to fp32, once.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def _q2_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> Non
     both, d, dmin = blocks[:, :16], _number(blocks, 80), _number(blocks, 82)
     np.multiply(both & np.uint8(15), d, out=scales, dtype=np.float32)
     np.multiply(both >> np.uint8(4), -dmin, out=offsets, dtype=np.float32)
+    offsets += np.float32(2) * scales
     codes[:] = _low_pairs(blocks[:, 16:80])
-    codes += np.uint8(8)
 
 
 def _q3_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
@@ -250,7 +250,7 @@ BLOCK_TYPES = {
     "Q5_0": BlockType(8, torch.float16, None, (6, 22, 16), _q5_0),
     "Q5_1": BlockType(8, torch.float16, torch.float16, (8, 24, 16), _q5_1),
     "Q8_0": BlockType(8, torch.float16, None, (0, 0, 0), _q8_0),
-    "Q2_K": BlockType(4, torch.float32, torch.float32, (0, 0, 0), _q2_k, group_size=16),
+    "Q2_K": BlockType(2, torch.float32, torch.float32, (0, 0, 0), _q2_k, group_size=16),
     "Q3_K": BlockType(4, torch.float32, None, (0, 0, 0), _q3_k, group_size=16),
     "Q4_K": BlockType(4, torch.float32, torch.float32, (16, 144, 32), _q4_k),
     "Q5_K": BlockType(8, torch.float32, torch.float32, (48, 176, 32), _q5_k),

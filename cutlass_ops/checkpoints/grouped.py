@@ -122,7 +122,7 @@ def entry(
         module: the weight's name; the first of ``parts`` is its source.
         kind: the dialect's own name of it.
         shape: ``(N, K)``.
-        bits: 1 to 8; codes of fewer than 4 or 8 become such, around another midpoint.
+        bits: 1 to 8; codes of 1, 3, 5, 6 and 7 become such of 2, 4 and 8, around another midpoint.
         size: inputs in a group.
         parts: names of the tensors it is made of.
         scales: dtype of the scales.
@@ -163,7 +163,7 @@ def entry(
     return replace(
         found,
         quantized=Quantized(
-            bits=_container(bits),
+            bits=formats.width_of(bits),
             group_size=order.group_size,
             dtypes=dtypes,
             read=partial(_weight, source, parts[0], bits, size, known, read, book),
@@ -215,10 +215,6 @@ def _in_runs(index: Tensor, size: int) -> Order | None:
     return None
 
 
-def _container(bits: int) -> int:
-    return 4 if bits <= 4 else 8
-
-
 def _weight(
     source: Source,
     name: str,
@@ -238,7 +234,7 @@ def _weight(
         zeros = None if zeros is None else zeros[:, order.groups]
     if order.perm is not None:
         codes = permute_columns(codes, order.perm)
-    if shift := formats.midpoint(_container(bits)) - formats.midpoint(bits):
+    if shift := formats.midpoint(formats.width_of(bits)) - formats.midpoint(bits):
         codes = codes + shift
         zeros = None if zeros is None else zeros + shift
     return read_weight(
@@ -248,7 +244,7 @@ def _weight(
             codes,
             scales.contiguous(),
             zeros=None if zeros is None else zeros.contiguous(),
-            bits=_container(bits),
+            bits=formats.width_of(bits),
             group_size=order.group_size,
             perm=order.perm,
             book=None

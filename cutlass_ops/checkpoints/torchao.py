@@ -307,7 +307,7 @@ def _intx(stored: _Stored) -> _Form:
     if text not in [f"int{bits}" for bits in range(1, 9)]:
         raise stored.error(f"target_dtype is {target!r:.100}; int1 to int8 are known")
     bits = int(text[3:])
-    return _plain(stored, 4 if bits <= 4 else 8, bits)
+    return _plain(stored, formats.width_of(bits), bits)
 
 
 def _plain(stored: _Stored, bits: int, used: int) -> _Form:

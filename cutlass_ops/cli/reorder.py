@@ -47,7 +47,7 @@ def reorder_command(
     bits: Annotated[
         int | None,
         typer.Option(
-            help="Quantise float weights to codes of 4 or 8 bits. Without it they stay floats."
+            help="Quantise float weights to codes of 2, 4 or 8 bits. Without it they stay floats."
         ),
     ] = None,
     group_size: Annotated[

@@ -159,7 +159,7 @@ def quantize_model(
 
     Args:
         model: any module with such layers inside; changed in place.
-        bits: 4 or 8.
+        bits: 2, 4 or 8.
         group_size: 16, 32, 64, a multiple of 128, or -1 (one group for all of K). The last
             group may be short.
         symmetric: whether codes are centred on ``2**(bits-1)``; otherwise each group has an integer

@@ -27,7 +27,7 @@ _GATHERED_BYTES = 1 << 20
 _ROWS = 16
 #: With fewer output channels in a group, gathering takes longer than the products save: by the bits
 #: of a weight.
-_LEAST_OUTPUTS = {4: 128, 8: 256}
+_LEAST_OUTPUTS = {2: 128, 4: 128, 8: 256}
 #: Places of the result up to which torch takes longer to dequantise a weight of 8 bits than its
 #: faster product saves.
 _MOST_PLACES_OF_BYTES = 256
@@ -48,7 +48,7 @@ def takes(shape: Sequence[int], weight: PackedWeight, geometry: Geometry, act_qu
     outputs = weight.n // groups
     return (
         not padded
-        and (weight.bits == 4 or places <= _MOST_PLACES_OF_BYTES)
+        and (weight.bits < 8 or places <= _MOST_PLACES_OF_BYTES)
         and 4 * channels >= 3 * columns
         and outputs >= _LEAST_OUTPUTS[weight.bits]
         and (groups == 1 or outputs % formats.ROWS_PER_PANEL == 0)

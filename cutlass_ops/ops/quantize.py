@@ -70,12 +70,12 @@ def quantize(
     Args:
         weight: fp16, bf16 or fp32 ``[N, K]``, or a convolution's, ``[N, C, *kernel]`` of 3 to 5
             dimensions; scales are stored in its dtype.
-        bits: 4 or 8.
+        bits: 2, 4 or 8.
         group_size: 16, 32, 64, a multiple of 128, or -1 (one group for all of K). The last group
             may be short: one size for layers of any K, beyond it too. Groups of a convolution's
             weight are of channels of one tap.
         symmetric: whether codes are centred on ``2**(bits-1)``; otherwise each group has an integer
-            zero point.
+            zero point. With 2 bits a symmetric weight is -1, 0 or 1 times its scale.
         book: a code book of 4-bit codes, "nf4", "fp4" or an fp32 tensor ``[16]`` in any order: each
             weight gets the code of the nearest value (``reference.quantize_book``), the scale of a
             group being its largest magnitude. Or "mxfp4", in groups of 32, whose scales are powers

@@ -27,14 +27,14 @@ def quantize_weight(
     In fp32; amax, lo = min(0, w) and hi = max(0, w) are those of the group.
 
     - symmetric: ``s = amax / (2^(b-1) - 1)``, codes ``rint(w / s) + 2^(b-1)``; code 0 is never
-      used, so that w and -w have mirrored codes;
+      used, so that w and -w have mirrored codes (of 2 bits -1, 0 and 1);
     - asymmetric: ``s = (hi - lo) / (2^b - 1)``, ``z = rint(-lo / s)``, codes
       ``clamp(rint(w / s) + z, 0, 2^b - 1)``.
 
     Scales are stored in the weight's dtype and codes are computed with the stored ones. s is
     rounded up to that dtype, never down: then no scale becomes 0 in fp16, the largest weight of a
-    group still has a code, and every weight is within s / 2 of its value. (s is at most 2/7 of the
-    largest weight, so it does not overflow.)
+    group still has a code, and every weight is within s / 2 of its value. (s is at most the largest
+    weight, so it does not overflow.)
 
     A group whose range (amax or hi - lo) is below 2^-100 has scale 1 and codes of value 0. One
     whose range is not finite has a NaN scale and codes of value 0.
@@ -45,7 +45,7 @@ def quantize_weight(
 
     Args:
         weight: fp16, bf16 or fp32 ``[N, K]``.
-        bits: 4 or 8.
+        bits: 2, 4 or 8.
         group_size: 16, 32, 64, a multiple of 128, or -1; the last group may be short.
         symmetric: whether there are no zero points.
         clip: None or "mse".

@@ -37,16 +37,16 @@ def join_codes(gate: Tensor, up: Tensor, n: int, bits: int) -> Tensor:
     """The packed codes of a gated weight, made of the packed codes of gate and up, which have n
     rows each.
 
-    A block of 16 rows of ``layout.h`` has two eights: at 4 bits in the low and in the high nibbles,
-    at 8 bits in alternating runs of four bytes. Two blocks of gate and two of up make four blocks
-    of the result.
+    A block of 16 rows of ``layout.h`` has two eights: at 2 and 4 bits in the low and in the high
+    nibbles, at 8 bits in alternating runs of four bytes. Two blocks of gate and two of up make four
+    blocks of the result.
     """
     panels = formats.padded_rows(n) // formats.ROWS_PER_PANEL
     size = formats.ROWS_PER_PANEL * formats.K_PER_TILE * bits // 8 // 4  # bytes of a block
     # [panels, halves of a panel, K tiles, blocks, ...]: a half of each is a panel of the result.
     a, b = (codes.view(panels, -1, 2, 2, size).transpose(1, 2) for codes in (gate, up))
     joined = gate.new_empty(*a.shape[:4], 2, size)
-    if bits == 4:
+    if bits < 8:
         torch.bitwise_or(a & 15, b << 4, out=joined[..., 0, :])
         torch.bitwise_or(a >> 4, b & 240, out=joined[..., 1, :])
     else:

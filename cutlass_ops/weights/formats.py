@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from .. import _C
 
-BITS = (4, 8)
+BITS = (2, 4, 8)
 
 #: What ``config.json`` calls a packed model's quantisation.
 QUANT_METHOD = "cutlass_ops"
@@ -113,6 +113,7 @@ FORMATS = (
     Format("int8", "", 8),
     Format("codebook", "code book", 4, has_book=True),
     Format("e4m3", "e4m3 floats", 8, has_book=True, book=E4M3, nan=0x7F),
+    Format("int2", "", 2),
 )
 
 
@@ -167,6 +168,11 @@ def check_bits(bits: int) -> int:
     return bits
 
 
+def width_of(bits: int) -> int:
+    """The least width of packed codes for codes of 1 to 8 bits."""
+    return next(width for width in BITS if bits <= width)
+
+
 def check_group_size(group_size: int) -> int:
     """Return ``group_size``, or raise ``ValueError``.
 
@@ -217,7 +223,7 @@ def check_quant_type(quant_type: str) -> str:
 
 
 def midpoint(bits: int) -> int:
-    """The code that stands for zero in a symmetric format: 8 or 128."""
+    """The code that stands for zero in a symmetric format: 2, 8 or 128."""
     return 1 << (bits - 1)
 
 

@@ -40,7 +40,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
     Args:
         codes: uint8 ``[N, K]`` of any strides, each below ``2**bits``.
-        bits: 4 or 8.
+        bits: 2, 4 or 8.
 
     Returns:
         uint8 ``[n_pad * k_pad * bits / 8]`` on the same device.
@@ -117,17 +117,21 @@ def gather_codes(packed: Tensor, rows: Tensor, k: int, bits: int) -> Tensor:
     tiles = formats.padded_k(k) // formats.K_PER_TILE
     # [row panels, K tiles, row blocks, units, g, t, words' columns, (half,) k % 2,
     # k // 8 of the 16]
-    if bits == 4:
-        view = packed.view(-1, tiles, 4, 2, 8, 4, 4, 2, 2)
-        found = view[rows // formats.ROWS_PER_PANEL, :, block, :, g]
-    else:
+    if bits == 8:
         view = packed.view(-1, tiles, 4, 4, 8, 4, 2, 2, 2, 2)
         found = view[rows // formats.ROWS_PER_PANEL, :, block, :, g, :, :, half]
+    else:
+        view = packed.view(-1, tiles, 4, bits // 2, 8, 4, 4, 2, 2)
+        found = view[rows // formats.ROWS_PER_PANEL, :, block, :, g]
     # from units, t, columns, k % 2, k // 8
-    codes = found.permute(0, 1, 2, 4, 6, 3, 5).reshape(len(rows), formats.padded_k(k))
-    if bits == 4:
-        codes = codes.bitwise_right_shift_((4 * half).to(torch.uint8)[:, None]).bitwise_and_(15)
-    return codes.bitwise_xor_(formats.midpoint(bits))  # from two's complement
+    columns = formats.K_PER_TILE // (2 if bits == 2 else 1)
+    codes = found.permute(0, 1, 2, 4, 6, 3, 5).reshape(len(rows), tiles, columns)
+    if bits < 8:
+        codes = codes.bitwise_right_shift_((4 * half).to(torch.uint8)[:, None, None])
+    if bits == 2:  # columns 64 further are in the upper two bits
+        codes = torch.cat((codes, codes >> 2), -1)
+    codes = codes.bitwise_and_((1 << bits) - 1).bitwise_xor_(formats.midpoint(bits))
+    return codes.view(len(rows), formats.padded_k(k))
 
 
 def group_vector_positions(n: int, device: torch.device) -> Tensor:
@@ -407,13 +411,13 @@ class PackedWeight:
     @cached_property
     def takes_sums(self) -> bool:
         """Whether :meth:`sum_codes` does anything: only kernels for Hopper read column sums, and
-        only of groups of 128 or more without offsets.
+        only of 4 or 8 bits in groups of 128 or more without offsets.
 
         Sums of tensors that were made under ``torch.inference_mode`` are not kept: torch does not
         count the writes to them.
         """
         plain = not self.kernel_size and self.offsets is None and self.book is None
-        plain = plain and (self.zeros is None or self.bits == 4)
+        plain = plain and self.bits > 2 and (self.zeros is None or self.bits == 4)
         groups = self.group_size == -1 or self.group_size % 128 == 0
         if not (
             plain

@@ -181,7 +181,7 @@ class QuantizedWeight:
         scales: fp16, bf16 or fp32 ``[N, G]``; may be negative. Kept exactly.
         zeros: uint8 ``[N, G]`` below ``2**bits``, or None.
         offsets: fp16, bf16 or fp32 ``[N, G]``, or None. At most one of zeros and offsets is given.
-        bits: 4 or 8.
+        bits: 2, 4 or 8.
         group_size: 16, 32, 64, a multiple of 128, or -1 (one group). ``G = ceil(K /
             group_size)``, or ``taps * ceil(C / group_size)``; the last, of each tap, may be short.
         bias: fp16, bf16 or fp32 ``[N]``, or None; added by every product with this weight.

@@ -27,7 +27,9 @@ inline Device const kDevices[] = {{80, 108, 166912},       {86, 82, 101376},   {
 inline Device const kHopper = kDevices[3];
 inline Device const kH100 = {90, 132, 232448, 3352};
 
-inline Format integers(int bits) { return bits == 4 ? Format::kInt4 : Format::kInt8; }
+inline Format integers(int bits) {
+  return bits == 2 ? Format::kInt2 : bits == 4 ? Format::kInt4 : Format::kInt8;
+}
 
 inline GemmProblem problem(int m, int n, int k, int bits = 4, int group_size = 128) {
   GemmProblem p;
@@ -105,7 +107,7 @@ inline std::vector<Named> inputs(GemmProblem const& p) {
   } else {
     GemmProblem zeros = quantized_on_the_way(p, ActQuant::kBlock, true);
     zeros.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
-    all.push_back({"zero points of 8 bits", zeros, true});
+    all.push_back({"zero points", zeros, true});
   }
   all.push_back({"codes, token", already_quantized(p, -1), true});
   all.push_back(

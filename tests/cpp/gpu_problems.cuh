@@ -238,7 +238,10 @@ class DeviceWeight {
     if (w.kind.zero == Zero::kInteger) view.zeros = zeros_.data<int8_t>();
     if (w.kind.zero == Zero::kReal) view.offsets = offsets_.data<void>();
     if (!w.perm.empty()) view.perm = perm_.data<int32_t>();
-    view.n = w.n, view.k = w.k, view.format = w.bits == 4 ? Format::kInt4 : Format::kInt8;
+    view.n = w.n, view.k = w.k,
+    view.format = w.bits == 2   ? Format::kInt2
+                  : w.bits == 4 ? Format::kInt4
+                                : Format::kInt8;
     view.group_size = w.kind.group_size;
     view.scale_type = w.kind.scale_type;
     view.offset_type = w.kind.zero == Zero::kReal ? w.kind.scale_type : DataType::kNone;

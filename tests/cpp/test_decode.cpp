@@ -43,6 +43,70 @@ void for_each_zero_pair(Check const& check) {
   for (int z = 0; z < kCodes; ++z) check(z - kCodes / 2, (z + 5) % kCodes - kCodes / 2);
 }
 
+// The code in the lower two bits of nibble p.
+int half_nibble(uint32_t word, int p) { return int(word << (30 - 4 * p)) >> 30; }
+
+TEST(Decode, TwoBitsToHalf) {
+  for_each_word([](uint32_t word) {
+    uint32_t bits[4];
+    Int2Half::bits(&word, bits);
+    for_each_zero_pair<2>([&](int zero_g, int zero_g8) {
+      RowConstants const zero = Int2Half::zero_constants(zero_g, zero_g8);
+      for (int r = 0; r < 4; ++r) {
+        for (int h = 0; h < 2; ++h) {
+          double const operand = emulate::half(bits[r], h);
+          double const value = r % 2 == 0 ? operand - emulate::half(zero.g, h)
+                                          : operand / 16 + emulate::half(zero.g8, h);
+          int const code = half_nibble(word, kNibble[r][h]);
+          ASSERT_EQ(value, code - (r % 2 == 0 ? zero_g : zero_g8))
+              << std::hex << word << " register " << r << " half " << h;
+        }
+      }
+    });
+  });
+}
+
+TEST(Decode, TwoBitsToBfloat16) {
+  for_each_word([](uint32_t word) {
+    uint32_t bits[4];
+    Int2Bfloat16::bits(&word, bits);
+    for_each_zero_pair<2>([&](int zero_g, int zero_g8) {
+      RowConstants const zero = Int2Bfloat16::zero_constants(zero_g, zero_g8);
+      for (int r = 0; r < 4; ++r) {
+        for (int h = 0; h < 2; ++h) {
+          double const subtrahend = emulate::bfloat16(r % 2 == 0 ? zero.g : zero.g8, h);
+          int const code = half_nibble(word, kNibble[r][h]);
+          ASSERT_EQ(emulate::bfloat16(bits[r], h) - subtrahend,
+                    code - (r % 2 == 0 ? zero_g : zero_g8))
+              << std::hex << word << " register " << r << " half " << h;
+        }
+      }
+    });
+  });
+}
+
+TEST(Decode, TwoBitsToInt8) {
+  for_each_word([](uint32_t word) {
+    uint32_t const words[2] = {word, ~word};
+    uint32_t out[4];
+    auto const check = [&](int scale, int zero_g, int zero_g8) {
+      for (int r = 0; r < 4; ++r) {
+        for (int e = 0; e < 4; ++e) {
+          int const code = half_nibble(words[r / 2], 2 * e + r % 2);
+          ASSERT_EQ(byte(out[r], e), scale * (code - (r % 2 == 0 ? zero_g : zero_g8)))
+              << std::hex << word << " register " << r << " byte " << e;
+        }
+      }
+    };
+    Int2Int8::fragment(words, out);
+    check(Int2Int8::kScale, 0, 0);
+    for_each_zero_pair<2>([&](int zero_g, int zero_g8) {
+      Int2MinusZeroInt8::fragment(words, Int2MinusZeroInt8::zero_constants(zero_g, zero_g8), out);
+      check(1, zero_g, zero_g8);
+    });
+  });
+}
+
 TEST(Decode, FourBitsToHalf) {
   ASSERT_EQ(emulate::half(Int4Half::kSixteenth, 0), 1.0 / 16);
   ASSERT_EQ(emulate::half(Int4Half::kSixteenth, 1), 1.0 / 16);
@@ -237,7 +301,27 @@ TEST(Decode, FourBitsMinusZeroToInt8) {
 TEST(Decode, WorkedExamples) {
   uint32_t const four_bits[2] = {0x000000e3u, 0};
   uint32_t const eight_bits[2] = {0x0000fe03u, 0};
+  uint32_t const two_bits[2] = {0x000000d3u, 0};
   uint32_t out[4], subtrahend[4];
+
+  Int2Half::bits(two_bits, out);
+  EXPECT_EQ(out[0], 0x64026401u);
+  EXPECT_EQ(out[1], 0x64206430u);
+  EXPECT_EQ(emulate::half(Int2Half::zero_constants(0, 0).g, 0), 1026);
+  EXPECT_EQ(emulate::half(Int2Half::zero_constants(0, 0).g8, 0), -66);
+
+  Int2Bfloat16::bits(two_bits, out);
+  EXPECT_EQ(out[0], 0x43024301u);
+  EXPECT_EQ(out[1], 0x43024303u);
+  EXPECT_EQ(emulate::bfloat16(Int2Bfloat16::zero_constants(0, 0).g, 0), 130);
+
+  Int2Int8::fragment(two_bits, out);
+  EXPECT_EQ(out[0], 0x000000c0u);
+  EXPECT_EQ(out[1], 0x00000040u);
+
+  Int2MinusZeroInt8::fragment(two_bits, Int2MinusZeroInt8::zero_constants(-2, -2), out);
+  EXPECT_EQ(out[0], 0x02020201u);
+  EXPECT_EQ(out[1], 0x02020203u);
 
   Int4Half::bits(four_bits, out);
   EXPECT_EQ(out[0], 0x6408640bu);

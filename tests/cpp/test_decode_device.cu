@@ -42,8 +42,8 @@ __global__ void check_float(int* wrong) {
     }
     for (int r = 0; r < 4; ++r) {
       for (int h = 0; h < 2; ++h) {
-        int const stored =
-            kBits == 4 ? code(words[0], 4, r + 4 * h) : code(words[r % 2], 8, r / 2 + 2 * h);
+        int const stored = kBits == 8 ? code(words[r % 2], 8, r / 2 + 2 * h)
+                                      : code(words[0], kBits, (r + 4 * h) * (4 / kBits));
         if (number(out[r], h, Element{}) != stored - zeros[r % 2]) atomicAdd(wrong, 1);
       }
     }
@@ -86,6 +86,8 @@ int wrong_elements(void (*kernel)(int*)) {
 TEST(DecodeOnDevice, EveryCodeWithEveryZeroPoint) {
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no CUDA device";
+  EXPECT_EQ(wrong_elements(check_float<formats::Int2, __half>), 0) << "2 bits to fp16";
+  EXPECT_EQ(wrong_elements(check_float<formats::Int2, __nv_bfloat16>), 0) << "2 bits to bf16";
   EXPECT_EQ(wrong_elements(check_float<formats::Int4, __half>), 0) << "4 bits to fp16";
   EXPECT_EQ(wrong_elements(check_float<formats::Int4, __nv_bfloat16>), 0) << "4 bits to bf16";
   EXPECT_EQ(wrong_elements(check_float<formats::Int8, __half>), 0) << "8 bits to fp16";

@@ -20,7 +20,7 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
   // Kernel, tile, and the fields that distinguish its candidates.
   std::set<std::tuple<std::string, int, int, bool, bool>> used, offered;
   for (Device const& device : kDevices)
-    for (int bits : {4, 8})
+    for (int bits : {2, 4, 8})
       for (int group_size : {-1, 16, 32, 64, 128, 256, 384, 1024})
         for (int m :
              {0, 1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 160, 170, 192, 256, 4097, kMaxM})

@@ -278,6 +278,7 @@ TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
   };
   auto const book = [](GemmProblem& p) { look_up(p.weight); };
   auto const e4m3 = [](GemmProblem& p) { p.weight.format = Format::kE4m3; };
+  auto const int2 = [](GemmProblem& p) { p.weight.format = Format::kInt2; };
   auto const perm = [](GemmProblem& p) {
     p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte);
   };
@@ -324,6 +325,15 @@ TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
     forbids(kernel, "e4m3 codes", e4m3);
   for (char const* kernel : {"wgmma_fold16", "wgmma_decode_fold16", "mma_gemm_a16"})
     forbids(kernel, "", e4m3);
+  forbids("wgmma_gemm_a16", "2-bit integers", int2);
+  for (char const* kernel :
+       {"wgmma_decode", "decode_gemm", "wgmma_fold16", "wgmma_decode_fold16", "mma_gemm_a16"})
+    forbids(kernel, "", int2);
+  auto const int2_and_int8 = [&](GemmProblem& p) { int2(p), int8(p); };
+  for (char const* kernel : {"wgmma_gemm_a8", "wgmma_decode", "decode_gemm"})
+    forbids(kernel, "2-bit integers", int2_and_int8);
+  for (char const* kernel : {"wgmma_fold16", "wgmma_decode_fold16", "mma_gemm_a8"})
+    forbids(kernel, "", int2_and_int8);
   forbids("book_gemm_a16", "a weight without a code book", [](GemmProblem& p) { p.m = 4; });
   forbids("wgmma_gemm_a8", "8-bit zero points", zeros8);
   forbids("wgmma_decode", "8-bit zero points", zeros8);

@@ -3,6 +3,7 @@
 // elements. Host code only; a .cu file because CuTe's headers need nvcc.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstdint>
 #include <cute/atom/mma_traits_sm80.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
@@ -39,13 +40,21 @@ std::vector<uint32_t> chunk_of_digits(int bits, int digit) {
   return chunk;
 }
 
-// The words that a lane of the warp of `block` feeds to the fragment at column k of the chunk.
-uint32_t const* lane_words(std::vector<uint32_t> const& chunk, int bits, int block, int lane,
-                           int k) {
-  int const k_per_unit = bits == 4 ? 64 : 32;
+// Words that a lane feeds to a decoder.
+using Words = std::array<uint32_t, 4>;
+
+// Those of a lane of the warp of `block` for the fragment at column k of the chunk, and what
+// follows.
+Words lane_words(std::vector<uint32_t> const& chunk, int bits, int block, int lane, int k) {
+  int const k_per_unit = 256 / bits;
   int const unit = block * (kKPerTile / k_per_unit) + k / k_per_unit;
-  int const word = k % k_per_unit / 16 * (bits / 4);  // one word for 16 k at 4 bits, two at 8
-  return chunk.data() + (unit * kUnitBytes + lane * kLaneBytes) / 4 + word;
+  // one word for 16 k, two at 8 bits; at 2 bits k of 64 .. 127 in the upper bits of nibbles
+  int const word = k % k_per_unit % 64 / 16 * (bits == 8 ? 2 : 1),
+            right = bits == 2 ? k / 64 * 2 : 0;
+  uint32_t const* const from = chunk.data() + (unit * kUnitBytes + lane * kLaneBytes) / 4;
+  Words words = {};
+  for (int i = 0; word + i < 4; ++i) words[size_t(i)] = from[word + i] >> right;
+  return words;
 }
 
 // Element v of a fragment, decoded without zero points, to its centred code.
@@ -56,6 +65,34 @@ int element(decode::Int4Half, uint32_t const* words, int v) {
   double const operand = emulate::half(r[v / 2], v % 2);
   return int(v / 2 % 2 == 0 ? operand - emulate::half(zero.g, 0)
                             : operand / 16 + emulate::half(zero.g8, 0));
+}
+
+int element(decode::Int2Half, uint32_t const* words, int v) {
+  uint32_t r[4];
+  decode::Int2Half::bits(words, r);
+  decode::RowConstants const zero = decode::Int2Half::zero_constants(0, 0);
+  double const operand = emulate::half(r[v / 2], v % 2);
+  return int(v / 2 % 2 == 0 ? operand - emulate::half(zero.g, 0)
+                            : operand / 16 + emulate::half(zero.g8, 0));
+}
+
+int element(decode::Int2Bfloat16, uint32_t const* words, int v) {
+  uint32_t r[4];
+  decode::Int2Bfloat16::bits(words, r);
+  uint32_t const zero = decode::Int2Bfloat16::zero_constants(0, 0).g;
+  return int(emulate::bfloat16(r[v / 2], v % 2) - emulate::bfloat16(zero, 0));
+}
+
+int element(decode::Int2Int8, uint32_t const* words, int v) {
+  uint32_t r[4];
+  decode::Int2Int8::fragment(words, r);
+  return int8_t(r[v / 4] >> v % 4 * 8) / decode::Int2Int8::kScale;
+}
+
+int element(decode::Int2MinusZeroInt8, uint32_t const* words, int v) {
+  uint32_t r[4];
+  decode::Int2MinusZeroInt8::fragment(words, decode::Int2MinusZeroInt8::zero_constants(0, 0), r);
+  return int8_t(r[v / 4] >> v % 4 * 8);
 }
 
 int element(decode::Int4Bfloat16, uint32_t const* words, int v) {
@@ -126,8 +163,8 @@ void check_fragments() {
         for (int v = 0; v < kValues; ++v) {
           int index = 0;
           for (size_t digit = 0; digit < chunks.size(); ++digit) {
-            uint32_t const* words = lane_words(chunks[digit], bits, block, lane, k);
-            index |= (element(Decoder{}, words, v) + (1 << (bits - 1))) << bits * int(digit);
+            Words const words = lane_words(chunks[digit], bits, block, lane, k);
+            index |= (element(Decoder{}, words.data(), v) + (1 << (bits - 1))) << bits * int(digit);
           }
           int const place = ALayout{}(thread, v);
           int const row = first_row + place % kRows;
@@ -142,32 +179,40 @@ void check_fragments() {
 }
 
 TEST(Fragments, MmaSyncHalf) {
+  check_fragments<2, decode::Int2Half, Half16816>();
   check_fragments<4, decode::Int4Half, Half16816>();
   check_fragments<8, decode::Int8Half, Half16816>();
 }
 
 TEST(Fragments, MmaSyncBfloat16) {
+  check_fragments<2, decode::Int2Bfloat16, Bfloat16816>();
   check_fragments<4, decode::Int4Bfloat16, Bfloat16816>();
   check_fragments<8, decode::Int8Bfloat16, Bfloat16816>();
 }
 
 TEST(Fragments, MmaSyncInt8) {
+  check_fragments<2, decode::Int2Int8, Int16832>();
+  check_fragments<2, decode::Int2MinusZeroInt8, Int16832>();
   check_fragments<4, decode::Int4Int8, Int16832>();
   check_fragments<4, decode::Int4MinusZeroInt8, Int16832>();
   check_fragments<8, decode::Int8Int8, Int16832>();
 }
 
 TEST(Fragments, WgmmaHalf) {
+  check_fragments<2, decode::Int2Half, HalfWgmma>();
   check_fragments<4, decode::Int4Half, HalfWgmma>();
   check_fragments<8, decode::Int8Half, HalfWgmma>();
 }
 
 TEST(Fragments, WgmmaBfloat16) {
+  check_fragments<2, decode::Int2Bfloat16, Bfloat16Wgmma>();
   check_fragments<4, decode::Int4Bfloat16, Bfloat16Wgmma>();
   check_fragments<8, decode::Int8Bfloat16, Bfloat16Wgmma>();
 }
 
 TEST(Fragments, WgmmaInt8) {
+  check_fragments<2, decode::Int2Int8, IntWgmma>();
+  check_fragments<2, decode::Int2MinusZeroInt8, IntWgmma>();
   check_fragments<4, decode::Int4Int8, IntWgmma>();
   check_fragments<4, decode::Int4MinusZeroInt8, IntWgmma>();
   check_fragments<8, decode::Int8Int8, IntWgmma>();

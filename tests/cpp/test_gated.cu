@@ -94,7 +94,7 @@ TEST_P(Gated, OfSlicesOfK) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Gated,
-                         testing::Combine(testing::Values(4, 8), testing::ValuesIn(kInputs)),
+                         testing::Combine(testing::Values(2, 4, 8), testing::ValuesIn(kInputs)),
                          [](auto const& info) {
                            return "W" + std::to_string(std::get<0>(info.param)) + "_" +
                                   std::get<1>(info.param).name;

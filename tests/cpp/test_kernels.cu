@@ -280,7 +280,7 @@ TEST_P(Dequantize, GivesEveryValueRoundedOnce) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Kernels, Dequantize,
-                         testing::Combine(testing::Values(4, 8),
+                         testing::Combine(testing::Values(2, 4, 8),
                                           testing::Values(DataType::kFloat16, DataType::kBFloat16,
                                                           DataType::kFloat32)),
                          [](auto const& info) {
@@ -291,7 +291,7 @@ INSTANTIATE_TEST_SUITE_P(Kernels, Dequantize,
 // ---- packing
 
 TEST_F(Kernels, PackAsTheHostDoesAndUnpack) {
-  for (int bits : {4, 8}) {
+  for (int bits : {2, 4, 8}) {
     for (int n : {1, 70, 192}) {
       for (int k : {33, 128, 576}) {
         std::mt19937 random(uint32_t(n * 31 + k));

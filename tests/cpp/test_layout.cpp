@@ -18,7 +18,7 @@ struct Coordinate {
 template <class Check>
 void walk(int bits, int n_pad, int k_pad, Check const& check) {
   std::array<int, 4> const ks = {0, 8, 1, 9};  // + 2t: the elements of a word
-  int const k_per_unit = bits == 4 ? 64 : 32;
+  int const k_per_unit = 256 / bits;
   int64_t bit = 0;
   for (int panel = 0; panel < n_pad / 64; ++panel)
     for (int tile = 0; tile < k_pad / 128; ++tile)
@@ -28,12 +28,14 @@ void walk(int bits, int n_pad, int k_pad, Check const& check) {
             for (int word = 0; word < 4; ++word)
               for (int i = 0; i < 32 / bits; ++i) {
                 int const g = lane / 4, t = lane % 4;
-                int const half = bits == 4 ? i % 2 : word % 2;   // row g or row g + 8
-                int const column = bits == 4 ? word : word / 2;  // which 16 k
-                int const element = bits == 4 ? i / 2 : i;
-                check(bit, Coordinate{
-                               64 * panel + 16 * block + g + 8 * half,
-                               128 * tile + k_per_unit * unit + 16 * column + 2 * t + ks[element]});
+                int const nibble = i * bits / 4;
+                int const half = bits < 8 ? nibble % 2 : word % 2;  // row g or row g + 8
+                int const column = bits < 8 ? word : word / 2;      // which 16 k
+                int const further = bits == 2 ? 64 * (i % 2) : 0;   // the nibble's other column
+                int const element = nibble / 2;
+                check(bit, Coordinate{64 * panel + 16 * block + g + 8 * half,
+                                      128 * tile + k_per_unit * unit + further + 16 * column +
+                                          2 * t + ks[element]});
                 bit += bits;
               }
 }
@@ -63,9 +65,10 @@ TEST_P(Layout, IsABijection) {
   EXPECT_EQ(packed_bytes(n_pad, k_pad, bits) * 8 / bits, int64_t(used.size()));
 }
 
-INSTANTIATE_TEST_SUITE_P(Bits, Layout, testing::Values(4, 8), testing::PrintToStringParamName());
+INSTANTIATE_TEST_SUITE_P(Bits, Layout, testing::Values(2, 4, 8), testing::PrintToStringParamName());
 
 TEST(Layout, Sizes) {
+  EXPECT_EQ(k_tile_bytes(2), 2048);
   EXPECT_EQ(k_tile_bytes(4), 4096);
   EXPECT_EQ(k_tile_bytes(8), 8192);
   EXPECT_EQ(packed_bytes(1, 1, 4), 4096);

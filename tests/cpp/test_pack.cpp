@@ -79,7 +79,7 @@ TEST_P(Pack, UnpackIgnoresThePadding) {
 // handles at a time.
 INSTANTIATE_TEST_SUITE_P(
     Shapes, Pack,
-    testing::Combine(testing::Values(4, 8),
+    testing::Combine(testing::Values(2, 4, 8),
                      testing::Values(std::make_tuple(1, 1), std::make_tuple(3, 5),
                                      std::make_tuple(64, 128), std::make_tuple(65, 129),
                                      std::make_tuple(32, 576), std::make_tuple(192, 576),
@@ -99,7 +99,7 @@ TEST(PackErrors, NameTheValueAndWhatIsAccepted) {
     }
     return std::string("accepted");
   };
-  EXPECT_EQ(message(1, 1, 3, 0), "bits is 3; accepted: 4, 8");
+  EXPECT_EQ(message(1, 1, 3, 0), "bits is 3; accepted: 2, 4, 8");
   EXPECT_EQ(message(0, 1, 4, 0), "n is 0; accepted: 1 to 2147483519");
   EXPECT_EQ(message(2147483520, 1, 4, 0), "n is 2147483520; accepted: 1 to 2147483519");
   EXPECT_EQ(message(1, -7, 4, 0), "k is -7; accepted: 1 to 2147483519");

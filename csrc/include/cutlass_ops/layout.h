@@ -6,8 +6,9 @@
 // memory, and the tile of x can have any N of the instruction.
 //
 //   packed = [n_pad / 64 row panels][k_pad / 128 K tiles][block]
-//   block  = 64 rows x 128 k      = [4 row blocks][2 units at 4 bits | 4 at 8]: 4096 | 8192 B
-//   unit   = 16 rows x 64 | 32 k  = [32 lanes][16 B]: one coalesced 16-byte load of a warp
+//   block  = 64 rows x 128 k      = [4 row blocks][1 unit at 2 bits | 2 at 4 | 4 at 8]: 2048 |
+//                                   4096 | 8192 B
+//   unit   = 16 rows x 128 | 64 | 32 k = [32 lanes][16 B]: one coalesced 16-byte load of a warp
 //
 //                  k 0            16           32           48          63
 //   4-bit unit       +------------+------------+------------+------------+   a lane's 16 bytes
@@ -20,6 +21,9 @@
 //        nibble p   7     6     5     4     3     2     1     0
 //        row       g+8    g    g+8    g    g+8    g    g+8    g
 //        k - 16j   2t+9  2t+9  2t+1  2t+1  2t+8  2t+8   2t    2t
+//
+//   2-bit unit (16 x 128): two codes a nibble, of row and column as at 4 bits in the lower two bits
+//   and 64 columns further in the upper two
 //
 //                  k 0                   16                  31
 //   8-bit unit       +-------------------+-------------------+   lane = 4*g + t: words 0, 2 are
@@ -46,6 +50,8 @@
 //   - Rows interleaved inside a byte, g low and g+8 high: w & 0xf0f0f0f0 is row g+8 and
 //     (w << 4) & 0xf0f0f0f0 row g, both as int8 bytes 16 * c. And 2t+8 stands between 2t and 2t+1,
 //     which so lie sixteen bits apart: one AND makes a half2 of them (formats/decode.cuh).
+//   - Columns 64 apart in a nibble of 2-bit codes: a word shifted by two bits is a word of the
+//     unit's other half, and both are decoded as words of nibbles are.
 //
 // Codes are stored centred, c = q - 2^(bits-1), in two's complement: padding is zero bytes, and
 // 8-bit words are int8 fragments as they stand.
@@ -73,7 +79,7 @@ inline constexpr int kRowsPerBlock = 16;
 inline constexpr int kLaneBytes = 16;
 inline constexpr int kUnitBytes = 32 * kLaneBytes;
 
-// Bytes of one row panel's K tile, 64 rows x 128 k: 4096 for 4 bits, 8192 for 8 bits.
+// Bytes of one row panel's K tile, 64 rows x 128 k: 2048 for 2 bits, 4096 for 4, 8192 for 8.
 CUTLASS_OPS_HD constexpr int k_tile_bytes(int bits) { return kRowsPerPanel * kKPerTile * bits / 8; }
 
 CUTLASS_OPS_HD constexpr int64_t padded_rows(int64_t n) {
@@ -89,11 +95,14 @@ CUTLASS_OPS_HD constexpr int64_t packed_bytes(int64_t n, int64_t k, int bits) {
   return padded_rows(n) * padded_k(k) / 8 * bits;
 }
 
-// How codes of 4 or 8 bits lie in a unit: rows of W in a byte, k of the unit, and words of a lane
-// that hold 16 k.
-CUTLASS_OPS_HD constexpr int byte_rows(int bits) { return 8 / bits; }
+// How codes of 2, 4 or 8 bits lie in a unit: rows of W in a byte, columns of a row in a nibble, k
+// of the unit, and words of a lane that hold 16 k (those of a nibble's first column).
+CUTLASS_OPS_HD constexpr int byte_rows(int bits) { return bits == 8 ? 1 : 2; }
+CUTLASS_OPS_HD constexpr int nibble_columns(int bits) { return bits == 2 ? 2 : 1; }
 CUTLASS_OPS_HD constexpr int unit_k(int bits) { return 8 * kUnitBytes / bits / kRowsPerBlock; }
-CUTLASS_OPS_HD constexpr int words_of_16_k(int bits) { return bits / 4; }
+CUTLASS_OPS_HD constexpr int words_of_16_k(int bits) { return bits == 8 ? 2 : 1; }
+// Columns from a nibble's first to its second.
+inline constexpr int kNibbleDistance = 64;
 
 // Where a code lives: bits [shift, shift + bits) of the byte at offset `byte`.
 struct CodePosition {
@@ -101,7 +110,7 @@ struct CodePosition {
   int shift;
 };
 
-// The position of the code of row n, column k. `k_pad` is padded_k(K); `bits` is 4 or 8.
+// The position of the code of row n, column k. `k_pad` is padded_k(K); `bits` is 2, 4 or 8.
 CUTLASS_OPS_HD constexpr CodePosition code_position(int n, int k, int k_pad, int bits) {
   int const row = n % kRowsPerBlock;          // inside the 16-row block
   int const g = row % 8, half = row / 8;      // lane group; 0: row g, 1: row g + 8
@@ -110,7 +119,8 @@ CUTLASS_OPS_HD constexpr CodePosition code_position(int n, int k, int k_pad, int
   int const element = kk / 8 + 2 * (kk % 2);  // 2t, 2t+8, 2t+1, 2t+9 are elements 0, 1, 2, 3
   int const k_per_unit = unit_k(bits);
   int const unit = k % kKPerTile / k_per_unit;
-  int const column = k % k_per_unit / 16;  // which 16 k of the unit
+  int const of_nibble = k % k_per_unit / kNibbleDistance;    // 1: the second column
+  int const column = k % k_per_unit % kNibbleDistance / 16;  // which 16 k of the unit
 
   int64_t const chunk = int64_t(n / kRowsPerPanel) * (k_pad / kKPerTile) + k / kKPerTile;
   int const block = n % kRowsPerPanel / kRowsPerBlock;
@@ -119,7 +129,7 @@ CUTLASS_OPS_HD constexpr CodePosition code_position(int n, int k, int k_pad, int
       chunk * k_tile_bytes(bits) + (block * units_per_block + unit) * kUnitBytes;
   int const lane_start = (4 * g + t) * kLaneBytes;
   int const words = words_of_16_k(bits), word = words * column + half % words;
-  return {unit_start + lane_start + 4 * word + element, half / words * bits};
+  return {unit_start + lane_start + 4 * word + element, half / words * 4 + of_nibble * bits};
 }
 
 // Position of a row inside its row panel in the group vectors (scales, zeros, offsets): an 8 x 8

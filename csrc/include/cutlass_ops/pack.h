@@ -7,7 +7,7 @@
 namespace cutlass_ops {
 
 // codes: n * k bytes, row-major, one unsigned code below 2^bits each. packed: packed_bytes(n, k,
-// bits) bytes, all of them written, padding with codes of value zero (zero bytes). bits: 4 or 8.
+// bits) bytes, all of them written, padding with codes of value zero (zero bytes). bits: 2, 4 or 8.
 // threads: how many to use at most, 0 for every core. A few kilobytes a thread are the only memory
 // taken. Throws std::invalid_argument for other bits, sizes below 1 or above 2^31 - 129, null
 // pointers, negative thread counts, and a code that is not below 2^bits.

@@ -179,7 +179,7 @@ struct PackProblem {
   uint8_t* packed = nullptr;  // packed_bytes(n, k, bits), from an address that is a multiple of 16
   int64_t n_stride = 0, k_stride = 1;
   int n = 0, k = 0;
-  int bits = 4;  // 4 or 8
+  int bits = 4;  // 2, 4 or 8
 };
 
 // Scratch memory of the caller's, aligned to 256 bytes, of at least Plan::workspace bytes.

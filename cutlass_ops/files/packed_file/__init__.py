@@ -9,7 +9,7 @@ other tensor keeps its name. ``__metadata__``, all of it strings, has:
 ``layout``          "cutlass_ops.slab64"
 ``layout_version``  "2", "3" if experts are gated, or "4" if other weights are; in version 1 the
                     last two lines of this table are missing
-``weights``         JSON: ``{name: {"n": N, "k": K, "bits": 4 or 8, "group_size": g}}``
+``weights``         JSON: ``{name: {"n": N, "k": K, "bits": 2, 4 or 8, "group_size": g}}``
 ``kernels``         JSON, if there are weights of convolutions: ``{name: [R, S]}``, the extents of
                     their kernels; K of ``weights`` is then R * S * C, and each tap's C channels are
                     padded to 128

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.safetensors_files import opened
+from ...weights import formats
 from ...weights.packed_experts import PackedExperts
 from ...weights.packed_weight import PackedWeight
 from ...weights.weight import PARTS, CheckpointError, wrong_book
@@ -92,10 +93,12 @@ def packed_problem(weight: PackedWeight | PackedExperts) -> tuple[str, str] | No
     if problem := wrong_book(packed.bits, packed.book):
         return "book", problem
     zeros = weight.tensors().get("zeros")
+    middle = formats.midpoint(weight.bits)
     if (
-        weight.bits == 4
+        weight.bits < 8
         and zeros is not None
-        and not -8 <= int(zeros.min()) <= int(zeros.max()) <= 7
+        and not -middle <= int(zeros.min()) <= int(zeros.max()) < middle
     ):
-        return "zeros", "holds values outside of -8 .. 7, the zero points of 4 bits"
+        outside = f"holds values outside of -{middle} .. {middle - 1}"
+        return "zeros", f"{outside}, the zero points of {weight.bits} bits"
     return None
