@@ -35,7 +35,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save as to_safetensors
 
-from cutlass_ops import CheckpointError, PackedWeight, load_checkpoint, load_packed, reorder
+from cutlass_ops import (
+    CheckpointError,
+    PackedWeight,
+    load_checkpoint,
+    load_packed,
+    quantize,
+    reorder,
+    save_packed,
+)
 from cutlass_ops.checkpoints import gguf_header, safetensors_files
 from cutlass_ops.files.packed_file import packed_info
 from cutlass_ops.files.verify import verify_packed
@@ -375,6 +383,21 @@ def test_a_packed_file_with_false_metadata(
         load_packed(path)
     with pytest.raises(CheckpointError, match=match):
         verify_packed(path)
+
+
+@pytest.mark.parametrize(("bits", "middle"), [(2, 2), (4, 8)])
+def test_zero_points_beyond_the_bits_of_codes(tmp_path: Path, bits: int, middle: int) -> None:
+    packed = reorder(quantize(torch.randn(64, 128), bits, symmetric=False))
+    assert packed.zeros is not None
+    for zero in (-middle, middle - 1, -middle - 1, middle):
+        packed.zeros[0, 0] = zero
+        save_packed(tmp_path / "p.safetensors", {"w": packed})
+        if -middle <= zero < middle:
+            load_packed(tmp_path / "p.safetensors")
+            continue
+        outside = rf"outside of -{middle} \.\. {middle - 1}, the zero points of {bits} bits"
+        with pytest.raises(CheckpointError, match=outside):
+            load_packed(tmp_path / "p.safetensors")
 
 
 def test_two_kinds_of_zero_point(tmp_path: Path) -> None:

@@ -89,12 +89,12 @@ def test_codes_scales_and_offsets_by_hand(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path).entries["m"].values().tolist() == values
 
 
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group", [32, 64, 128, None])
 def test_files_of_the_package(tmp_path: Path, hqq: Any, bits: int, group: int | None) -> None:
     torch.manual_seed(bits)
     layers = {}
-    for name, n, k in (("a.q", 48, 384), ("b", 6, 128)):
+    for name, n, k in (("a.q", 48, 384), ("b", 6 if bits > 3 else 8, 128)):
         linear = torch.nn.Linear(k, n, bias=name == "b")
         config = hqq.BaseQuantizeConfig(
             nbits=bits, group_size=group, axis=1, view_as_float=name == "b" and bits == 4
@@ -114,7 +114,7 @@ def test_files_of_the_package(tmp_path: Path, hqq: Any, bits: int, group: int | 
         theirs = layer.dequantize()
         assert torch.equal(checkpoint.entries[name].values(), theirs)
         weight = checkpoint[name]
-        assert weight.bits == (4 if bits == 4 else 8)
+        assert weight.bits == {1: 2, 2: 2, 3: 4, 4: 4}.get(bits, 8)
         assert weight.group_size == (-1 if group in (None, theirs.shape[1]) else group)
         assert (weight.bias is None) == (layer.bias is None)
         assert weight.bias is None or torch.equal(weight.bias, layer.bias)
@@ -145,11 +145,12 @@ def test_half_scales_are_kept(tmp_path: Path, hqq: Any, dtype: torch.dtype) -> N
     assert torch.equal(weight.codes, codes)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize(("group", "stored"), [(32, True), (None, True), (None, False)])
 def test_groups_across_output_features(
-    tmp_path: Path, hqq: Any, group: int | None, stored: bool
+    tmp_path: Path, hqq: Any, group: int | None, stored: bool, bits: int
 ) -> None:
-    config = hqq.BaseQuantizeConfig(nbits=4, group_size=group, axis=0)
+    config = hqq.BaseQuantizeConfig(nbits=bits, group_size=group, axis=0)
     layer = hqq.HQQLinear(
         torch.nn.Linear(64, 32, bias=False), config, compute_dtype=torch.float32, device="cpu"
     )
@@ -210,7 +211,8 @@ def scalar(value: int) -> torch.Tensor:
             {"group_size": scalar(8), "scale": torch.ones(16), "zero": torch.ones(16)},
             "group_size is 8",
         ),
-        ({"nbits": scalar(3)}, r"codes of \[3\] bits"),
+        ({"nbits": scalar(7)}, r"codes of \[7\] bits"),
+        ({"nbits": scalar(3)}, "3 bits are expected as '3bit_32'"),
         ({"nbits": torch.tensor(1.58)}, r"codes of \[1\.5"),
         ({"packing": text("3bit_32")}, "packed as '3bit_32'"),
         ({"quant_scale": torch.tensor(1, dtype=torch.uint8)}, "quantised themselves"),

@@ -1,4 +1,4 @@
-"""HQQ: half-quadratic quantisation, 4 and 8 bits in groups along K, each with a real zero point.
+"""HQQ: half-quadratic quantisation, 1 to 8 bits in groups along K, each with a real zero point.
 
 Source: ``hqq/core/quantize.py`` and ``bitpack.py`` of the ``hqq`` package, whose state dict is
 stored as it is.
@@ -6,9 +6,12 @@ stored as it is.
 ========================  ============  ============================================================
 tensor                    dtype         holds
 ========================  ============  ============================================================
-``<m>.W_q``               uint8, or     codes of W, reshaped to [R, group_size] (axis 1).
-                          any viewed    4 bits: row r of the first R/2 rows in the high half of byte
-                          as bytes      row r, row r + R/2 in the low half. 5, 6 and 8 bits: one a
+``<m>.W_q``               uint8 or      codes of W, reshaped to [R, group_size] (axis 1).
+                          int32, or     4 bits: row r of the first R/2 rows in the high half of byte
+                          any viewed    row r, row r + R/2 in the low half; 1 and 2 bits in the same
+                          as bytes      way, of eighths and quarters of R. 3 bits: tenths of R, of
+                                        which the last may have rows of padding, in 30 bits of an
+                                        int32, the first in the highest. 5, 6 and 8 bits: one a
                                         byte
 ``<m>.scale``, ``.zero``  float, R      value = (code - zero) * scale
 ``<m>.nbits``,            integers      scalars; ``shape`` is [N, K]
@@ -20,8 +23,8 @@ others                                  Only ``packing`` and ``quant_scale``, ``
 ========================  ============  ============================================================
 
 The zero points are real: the weight becomes one with offsets ``scale * (2^(b-1) - zero)``, in fp32,
-each operation rounded once. Codes and scales are kept; codes of 5 and 6 bits become codes of 8
-around 128.
+each operation rounded once. Codes and scales are kept; codes of 1, 3, 5 and 6 bits become codes of
+2, 4 and 8 around another midpoint.
 
 With ``axis = 0`` a group runs down a column of W reshaped to [group_size, -1], across output
 features: no scale along K gives that, so such a weight is refused unless one scale serves all of
@@ -43,6 +46,16 @@ from .checkpoint import FLOAT_TYPES, Checkpoint, Entry, Quantized, read_weight
 from .directory import Source
 from .words import unpack_bytes
 
+#: How codes of each width are packed, by the package's names.
+_PACKINGS = {
+    1: "1bit_u8",
+    2: "2bit_u8",
+    3: "3bit_32",
+    4: "4bit_u8",
+    5: "8bit_u8",
+    6: "8bit_u8",
+    8: "8bit_u8",
+}
 #: Every name that the package gives to a part of a module's state but "bias".
 _STATE = (
     "W_q",
@@ -115,9 +128,11 @@ def _entry(source: Source, module: str) -> Entry:
         has_values=False,
         parts=tuple(part.name for part in parts),
     )
-    if bits not in ([4], [5], [6], [8]):
+    if len(bits) != 1 or bits[0] not in _PACKINGS:
         return replace(
-            entry, problem=f"has codes of {bits} bits; HQQ's 4, 5, 6 and 8 bits are supported"
+            entry,
+            problem=f"has codes of {bits} bits; HQQ's {', '.join(map(str, _PACKINGS))} bits are "
+            "supported",
         )
     for flag in ("quant_scale", "quant_zero"):
         if f"{module}.{flag}" in source.tensors and _integers(source, f"{module}.{flag}", 1) != (
@@ -129,15 +144,14 @@ def _entry(source: Source, module: str) -> Entry:
                 "supported",
             )
     width = int(bits[0])  # a model with 1.58 bits has floats here
-    stored = 4 if width == 4 else 8
     name = f"{module}.packing"
     packing = bytes(_part(source, name).values().reshape(-1)[:16].to(torch.uint8).tolist()).decode(
         errors="replace"
     )
-    if packing != f"{stored}bit_u8":
+    if packing != _PACKINGS[width]:
         return replace(
             entry,
-            problem=f"is packed as {packing!r}; {width} bits are expected as '{stored}bit_u8'",
+            problem=f"is packed as {packing!r}; {width} bits are expected as {_PACKINGS[width]!r}",
         )
     # Without a size the package divides the weight into its rows or, with axis 0, its columns.
     group = k if axis == 1 else n
@@ -150,11 +164,13 @@ def _entry(source: Source, module: str) -> Entry:
             f"{module}.group_size",
         )
     codes, scale, zero = (_part(source, f"{module}.{part}") for part in ("W_q", "scale", "zero"))
-    if codes.nbytes * 8 != n * k * stored:
+    # W is packed as [R, group_size], or with axis 0 as [group_size, R].
+    rows = n * k // group if axis == 1 else group
+    expected = -(-rows // 10) * (n * k // rows) * 4 if width == 3 else n * k * _stored(width) // 8
+    if codes.nbytes != expected:
         raise CheckpointError(
             source.path,
-            f"has {codes.nbytes} bytes; {n} x {k} codes of {stored} bits take "
-            f"{n * k * stored / 8:g}",
+            f"has {codes.nbytes} bytes; {n} x {k} codes of {_stored(width)} bits take {expected}",
             codes.name,
         )
     for part in (scale, zero):
@@ -188,12 +204,17 @@ def _entry(source: Source, module: str) -> Entry:
     return replace(
         entry,
         quantized=Quantized(
-            bits=stored,
+            bits=formats.width_of(width),
             group_size=group,
             dtypes={"scales": scale.dtype, "offsets": torch.float32},
             read=partial(_weight, source, module, (n, k), width, group),
         ),
     )
+
+
+def _stored(bits: int) -> int:
+    """The bits that a code of so many takes in a file; of 3 it is a tenth of 32."""
+    return bits if bits <= 4 else 8
 
 
 def _part(source: Source, name: str) -> Entry:
@@ -213,11 +234,17 @@ def _integers(source: Source, name: str, count: int) -> tuple[int, ...]:
     return tuple(int(value) for value in part.values().reshape(-1).tolist())
 
 
-def _codes(source: Source, module: str, bits: int) -> Tensor:
-    """The codes in W's own order, one a byte: uint8 ``[N * K]``."""
+def _codes(source: Source, module: str, bits: int, count: int) -> Tensor:
+    """The codes in W's own order, one a byte: uint8 ``[count]``."""
     packed = source.tensors[f"{module}.W_q"].values().reshape(-1).view(torch.uint8)
     if bits == 4:
         return unpack_bytes(packed[None], len(packed), in_turn=False, high_first=True)
+    if bits == 3:
+        words = packed.clone().view(torch.int32)  # at an address that fits
+        return torch.cat([words >> shift & 7 for shift in range(27, -1, -3)])[:count].byte()
+    if bits < 4:
+        shifts = range(8 - bits, -1, -bits)
+        return torch.cat([packed >> shift & (1 << bits) - 1 for shift in shifts])
     if bits < 8 and (largest := int(packed.max())) >> bits:
         raise CheckpointError(
             source.path,
@@ -237,10 +264,10 @@ def _weight(
         for part in ("scale", "zero")
     )
     offsets = scale.float() * (formats.midpoint(bits) - zero.float())
-    codes = _codes(source, module, bits).view(shape)
-    stored = 4 if bits == 4 else 8
-    if bits != stored:
-        codes = codes + (formats.midpoint(stored) - formats.midpoint(bits))
+    codes = _codes(source, module, bits, n * k).view(shape)
+    width = formats.width_of(bits)
+    if bits != width:
+        codes = codes + (formats.midpoint(width) - formats.midpoint(bits))
     return read_weight(
         source.path,
         f"{module}.W_q",
@@ -248,7 +275,7 @@ def _weight(
             codes,
             scale.reshape(n, groups),
             offsets=offsets.view(n, groups),
-            bits=stored,
+            bits=width,
             group_size=group,
         ),
     )
@@ -261,7 +288,7 @@ def _refuse(source: Source, module: str) -> Tensor:
 def _values(
     source: Source, module: str, shape: tuple[int, int], bits: int, group: int, axis: int
 ) -> Tensor:
-    values = _codes(source, module, bits).float()
+    values = _codes(source, module, bits, math.prod(shape)).float()
     values = values.view(-1, group) if axis == 1 else values.view(group, -1)
     scale, zero = (
         source.tensors[f"{module}.{part}"].values().float() for part in ("scale", "zero")
