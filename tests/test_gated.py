@@ -63,6 +63,8 @@ KINDS: dict[str, Callable[[int, int], Pair]] = {
     "int4 zeros": lambda n, k: pair(n, k, kind="zeros", group_size=32),
     "int4 act order": lambda n, k: pair(n, k, kind="zeros", perm=True),
     "int4 offsets": lambda n, k: pair(n, k, kind="offsets", group_size=-1),
+    "int2": lambda n, k: pair(n, k, bits=2, group_size=128),
+    "int2 zeros": lambda n, k: pair(n, k, bits=2, kind="zeros"),
     "int8": lambda n, k: pair(n, k, bits=8, group_size=128),
     "int8 zeros": lambda n, k: pair(n, k, bits=8, kind="zeros"),
     "nf4": lambda n, k: (book("nf4", n, k), book("nf4", n, k)),
