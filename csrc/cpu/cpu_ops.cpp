@@ -11,6 +11,7 @@
 #include "dispatch/checks.h"
 #include "dispatch/problem.h"
 #include "formats/formats.h"
+#include "formats/width.h"
 #include "host/threads.h"
 #include "host/vectors.h"
 
@@ -325,8 +326,7 @@ void prepare_half_nibbles(CpuProduct& p) {
 template <class Work>
 void with_panel(CpuProduct const& p, CpuKernels const& kernels, int panel, Work const& work) {
   if (!p.half_nibbles) return work(p);
-  int const bits = info(Format::kInt2).bits;
-  int64_t const stored = int64_t(p.tiles) * k_tile_bytes(bits);
+  int64_t const stored = int64_t(p.tiles) * k_tile_bytes(HalfNibbles::kBits);
   thread_local Room<uint8_t> room;
   CpuProduct expanded = p;
   uint8_t* const codes = room.of(stored * 2);

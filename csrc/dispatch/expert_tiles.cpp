@@ -177,8 +177,7 @@ double most_decode_rows(MoeProblem const& p, Device const& device) {
   gate_up.x_type = down.x_type = p.x_type;
   DecodeRows const& most = kDecodeRows[card_of(device)];
   auto const both = [&](auto const& are) { return are(gate_up.weight) && are(down.weight); };
-  bool const nibbles =
-      both([](PackedWeight const& w) { return ByWidth<bool>(true, false)[code_bits(w)]; });
+  bool const nibbles = both(has_nibbles);
   if (decodes_codes(p)) {
     int const rows = !nibbles                          ? kCodesOf8BitsRows
                      : p.act_quant == ActQuant::kToken ? most.tokens

@@ -60,7 +60,7 @@ Field needs_groups_of_32(PackedWeight const& w) {
 Field needs_long_groups(PackedWeight const& w) {
   return has_short_groups(w) ? Field::kGroups : w.offsets ? Field::kOffsets : Field::kNone;
 }
-// The weights of exact kernels that also take code books.
+// Integers of a width that exact kernels have instances for.
 Field needs_exact_integers(PackedWeight const& w) {
   return has_exact_kernels(w) ? Field::kNone : Field::kFormat;
 }

@@ -7,6 +7,7 @@
 
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/problem.h"
+#include "formats/width.h"
 
 namespace cutlass_ops {
 
@@ -26,6 +27,8 @@ constexpr int activation_block(int group_size) {
 inline int64_t padded_size(PackedWeight const& w) { return padded_rows(w.n) * padded_k(w.k); }
 inline int64_t k_tiles(PackedWeight const& w) { return ceil_div(w.k, kKPerTile); }
 inline int code_bits(PackedWeight const& w) { return info(w.format).bits; }
+// Whether codes fill nibbles or share them, for choices that were measured for each width.
+inline bool has_nibbles(PackedWeight const& w) { return ByWidth<bool>(true, false)[code_bits(w)]; }
 // Columns of a product's result.
 inline int outputs(PackedWeight const& w) { return w.gated ? w.n / 2 : w.n; }
 inline bool has_integer_codes(PackedWeight const& w) { return info(w.format).integers; }

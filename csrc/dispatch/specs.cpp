@@ -40,10 +40,6 @@ constexpr Candidates all(Candidate const (&candidates)[kCount]) {
 bool has_millions(GemmProblem const& problem, int64_t least) {
   return padded_size(problem.weight) >= least << 20;
 }
-// Whether codes have 4 bits, for choices that were measured for each width.
-bool has_nibbles(GemmProblem const& problem) {
-  return ByWidth<bool>(true, false)[code_bits(problem.weight)];
-}
 
 // ---- the decode kernels, by their costs
 
@@ -62,7 +58,7 @@ bool can_quantize_blocks(GemmProblem const& problem) {
 // For large int4 weights and a long x with one scale a row, mma_gemm_a8 is chosen, which cuts K
 // into more slices than a cluster.
 bool is_long_and_quantized(GemmProblem const& problem) {
-  return quantizes_rows(problem) && has_nibbles(problem) && problem.weight.k >= 16384 &&
+  return quantizes_rows(problem) && has_nibbles(problem.weight) && problem.weight.k >= 16384 &&
          has_millions(problem, 128);
 }
 bool is_not_long(GemmProblem const& problem) { return !is_long_and_quantized(problem); }
@@ -95,7 +91,8 @@ bool folds_few_rows(GemmProblem const& problem) {
   // decode_gemm takes a group of 64 at a time, and was faster up to four rows; its costs are those
   // of groups of 32.
   bool const decodes = multiplies_int8(problem) ? has_exact_kernels(w) : has_decode_kernels(w);
-  if (w.group_size == 64 && has_nibbles(problem) && decodes && !w.offsets) return problem.m > 4;
+  if (w.group_size == 64 && has_nibbles(problem.weight) && decodes && !w.offsets)
+    return problem.m > 4;
   if (multiplies_int8(problem)) return !has_int8_products(w);
   return has_short_groups(w) || w.offsets || !decodes || !own_scales;
 }
@@ -106,7 +103,7 @@ bool folds_and_quantizes(GemmProblem const& problem) {
 // runs, so that a product that quantises x itself is preferred.
 bool folds_alone(GemmProblem const& problem) {
   bool const erratic =
-      has_nibbles(problem) && folds_and_quantizes(problem) && problem.weight.k < 8192;
+      has_nibbles(problem.weight) && folds_and_quantizes(problem) && problem.weight.k < 8192;
   return folds_few_rows(problem) && !erratic;
 }
 
@@ -199,14 +196,14 @@ bool fills_large_tiles(GemmProblem const& problem) {
 // points and one scale of x a block, they multiply the integers by the scales in another order than
 // larger tiles, so the bits of a row would depend on M.
 bool small_tiles_have_the_bits(GemmProblem const& problem) {
-  return !has_nibbles(problem) || !problem.batch_invariant || problem.weight.zeros ||
+  return !has_nibbles(problem.weight) || !problem.batch_invariant || problem.weight.zeros ||
          activations_have_zeros(problem) || !activations_have_blocks(problem);
 }
 // Whether the weight is large enough for wgmma_gemm_a8 with 17 to 32 rows of int8 x: with smaller
 // weights mma_gemm_a8, which cuts K into more slices, is faster.
 bool has_many_weights(GemmProblem const& problem) {
   bool const zeros = problem.weight.zeros || activations_have_zeros(problem);
-  return has_millions(problem, !has_nibbles(problem) ? 32 : zeros ? 24 : 16);
+  return has_millions(problem, !has_nibbles(problem.weight) ? 32 : zeros ? 24 : 16);
 }
 constexpr int kCompensatedRows = 129;  // of x, from which on it pays to compensate its zero points
 
