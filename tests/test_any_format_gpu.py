@@ -321,6 +321,43 @@ def test_few_rows_in_every_shape_of_a_decode_kernel(
             check(x, qw, exact, act_quant, symmetric)
 
 
+# Kernels hold values and sums of bf16 products in smaller units (device/fold.cuh).
+@pytest.mark.parametrize("scales", [BFLOAT, FLOAT])
+@pytest.mark.parametrize(
+    ("kind", "bits", "group_size"),
+    [
+        ("symmetric", 2, 32),
+        ("symmetric", 4, 32),
+        ("symmetric", 4, 128),
+        ("symmetric", 8, 16),
+        ("symmetric", 8, 64),
+        ("zeros", 2, 64),
+        ("zeros", 4, 32),
+        ("zeros", 8, 128),
+        ("offsets", 4, 32),
+        ("offsets", 8, 64),
+        ("codebook", 4, 32),
+        ("e4m3", 8, 64),
+    ],
+)
+def test_scales_of_every_magnitude(
+    kind: str, bits: int, group_size: int, scales: torch.dtype
+) -> None:
+    qw = weight(kind, bits, group_size, scales, 192, 512, exact=True)
+    for m in (1, 16, 24, 64, 200):
+        x = make_exact_floats(m, 512, BFLOAT, "none", True, formats.activation_block(group_size))
+        y = multiply(x, co.reorder(qw))
+        assert y.isfinite().all()
+        assert y.count_nonzero() > y.numel() // 2
+        for power in (-80, -30, 30):
+            changed = replace(
+                qw,
+                scales=qw.scales * 2.0**power,
+                offsets=None if qw.offsets is None else qw.offsets * 2.0**power,
+            )
+            assert_same(multiply(x, co.reorder(changed)), y * 2.0**power)
+
+
 @pytest.mark.parametrize(
     ("fmt", "m", "act_quant"),
     [

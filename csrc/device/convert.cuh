@@ -106,13 +106,13 @@ struct BytesHalf {
   }
 };
 
-// 4 bytes -> 2 pairs of bf16, whose mantissa is one bit short: low 7 bits, 128 + low, minus 128 *
-// (1 + sign) (Int8Bfloat16), where an unsigned byte's sign bit is inverted first, and 128 added
-// last: that addition is the FMA.
+// 4 bytes -> 2 pairs of bf16, whose mantissa is one bit short. A signed byte is low7 - 128 * sign:
+// 128 + low7 and 128 * (1 + sign) are both bf16 by the magic (0x4380 is 256), and their difference
+// is the byte. An unsigned byte's sign bit is inverted first, and 128 added last, by the FMA.
 //
 // Worked example, w = 0x0000'fe03, interleaved, unsigned (elements 0 and 2 are 3 and 254):
 // 0x8080'7e83, as signed (-125, 0), (126, 0)
-//   bytes 0, 2: 0x4300'4303 - 0x4300... as in Int8Bfloat16;  * 1 + 128 = (3, 0), (254, 0)
+//   bytes 0, 2: 0x4300'4303 - 0x4300'4380... = (-125, 0);  * 1 + 128 = (3, 0), (254, 0)
 template <bool kSigned, bool kInterleaved>
 struct BytesBfloat16 {
   static constexpr int kPairs = 2;

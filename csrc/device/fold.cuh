@@ -1,7 +1,7 @@
-// Operand A of 16-bit MMAs with each weight as its value: scale * (code - zero point) + offset, or
-// scale * codebook[code], rounded once to the type of x. csrc/formats/ defines the meaning of
-// codes; this file has the position of codes, scales, offsets and zero points in shared memory, and
-// their conversion to fragments.
+// Operand A of 16-bit MMAs with each weight as its value, in units of Fold::kUnit: scale * (code -
+// zero point) + offset, or scale * codebook[code], rounded once to the type of x. csrc/formats/
+// defines the meaning of codes; this file has the position of codes, scales, offsets and zero
+// points in shared memory, and their conversion to fragments.
 #pragma once
 
 #include <type_traits>
@@ -12,23 +12,42 @@
 
 namespace cutlass_ops {
 
+// Whether a decoder's bits() are numbers, linear in codes.
+template <class Decoder, class = void>
+struct HasBitsUnit : std::false_type {};
+template <class Decoder>
+struct HasBitsUnit<Decoder, std::void_t<decltype(Decoder::bits_unit(0))>> : std::true_type {};
+
 // Whether weights have zero points or offsets; kAny: tested at run time.
 enum class AffineTerm { kNone, kZeros, kOffsets, kAny };
 
 // kNarrow: scales and offsets are of x's type and applied in it by one operation, which rounds
 // once; otherwise they are of any type, and the arithmetic is fp32. Code books and floats have
 // neither zero points nor offsets.
+//
+// Where the bits of a code are a number (Decoder::bits_unit), one FMA makes a value of them: bits *
+// (scale * kUnit / bits' unit) - bias * scale * kUnit. With scales of x's type, and nothing else,
+// factor and addend are exact, so that the value is rounded once. The unit of bits is as small as
+// 2^-133: kUnit keeps the factor finite for scales below 2^35, and values normal numbers for scales
+// from 2^-86 on.
 template <class Element_, class Format_, bool kNarrow_, AffineTerm kAffineTerm_>
 struct Fold {
   using Element = Element_;
   using Format = Format_;
   using Unscaled = typename Format::template Unscaled<Element>;
+  using Decoder = typename Unscaled::Decoder;
   static constexpr bool kNarrow = kNarrow_;
+  static constexpr bool kHasBitsUnit = HasBitsUnit<Decoder>::value;
   static constexpr AffineTerm kAffineTerm = Format::kIntegers ? kAffineTerm_ : AffineTerm::kNone;
   static constexpr bool kZeros =
       kAffineTerm == AffineTerm::kZeros || kAffineTerm == AffineTerm::kAny;
   static constexpr bool kOffsets =
       kAffineTerm == AffineTerm::kOffsets || kAffineTerm == AffineTerm::kAny;
+  // The unit of values, and of the sums of their products.
+  static constexpr float kUnit = kHasBitsUnit && !(kNarrow && (kAffineTerm == AffineTerm::kZeros ||
+                                                               kAffineTerm == AffineTerm::kOffsets))
+                                     ? 0x1p-40f
+                                     : Decoder::kUnit;
   static constexpr int kGroups = 2;        // in a step of 64 columns: of 32, the shortest
   static constexpr int kGroupKSlices = 2;  // MMAs of 16 columns in a group
   // Loads of 16 bytes of codes, of a thread in a step of 64 columns. Codes of two steps may be in
@@ -47,6 +66,15 @@ struct GroupAddress {
 template <class F, bool kOffsets>
 struct RowScale {
   uint32_t scale, offset;  // of F::Element, twice; or the bits of floats
+
+  // From values of codes to bits of codes: `factor` and `addend` of the scale, both in F::kUnit.
+  __device__ __forceinline__ void to_bits(float factor, float addend) {
+    float const s = __uint_as_float(scale);
+    if constexpr (kOffsets)
+      offset = __float_as_uint(F::kOffsets ? fmaf(__uint_as_float(offset), F::kUnit, addend * s)
+                                           : addend * s);
+    scale = __float_as_uint(factor * s);
+  }
 
   __device__ __forceinline__ uint32_t operator()(uint32_t v) const {
     using Element = typename F::Element;
@@ -99,6 +127,16 @@ struct RowPair {
           : "+r"(words[0]), "+r"(words[1])
           : "r"(from), "r"(bytes));
     }
+  }
+  // A pair of bf16 times two constants of eight significant bits.
+  __device__ __forceinline__ RowPair times(float of_g, float of_g8) const {
+    using namespace decode;
+    using namespace decode::detail;
+    if (of_g == 1.0f && of_g8 == 1.0f) return *this;
+    RowPair product;
+    product.words[0] = as_bits(__hmul2_rn(
+        as_bfloat162(words[0]), as_bfloat162(bfloat16_bits(of_g) | bfloat16_bits(of_g8) << 16)));
+    return product;
   }
   // In the form of RowScale.
   __device__ __forceinline__ void values(DataType type, uint32_t& g, uint32_t& g8) const {
@@ -194,15 +232,55 @@ struct StoredGroup {
   __device__ __forceinline__ void decode_with(RowPair<F> const& own_scales, uint32_t const* codes,
                                               uint32_t table, Params const& p,
                                               uint32_t (&a)[F::kGroupKSlices][4]) const {
-    typename F::Unscaled const unscaled(kPlain || kFloats ? 0 : zeros);
-    RowScale<F, F::kOffsets && !kPlain> g, g8;
-    own_scales.values(kFloats ? DataType::kFloat32 : p.weight.scale_type, g.scale, g8.scale);
-    offsets.values(kFloats ? DataType::kFloat32 : p.weight.offset_type, g.offset, g8.offset);
+    using Decoder = typename F::Decoder;
+    constexpr bool kScalesAlone = kPlain || F::kAffineTerm == AffineTerm::kNone;
+    constexpr bool kZeros = F::kZeros && !kScalesAlone && !kFloats;
+    DataType const scale_type = kFloats ? DataType::kFloat32 : p.weight.scale_type,
+                   offset_type = kFloats ? DataType::kFloat32 : p.weight.offset_type;
+    auto const apply = [&](auto const& g, auto const& g8, auto const& to_numbers) {
 #pragma unroll
-    for (int k_slice = kFirst; k_slice < kFirst + kSlices; ++k_slice) {
-      unscaled.fragment(codes + k_slice * F::Unscaled::kWords, table, a[k_slice]);
+      for (int k_slice = kFirst; k_slice < kFirst + kSlices; ++k_slice) {
+        to_numbers(codes + k_slice * F::Unscaled::kWords, a[k_slice]);
 #pragma unroll
-      for (int r = 0; r < 4; ++r) a[k_slice][r] = r % 2 ? g8(a[k_slice][r]) : g(a[k_slice][r]);
+        for (int r = 0; r < 4; ++r) a[k_slice][r] = r % 2 ? g8(a[k_slice][r]) : g(a[k_slice][r]);
+      }
+    };
+    if constexpr (F::kHasBitsUnit && (!F::kNarrow || kScalesAlone)) {
+      constexpr float kOfG = F::kUnit / Decoder::bits_unit(0),
+                      kOfG8 = F::kUnit / Decoder::bits_unit(1),
+                      kMinusBias = -Decoder::kBias * F::kUnit;
+      RowScale<F, Decoder::kBias != 0 || (F::kOffsets && !kScalesAlone)> g, g8;
+      if constexpr (F::kNarrow) {
+        own_scales.times(kOfG, kOfG8).values(scale_type, g.scale, g8.scale);
+        if constexpr (Decoder::kBias != 0)
+          own_scales.times(kMinusBias, kMinusBias).values(scale_type, g.offset, g8.offset);
+      } else {
+        own_scales.values(scale_type, g.scale, g8.scale);
+        offsets.values(offset_type, g.offset, g8.offset);
+        g.to_bits(kOfG, kZeros ? kMinusBias - F::kUnit * int8_t(zeros) : kMinusBias);
+        g8.to_bits(kOfG8, kZeros ? kMinusBias - F::kUnit * int8_t(zeros >> 8) : kMinusBias);
+      }
+      apply(g, g8, [](uint32_t const* words, uint32_t (&out)[4]) { Decoder::bits(words, out); });
+    } else {
+      auto const unscaled = [&] {
+        if constexpr (kZeros) {
+          return typename F::Unscaled(zeros);
+        } else {
+          return typename F::Unscaled();
+        }
+      }();
+      RowScale<F, F::kOffsets && !kScalesAlone> g, g8;
+      if constexpr (F::kNarrow && F::kUnit != 1.0f) {
+        constexpr float kOfScale = F::kUnit / Decoder::kUnit;
+        own_scales.times(kOfScale, kOfScale).values(scale_type, g.scale, g8.scale);
+        offsets.times(F::kUnit, F::kUnit).values(offset_type, g.offset, g8.offset);
+      } else {
+        own_scales.values(scale_type, g.scale, g8.scale);
+        offsets.values(offset_type, g.offset, g8.offset);
+      }
+      apply(g, g8, [&](uint32_t const* words, uint32_t (&out)[4]) {
+        unscaled.fragment(words, table, out);
+      });
     }
   }
 };

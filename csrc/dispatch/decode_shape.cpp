@@ -216,12 +216,13 @@ WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device
       WgmmaDecodeShape shape;
       shape.cluster = c, shape.clusters = needed, shape.most_row_panels = most;
       shape.sets = shape.most_row_panels <= kMost && tiles >= kGroups ? kGroups : 1;
-      // As in wgmma_decode_shape. Two CTAs share an SM; a CTA alone on an SM takes some 0.6 of the
-      // time. The number of waves is rounded up, unless there are many.
+      // As in wgmma_decode_shape. Two CTAs share an SM. A CTA alone on an SM would take some 0.6 of
+      // the time, but where the launch before leaves some SMs first, two may share one. The number
+      // of waves is rounded up, unless there are many.
       double const cta =
           (2.0 * shape.most_row_panels + 1) * tiles + kStartCost + (c > 1 ? 2 + 4 * log : 0);
       double const waves = row_tiles * needed / (2 * cluster_places(device, c));
-      double const time = cta * (waves <= 0.5 ? 0.6 : waves <= 2 ? std::ceil(waves) : waves + 0.5);
+      double const time = cta * (waves <= 0.5 ? 0.75 : waves <= 2 ? std::ceil(waves) : waves + 0.5);
       if (best.cluster && time >= least) continue;
       if (!lay_out_stages(w, sizes, tiles, &shape)) continue;
       least = time, best = shape;

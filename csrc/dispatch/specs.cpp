@@ -90,7 +90,10 @@ bool folds_few_rows(GemmProblem const& problem) {
            (!own_scales && w.scale_type != DataType::kFloat32);
   // decode_gemm takes a group of 64 at a time, and was faster up to four rows; its costs are those
   // of groups of 32.
-  bool const decodes = multiplies_int8(problem) ? has_exact_kernels(w) : has_decode_kernels(w);
+  // Kernels that promote sums have other bits than wgmma_fold16: a batch-invariant product takes
+  // them only where its more rows do.
+  bool const decodes = multiplies_int8(problem) || problem.batch_invariant ? has_exact_kernels(w)
+                                                                           : has_decode_kernels(w);
   if (w.group_size == 64 && has_nibbles(problem.weight) && decodes && !w.offsets)
     return problem.m > 4;
   if (multiplies_int8(problem)) return !has_int8_products(w);

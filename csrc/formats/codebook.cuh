@@ -28,7 +28,8 @@ struct Codebook {
   // Values of the code book, rounded to Element.
   template <class Element>
   struct Unscaled {
-    static constexpr int kWords = decode::Int4Codebook::kWords;
+    using Decoder = decode::Int4Codebook;
+    static constexpr int kWords = Decoder::kWords;
 
     // The look-up table of a code book, by `threads` threads, which synchronise afterwards.
     static __device__ __forceinline__ void fill_table(uint8_t* table, float const* codebook,
@@ -36,7 +37,7 @@ struct Codebook {
       decode::Int4Codebook::fill<Element>(table, codebook, thread, threads);
     }
 
-    __device__ __forceinline__ explicit Unscaled(uint32_t) {}
+    __device__ __forceinline__ explicit Unscaled(uint32_t = 0) {}
     // `table`: address of the lane's column of the look-up table.
     __device__ __forceinline__ void fragment(uint32_t const* words, uint32_t table,
                                              uint32_t (&out)[4]) const {

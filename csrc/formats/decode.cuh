@@ -14,18 +14,18 @@
 // pointers advance by kWords from fragment to fragment along K.
 //
 // Zero points are centred too, zc = z - 2^(bits-1), and belong to a row: `zero_constants(zc of row
-// g, zc of row g+8)` prepares, once per group, what `fragment` needs. Every result is c - zc
-// (Int4Int8: 16 * c) exactly.
+// g, zc of row g+8)` prepares, once per group, what `fragment` needs. Every result is exactly
+// kUnit * (c - zc), of decoders to int8 kScale * (c - zc).
 //
 // The magic in the float decoders: a float of exponent e has a unit in the last place of 2^(e -
 // mantissa bits), so an integer u put into the mantissa of a suitable power of two *is* that power
-// plus u; one exact subtraction leaves u. fp16: 0x6400 | u = 1024 + u; bf16: 0x4300 | u = 128 + u.
-// A two's complement code becomes unsigned, u = c + 2^(bits-1), by inverting its sign bit, in the
-// XOR that sets the exponent: AND-XOR is one LOP3.
+// plus u; one exact subtraction leaves u. fp16: 0x6400 | u = 1024 + u. A bf16 of exponent 0 is the
+// integer in its mantissa times 2^-133, with nothing added, and so is one whose lowest bit of the
+// exponent is the eighth bit of the integer. A two's complement code becomes unsigned, u = c +
+// 2^(bits-1), by inverting its sign bit, in the XOR that sets the exponent: AND-XOR is one LOP3.
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 #include "cutlass_ops/layout.h"
@@ -45,6 +45,11 @@ struct RowConstants {
 
 // The 16 bits of an fp16 or bf16 number, twice: a half2 of equal halves.
 CUTLASS_OPS_HD constexpr uint32_t both_halves(uint32_t bits16) { return bits16 * 0x00010001u; }
+
+// The bits of a number of at most eight significant bits as bf16.
+CUTLASS_OPS_HD constexpr uint32_t bfloat16_bits(float number) {
+  return __builtin_bit_cast(uint32_t, number) >> 16;
+}
 
 // The 8 bits of a byte, four times.
 CUTLASS_OPS_HD constexpr uint32_t all_bytes(uint32_t bits8) { return bits8 * 0x01010101u; }
@@ -105,43 +110,46 @@ __device__ inline uint32_t as_bits(__nv_bfloat162 value) {
 }  // namespace detail
 #endif
 
-// 4 bits -> fp16. Row g's nibbles stand at bits 0..3 of each 16 (of w, then of w >> 8) and give
-// 1024 + u; row g+8's stand at bits 4..7 and give 1024 + 16u: not shifted down, because HFMA2 by
-// 1/16 costs no more than HSUB2.
+// 4 bits -> fp16, or 2, in the lower bits of nibbles whose upper bits are ignored. Row g's nibbles
+// stand at bits 0..3 of each 16 (of w, then of w >> 8) and give 1024 + u; row g+8's stand at bits
+// 4..7 and give 1024 + 16u: not shifted down, because HFMA2 by 1/16 costs no more than HSUB2.
 //
-// Worked example, w = 0x0000'00e3 (nibble 0: row g, c = 3; nibble 1: row g+8, c = -2; all others
-// 0), no zero points:
+// Worked example, 4 bits, w = 0x0000'00e3 (nibble 0: row g, c = 3; nibble 1: row g+8, c = -2; all
+// others 0), no zero points:
 //   out[0]: (w & 0x000f000f) ^ 0x64086408 = 0x6408'640b = (1032, 1035); minus 1032 = (0, 3)
 //   out[1]: (w & 0x00f000f0) ^ 0x64806480 = 0x6480'6460 = (1152, 1120)
 //           / 16 = (72, 70); minus 72 = (0, -2)
-struct Int4Half {
+// 2 bits, w = 0x0000'00d3 (nibble 0: lower bits 3, c = -1; nibble 1: lower bits 1, c = 1):
+//   out[0]: (w & 0x00030003) ^ 0x64026402 = 0x6402'6401 = (1026, 1025); minus 1026 = (0, -1)
+//   out[1]: (w & 0x00300030) ^ 0x64206420 = 0x6420'6430 = (1056, 1072)
+//           / 16 = (66, 67); minus 66 = (0, 1)
+template <int kBits>
+struct NibbleHalf {
   static constexpr int kWords = 1;
+  static constexpr float kUnit = 1.0f;
   static constexpr uint32_t kSixteenth = 0x2c002c00u;  // half2 of 1/16, the factor of row g+8
+  static constexpr uint32_t kMask = (1u << kBits) - 1, kBias = 1u << (kBits - 1);
 
   CUTLASS_OPS_HD static void bits(uint32_t const* word, uint32_t (&out)[4]) {
+    constexpr uint32_t kMaskG = both_halves(kMask), kFlipG = both_halves(0x6400u + kBias),
+                       kMaskG8 = kMaskG << 4, kFlipG8 = both_halves(0x6400u + 16 * kBias);
     uint32_t const low = word[0], high = word[0] >> 8;
-    out[0] = and_xor(low, 0x000f000fu, 0x64086408u);
-    out[1] = and_xor(low, 0x00f000f0u, 0x64806480u);
-    out[2] = and_xor(high, 0x000f000fu, 0x64086408u);
-    out[3] = and_xor(high, 0x00f000f0u, 0x64806480u);
+    out[0] = and_xor(low, kMaskG, kFlipG), out[1] = and_xor(low, kMaskG8, kFlipG8);
+    out[2] = and_xor(high, kMaskG, kFlipG), out[3] = and_xor(high, kMaskG8, kFlipG8);
   }
 
-  // half2 of 1024 + 8 + zc for row g, to be subtracted; of -(64 + 8 + zc) for row g+8, the addend.
-  // Built from their bits: a half in [1024, 2048) is 0x6400 + n, one in (-128, -64] is 0xd400 +
-  // 16n. zc in [-8, 7].
+  // half2 of 1024 + bias + zc for row g, to be subtracted; of -(64 + bias + zc) for row g+8, the
+  // addend. Built from their bits: a half in [1024, 2048) is 0x6400 + n, one in (-128, -64] is
+  // 0xd400 + 16n. zc in [-bias, bias - 1].
   CUTLASS_OPS_HD static constexpr RowConstants zero_constants(int zero_g, int zero_g8) {
-    return {both_halves(uint32_t(0x6408 + zero_g)),
-            both_halves(uint32_t(0xd400 + 16 * (8 + zero_g8)))};
+    return {both_halves(0x6400u + uint32_t(int(kBias) + zero_g)),
+            both_halves(0xd400u + 16u * uint32_t(int(kBias) + zero_g8))};
   }
 
 #ifdef __CUDACC__
   __device__ static void fragment(uint32_t const* word, RowConstants zero, uint32_t (&out)[4]) {
-    bits(word, out);
-    subtract(zero, out);
-  }
-  // The bits' numbers less what is in `zero`.
-  __device__ static void subtract(RowConstants zero, uint32_t (&out)[4]) {
     using namespace detail;
+    bits(word, out);
     out[0] = as_bits(__hsub2(as_half2(out[0]), as_half2(zero.g)));
     out[1] = as_bits(__hfma2(as_half2(out[1]), as_half2(kSixteenth), as_half2(zero.g8)));
     out[2] = as_bits(__hsub2(as_half2(out[2]), as_half2(zero.g)));
@@ -149,13 +157,14 @@ struct Int4Half {
   }
 
   __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) {
-    fragment(word, zero_constants(0, 0), out);
+    fragment(word, no_zeros(), out);
   }
 #endif
+  CUTLASS_OPS_HD static constexpr RowConstants no_zeros() { return zero_constants(0, 0); }
 };
 
 // 4 bits -> fp16 without arithmetic: an integer in the mantissa of an fp16 whose exponent is zero
-// is a subnormal number, which tensor cores multiply exactly. This saves a third of Int4Half's
+// is a subnormal number, which tensor cores multiply exactly. This saves a third of NibbleHalf's
 // instructions, and the caller subtracts the constant: out = kUnit * (c + kCodeBias) for row g and
 // kUpper times that for row g+8, whose nibbles stand four bits higher. The caller starts its sums
 // at -kCodeBias * sum x. Two bits to the left, because the tensor cores align products by exponents
@@ -179,105 +188,75 @@ struct Int4Subnormal {
   }
 };
 
-// 4 bits -> bf16. Its mantissa has 7 bits: no room for 16u, so all four registers are shifted to
-// bits 0..3 and give 128 + u.
+// 2, 4 or 8 bits -> bf16. u in the low eight bits is u * 2^-133; row g+8's nibbles stand at bits
+// 4..7, u * 2^-129, and codes of 2 bits in the lower bits of nibbles. One FMA takes bias and zero
+// point away and leaves normal numbers. Where the code's scale has x's type, and there is no zero
+// point, that FMA applies it, too (device/fold.cuh). Words as NibbleHalf's and Int8Half's.
 //
-// Worked example, w = 0x0000'00e3 as above:
-//   out[0]: ( w       & 0x000f000f) ^ 0x43084308 = 0x4308'430b = (136, 139); minus 136 = (0, 3)
-//   out[1]: ((w >> 4) & 0x000f000f) ^ 0x43084308 = 0x4308'4306 = (136, 134); minus 136 = (0, -2)
-struct Int4Bfloat16 {
-  static constexpr int kWords = 1;
+// Worked example, 4 bits, w = 0x0000'00e3 as above, no zero points:
+//   out[0]: (w & 0x000f000f) ^ 0x00080008 = 0x0008'000b = (8, 11) * 2^-133
+//           * 2^127 - 8 / 64 = (0, 3) / 64
+//   out[1]: (w & 0x00f000f0) ^ 0x00800080 = 0x0080'0060 = (8, 6) * 2^-129
+//           * 2^123 - 8 / 64 = (0, -2) / 64
+// 8 bits, word[0] = 0x0000'fe03 (byte 0: c = 3; byte 1: c = -2):
+//   out[0], bytes 0, 2: (w & 0x00ff00ff) ^ 0x00800080 = 0x0080'0083 = (128, 131) * 2^-133
+//           * 2^127 - 128 / 64 = (0, 3) / 64
+template <int kBits>
+struct IntegerBfloat16 {
+  static constexpr int kWords = kBits == 8 ? 2 : 1;
+  static constexpr float kUnit = 0x1p-6f;
+  static constexpr int kBias = 1 << (kBits - 1);
 
-  CUTLASS_OPS_HD static void bits(uint32_t const* word, uint32_t (&out)[4]) {
-    for (int r = 0; r < 4; ++r) out[r] = and_xor(word[0] >> 4 * r, 0x000f000fu, 0x43084308u);
+  // A row's numbers in bits() are this unit times c + kBias.
+  CUTLASS_OPS_HD static constexpr float bits_unit(int row) {
+    return kBits == 8 || row == 0 ? 0x1p-133f : 0x1p-129f;
   }
 
-  // bf16x2 of 128 + 8 + zc for both rows, to be subtracted: a bf16 in [128, 256) is 0x4300 + n. zc
-  // in [-8, 7].
-  CUTLASS_OPS_HD static constexpr RowConstants zero_constants(int zero_g, int zero_g8) {
-    return {both_halves(uint32_t(0x4308 + zero_g)), both_halves(uint32_t(0x4308 + zero_g8))};
+  CUTLASS_OPS_HD static void bits(uint32_t const* words, uint32_t (&out)[4]) {
+    constexpr uint32_t kMask = both_halves((1u << kBits) - 1), kFlip = both_halves(kBias);
+    for (int row = 0; row < 2; ++row) {
+      uint32_t const word = words[kBits == 8 ? row : 0];
+      int const left = kBits == 8 ? 0 : 4 * row;
+      out[row] = and_xor(word, kMask << left, kFlip << left);
+      out[row + 2] = and_xor(word >> 8, kMask << left, kFlip << left);
+    }
   }
 
-#ifdef __CUDACC__
-  __device__ static void fragment(uint32_t const* word, RowConstants zero, uint32_t (&out)[4]) {
-    bits(word, out);
-    subtract(zero, out);
+  // bf16x2 of the factor that makes kUnit of a row's unit.
+  CUTLASS_OPS_HD static constexpr uint32_t factor(int row) {
+    return both_halves(bfloat16_bits(kUnit / bits_unit(row)));
   }
-  __device__ static void subtract(RowConstants zero, uint32_t (&out)[4]) {
+  // bf16x2 of -kUnit * (bias + zc), the addend. zc in [-bias, bias - 1].
+  CUTLASS_OPS_HD static RowConstants zero_constants(int zero_g, int zero_g8) {
+    return {minus_units(uint32_t(kBias + zero_g)), minus_units(uint32_t(kBias + zero_g8))};
+  }
+  // zero_constants(0, 0), as a constant.
+  CUTLASS_OPS_HD static constexpr RowConstants no_zeros() {
+    constexpr uint32_t kMinusBias = both_halves(bfloat16_bits(-kUnit * kBias));
+    return {kMinusBias, kMinusBias};
+  }
+
+  CUTLASS_OPS_HD static uint32_t minus_units(uint32_t u) {
+#ifdef __CUDA_ARCH__
     using namespace detail;
-    out[0] = as_bits(__hsub2(as_bfloat162(out[0]), as_bfloat162(zero.g)));
-    out[1] = as_bits(__hsub2(as_bfloat162(out[1]), as_bfloat162(zero.g8)));
-    out[2] = as_bits(__hsub2(as_bfloat162(out[2]), as_bfloat162(zero.g)));
-    out[3] = as_bits(__hsub2(as_bfloat162(out[3]), as_bfloat162(zero.g8)));
-  }
-
-  __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) {
-    fragment(word, zero_constants(0, 0), out);
-  }
+    return as_bits(__hmul2_rn(as_bfloat162(both_halves(u)),
+                              as_bfloat162(both_halves(bfloat16_bits(-0x1p127f)))));
+#else
+    return both_halves(bfloat16_bits(-kUnit * float(u)));
 #endif
-};
-
-// 2 bits -> fp16, as Int4Half, of a word whose nibbles have the code in their lower two bits; what
-// the upper two have is ignored.
-//
-// Worked example, w = 0x0000'00d3 (nibble 0: row g, lower bits 3, c = -1; nibble 1: row g+8, lower
-// bits 1, c = 1), no zero points:
-//   out[0]: (w & 0x00030003) ^ 0x64026402 = 0x6402'6401 = (1026, 1025); minus 1026 = (0, -1)
-//   out[1]: (w & 0x00300030) ^ 0x64206420 = 0x6420'6430 = (1056, 1072)
-//           / 16 = (66, 67); minus 66 = (0, 1)
-struct Int2Half {
-  static constexpr int kWords = 1;
-
-  CUTLASS_OPS_HD static void bits(uint32_t const* word, uint32_t (&out)[4]) {
-    uint32_t const low = word[0], high = word[0] >> 8;
-    out[0] = and_xor(low, 0x00030003u, 0x64026402u);
-    out[1] = and_xor(low, 0x00300030u, 0x64206420u);
-    out[2] = and_xor(high, 0x00030003u, 0x64026402u);
-    out[3] = and_xor(high, 0x00300030u, 0x64206420u);
-  }
-
-  // half2 of 1024 + 2 + zc for row g; of -(64 + 2 + zc) for row g+8. zc in [-2, 1].
-  CUTLASS_OPS_HD static constexpr RowConstants zero_constants(int zero_g, int zero_g8) {
-    return Int4Half::zero_constants(zero_g - 6, zero_g8 - 6);
   }
 
 #ifdef __CUDACC__
-  __device__ static void fragment(uint32_t const* word, RowConstants zero, uint32_t (&out)[4]) {
-    bits(word, out);
-    Int4Half::subtract(zero, out);
+  __device__ static void fragment(uint32_t const* words, RowConstants zero, uint32_t (&out)[4]) {
+    using namespace detail;
+    bits(words, out);
+    for (int r = 0; r < 4; ++r)
+      out[r] = as_bits(__hfma2(as_bfloat162(out[r]), as_bfloat162(factor(r % 2)),
+                               as_bfloat162(r % 2 ? zero.g8 : zero.g)));
   }
 
-  __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) {
-    fragment(word, zero_constants(0, 0), out);
-  }
-#endif
-};
-
-// 2 bits -> bf16, as Int4Bfloat16.
-//
-// Worked example, w = 0x0000'00d3 as above:
-//   out[0]: ( w       & 0x00030003) ^ 0x43024302 = 0x4302'4301 = (130, 129); minus 130 = (0, -1)
-//   out[1]: ((w >> 4) & 0x00030003) ^ 0x43024302 = 0x4302'4303 = (130, 131); minus 130 = (0, 1)
-struct Int2Bfloat16 {
-  static constexpr int kWords = 1;
-
-  CUTLASS_OPS_HD static void bits(uint32_t const* word, uint32_t (&out)[4]) {
-    for (int r = 0; r < 4; ++r) out[r] = and_xor(word[0] >> 4 * r, 0x00030003u, 0x43024302u);
-  }
-
-  // bf16x2 of 128 + 2 + zc for both rows. zc in [-2, 1].
-  CUTLASS_OPS_HD static constexpr RowConstants zero_constants(int zero_g, int zero_g8) {
-    return Int4Bfloat16::zero_constants(zero_g - 6, zero_g8 - 6);
-  }
-
-#ifdef __CUDACC__
-  __device__ static void fragment(uint32_t const* word, RowConstants zero, uint32_t (&out)[4]) {
-    bits(word, out);
-    Int4Bfloat16::subtract(zero, out);
-  }
-
-  __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) {
-    fragment(word, zero_constants(0, 0), out);
+  __device__ static void fragment(uint32_t const* words, uint32_t (&out)[4]) {
+    fragment(words, no_zeros(), out);
   }
 #endif
 };
@@ -292,6 +271,7 @@ struct Int2Bfloat16 {
 //   out[2]: bytes 1, 3: 0x6480'647e = (1152, 1150); minus 1152 = (0, -2)
 struct Int8Half {
   static constexpr int kWords = 2;
+  static constexpr float kUnit = 1.0f;
 
   CUTLASS_OPS_HD static void bits(uint32_t const* words, uint32_t (&out)[4]) {
     for (int row = 0; row < 2; ++row) {
@@ -317,9 +297,10 @@ struct Int8Half {
   }
 
   __device__ static void fragment(uint32_t const* words, uint32_t (&out)[4]) {
-    fragment(words, zero_constants(0, 0), out);
+    fragment(words, no_zeros(), out);
   }
 #endif
+  CUTLASS_OPS_HD static constexpr RowConstants no_zeros() { return zero_constants(0, 0); }
 };
 
 // 8 bits -> fp16 without arithmetic, as Int4Subnormal: out = kUnit * (c + kCodeBias) for both rows.
@@ -339,65 +320,6 @@ struct Int8Subnormal {
       out[row + 2] = and_xor(words[row] >> 8, 0x00ff00ffu, 0x00800080u);
     }
   }
-};
-
-// 8 bits -> bf16, whose mantissa is one bit short. So a code is split: c = low7 - 128 * sign, 128 +
-// low7 and 128 * (1 + sign) are both bf16 by the magic (0x4380 is 256), and their difference is c.
-// A zero point takes a second subtraction, exact because |c - zc| <= 255. (Through fp32, PRMT and
-// CVT, four codes take 11 instructions; this takes 7, or 9 with zero points.)
-//
-// Worked example, word[0] = 0x0000'fe03 (byte 0: c = 3; byte 1: c = -2):
-//   out[0], bytes 0, 2: 0x4300'4303 - 0x4300'4300 = (128, 131) - (128, 128) = (0, 3)
-//   out[2], bytes 1, 3: 0x4300'437e - 0x4300'4380 = (128, 254) - (128, 256) = (0, -2)
-struct Int8Bfloat16 {
-  static constexpr int kWords = 2;
-
-  // minuend - subtrahend = c.
-  CUTLASS_OPS_HD static void bits(uint32_t const* words, uint32_t (&minuend)[4],
-                                  uint32_t (&subtrahend)[4]) {
-    for (int r = 0; r < 4; ++r) {
-      uint32_t const word = words[r % 2] >> 8 * (r / 2);
-      minuend[r] = and_xor(word, 0x007f007fu, 0x43004300u);
-      subtrahend[r] = and_xor(word, 0x00800080u, 0x43004300u);
-    }
-  }
-
-  // bf16x2 of zc for both rows, to be subtracted. zc in [-128, 127].
-  CUTLASS_OPS_HD static RowConstants zero_constants(int zero_g, int zero_g8) {
-    return {both_halves(bfloat16_bits(zero_g)), both_halves(bfloat16_bits(zero_g8))};
-  }
-
-  // The bits of an integer of magnitude <= 256 as bf16: 8 significant bits, so cutting the fp32 is
-  // exact.
-  CUTLASS_OPS_HD static uint32_t bfloat16_bits(int value) {
-    float const number = float(value);
-#ifdef __CUDA_ARCH__
-    return __float_as_uint(number) >> 16;
-#else
-    uint32_t float_bits;
-    std::memcpy(&float_bits, &number, sizeof float_bits);
-    return float_bits >> 16;
-#endif
-  }
-
-#ifdef __CUDACC__
-  __device__ static void fragment(uint32_t const* words, RowConstants zero, uint32_t (&out)[4]) {
-    using namespace detail;
-    fragment(words, out);
-    out[0] = as_bits(__hsub2(as_bfloat162(out[0]), as_bfloat162(zero.g)));
-    out[1] = as_bits(__hsub2(as_bfloat162(out[1]), as_bfloat162(zero.g8)));
-    out[2] = as_bits(__hsub2(as_bfloat162(out[2]), as_bfloat162(zero.g)));
-    out[3] = as_bits(__hsub2(as_bfloat162(out[3]), as_bfloat162(zero.g8)));
-  }
-
-  __device__ static void fragment(uint32_t const* words, uint32_t (&out)[4]) {
-    using namespace detail;
-    uint32_t subtrahend[4];
-    bits(words, out, subtrahend);
-    for (int r = 0; r < 4; ++r)
-      out[r] = as_bits(__hsub2(as_bfloat162(out[r]), as_bfloat162(subtrahend[r])));
-  }
-#endif
 };
 
 // 4 bits -> int8, symmetric: the bytes 16 * c, a nibble in the upper half of a byte; the caller
@@ -513,6 +435,7 @@ struct Int8Int8 {
 //   (book[6], book[8])
 struct Int4Codebook {
   static constexpr int kWords = 1;
+  static constexpr float kUnit = 1.0f;
   static constexpr int kEntries = 256;
   static constexpr int kTableBytes = kEntries * 32 * 4;
 

@@ -53,38 +53,56 @@ struct E4m3 {
   }
 
 #ifdef __CUDACC__
-  template <class Element>
-  struct Decoder {
+  struct ToHalf {
     static constexpr int kWords = 2;  // 32-bit words of codes in 16 columns
+    static constexpr float kUnit = 1.0f;
 
     __device__ __forceinline__ static decode::RowConstants zero_constants(int, int) { return {}; }
     __device__ __forceinline__ static void fragment(uint32_t const* words, decode::RowConstants,
                                                     uint32_t (&out)[4]) {
       using namespace decode::detail;
-      if constexpr (std::is_same_v<Element, __half>) {
-        bits<10>(words, out);
+      E4m3::bits<10>(words, out);
 #pragma unroll
-        // -2^8
-        for (uint32_t& v : out)
-          v = as_bits(__hmul2(as_half2(v), as_half2(decode::both_halves(0xdc00))));
-      } else {
-        bits<7>(words, out);
+      // -2^8
+      for (uint32_t& v : out)
+        v = as_bits(__hmul2(as_half2(v), as_half2(decode::both_halves(0xdc00))));
+    }
+  };
+
+  struct ToBfloat16 {
+    static constexpr int kWords = 2;
+    static constexpr float kUnit = 1.0f;
+    static constexpr int kBias = 0;
+
+    // bits() and its unit: as decode::IntegerBfloat16's.
+    CUTLASS_OPS_HD static constexpr float bits_unit(int) { return -0x1p-120f; }
+    __device__ __forceinline__ static void bits(uint32_t const* words, uint32_t (&out)[4]) {
+      E4m3::bits<7>(words, out);
+    }
+    __device__ __forceinline__ static decode::RowConstants zero_constants(int, int) { return {}; }
+    __device__ __forceinline__ static void fragment(uint32_t const* words, decode::RowConstants,
+                                                    uint32_t (&out)[4]) {
+      using namespace decode::detail;
+      bits(words, out);
 #pragma unroll
-        // -2^120
-        for (uint32_t& v : out)
-          v = as_bits(__hmul2(as_bfloat162(v), as_bfloat162(decode::both_halves(0xfb80))));
-      }
+      // -2^120
+      for (uint32_t& v : out)
+        v = as_bits(__hmul2(as_bfloat162(v), as_bfloat162(decode::both_halves(0xfb80))));
     }
   };
 
   template <class Element>
-  struct Unscaled {
-    static constexpr int kWords = Decoder<Element>::kWords;
+  using Decoder = decode::Chosen<Element, ToHalf, ToBfloat16>;
 
-    __device__ __forceinline__ explicit Unscaled(uint32_t) {}
+  template <class Element>
+  struct Unscaled {
+    using Decoder = E4m3::Decoder<Element>;
+    static constexpr int kWords = Decoder::kWords;
+
+    __device__ __forceinline__ explicit Unscaled(uint32_t = 0) {}
     __device__ __forceinline__ void fragment(uint32_t const* words, uint32_t,
                                              uint32_t (&out)[4]) const {
-      Decoder<Element>::fragment(words, {}, out);
+      Decoder::fragment(words, {}, out);
     }
   };
 

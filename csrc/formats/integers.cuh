@@ -19,14 +19,15 @@ struct Integers {
   static constexpr int kTableBytes = 0;  // of a look-up table in shared memory
 
 #ifdef __CUDACC__
-  // Codes minus zero points of a thread's rows g and g + 8, exact in Element (__half
-  // or __nv_bfloat16).
+  // Codes minus zero points of a thread's rows g and g + 8, in units of Decoder::kUnit, exact in
+  // Element (__half or __nv_bfloat16).
   template <class Element>
   struct Unscaled {
     using Decoder = typename Format::template Decoder<Element>;
     static constexpr int kWords = Decoder::kWords;  // 32-bit words of codes in 16 columns
     decode::RowConstants zeros;
 
+    __device__ __forceinline__ Unscaled() : zeros(Decoder::no_zeros()) {}
     // `packed`: the centred zero points of rows g and g + 8, one a byte.
     __device__ __forceinline__ explicit Unscaled(uint32_t packed)
         : zeros(Decoder::zero_constants(int(int8_t(packed)), int(int8_t(packed >> 8)))) {}
@@ -44,7 +45,7 @@ struct Integers {
 };
 
 // Decoders (formats/decode.cuh):
-//   Decoder         to 16-bit floats, less zero points, exact
+//   Decoder         to 16-bit floats, less zero points, exact, in units of kUnit
 //   BiasedDecoder   to subnormal fp16 with a bias, which the caller takes from sums
 //   Int8Decoder     to int8, less zero points if kZeros and kZerosFitInt8
 // kBiasFitsFloats: the sums of products with 16-bit x hold the bias. Those of 8 bits would be of
@@ -57,7 +58,7 @@ struct Int4 : Integers<Int4, 4> {
                         kBiasFitsFloats = true;
 #ifdef __CUDACC__
   template <class Element>
-  using Decoder = decode::Chosen<Element, decode::Int4Half, decode::Int4Bfloat16>;
+  using Decoder = decode::Chosen<Element, decode::NibbleHalf<4>, decode::IntegerBfloat16<4>>;
 #endif
   using BiasedDecoder = decode::Int4Subnormal;
   template <bool kZeros>
@@ -71,7 +72,7 @@ struct Int8 : Integers<Int8, 8> {
                         kBiasFitsFloats = false;
 #ifdef __CUDACC__
   template <class Element>
-  using Decoder = decode::Chosen<Element, decode::Int8Half, decode::Int8Bfloat16>;
+  using Decoder = decode::Chosen<Element, decode::Int8Half, decode::IntegerBfloat16<8>>;
 #endif
   using BiasedDecoder = decode::Int8Subnormal;
   template <bool kZeros>
@@ -87,7 +88,7 @@ struct Int2 : Integers<Int2, 2> {
                         kBiasFitsFloats = false;
 #ifdef __CUDACC__
   template <class Element>
-  using Decoder = decode::Chosen<Element, decode::Int2Half, decode::Int2Bfloat16>;
+  using Decoder = decode::Chosen<Element, decode::NibbleHalf<2>, decode::IntegerBfloat16<2>>;
 #endif
   template <bool kZeros>
   using Int8Decoder = std::conditional_t<kZeros, decode::Int2MinusZeroInt8, decode::Int2Int8>;

@@ -103,10 +103,10 @@ struct Barriers {
   uint64_t x, ranges, sums;
 };
 
-// The correction that biased decoders require of the caller.
+// The decoder's unit, and the correction that biased ones require of the caller.
 template <class Decode, class = void>
 struct CodeBias {
-  static constexpr float kCodeBias = 0.0f, kUnit = 1.0f, kUpper = 1.0f;
+  static constexpr float kCodeBias = 0.0f, kUnit = Decode::kUnit, kUpper = 1.0f;
 };
 template <class Decode>
 struct CodeBias<Decode, std::enable_if_t<(Decode::kCodeBias > 0)>> {

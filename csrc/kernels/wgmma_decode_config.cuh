@@ -78,10 +78,12 @@ struct StageConfig {
 template <class Format, class Element, bool kInt8, bool kZeros>
 struct DecoderOf {
   using Type = typename Format::template Decoder<Element>;
+  static constexpr float kUnit = Type::kUnit;  // of sums
 };
 template <class Format, class Element, bool kZeros>
 struct DecoderOf<Format, Element, true, kZeros> {
   using Type = typename Format::template Int8Decoder<kZeros>;
+  static constexpr float kUnit = 1.0f;  // promote() applies the decoder's
 };
 
 // Configuration of wgmma_decode. Element: the type of x in memory, fp16, bf16, or int8 with
@@ -98,8 +100,10 @@ struct Config
                         kOffsets = false, kDeals = kGrouped_, kShortGroups = kShortGroups_;
   static constexpr int kScaleBytes = sizeof(Scale);
   static constexpr bool kIntegers = kQuantizes_ || std::is_same_v<Element_, int8_t>;
-  using Decode = typename DecoderOf<Format, Element_, kIntegers, kZeros_>::Type;
+  using Decoder = DecoderOf<Format, Element_, kIntegers, kZeros_>;
+  using Decode = typename Decoder::Type;
   using Table = typename Format::template Unscaled<Element_>;
+  static constexpr float kUnit = Decoder::kUnit;
   static constexpr int kGroupSteps = kCodebook ? 1 : 2;  // promoted together: a code book's groups
                                                          // may be of 64 columns
   static constexpr int kWords = 4 * Decode::kWords;      // of the four k-slices of a step
@@ -112,6 +116,7 @@ struct FoldConfig : StageConfig<Element_, Format_::kBits, false, kQuantizes_, fa
                                 kGrouped_, kBlockM_> {
   using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow, kAffineTerm>;
   using Table = typename Fold::Unscaled;
+  static constexpr float kUnit = Fold::kUnit;
   static constexpr bool kFolds = true, kCodebook = Format_::kTableBytes > 0;
   static constexpr bool kZeros = Fold::kZeros, kOffsets = Fold::kOffsets;
   // the others need the registers

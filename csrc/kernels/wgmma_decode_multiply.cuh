@@ -68,11 +68,21 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, int in_first,
                                                StageAddress const& address, uint32_t table,
                                                Params const& p, bool releases, uint64_t* empty,
                                                float (&sums)[kRowPanels][C::kSums]) {
+  // Whether 32 columns are decoded while the 32 before are multiplied. With 32 rows of x, with code
+  // books and for experts that takes 1 to 5 % longer than 64 at a time; codes of 8 bits, which wait
+  // for memory, have no registers for it (docs/tuning-notes.md).
+  constexpr bool kAhead = C::kBlockM == WgmmaDecodeShape::kBlockM && !C::kGrouped &&
+                          !C::kCodebook && ByWidth<bool>(true, false)[C::kBits];
+  constexpr int kStepParts = kAhead ? 2 : 1;  // and sets of operands
+  constexpr int kPieces = C::kPieces / kStepParts, kGroupParts = C::kGroupSteps * kStepParts,
+                kParts = C::kSteps * kStepParts;  // of a row panel
   int const next_group =
       p.weight_rows.count > 1 ? p.shape.most_row_panels * kRowsPerPanel * C::kScaleBytes : 0;
-  uint32_t words[C::kWords];
-  StoredScales<typename C::Scale> stored, next_stored;
-  auto load = [&](int step) {  // of all row panels' steps
+  uint32_t words[C::kWords], operands[kStepParts][kPieces][4];
+  float products[C::kColumns / 2];
+  decode::RowConstants zero = {};
+  StoredScales<typename C::Scale> scales;
+  auto const load = [&](int step) {  // of all row panels' steps
 #pragma unroll
     for (int j = 0; j < C::kWords / 4; ++j) {
       uint32_t v[4];
@@ -83,71 +93,81 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, int in_first,
       for (int r = 0; r < 4; ++r) words[4 * j + r] = v[r];
     }
   };
-  load(0);
-  next_stored.load(address.scales);
+  auto const fence = [](uint32_t (&a)[kPieces][4]) {
 #pragma unroll
-  for (int row_panel = 0; row_panel < kRowPanels; ++row_panel) {
-    float products[C::kColumns / 2];
-    decode::RowConstants zero = {};
-    if (C::kZeros) {
-      uint32_t two = 0;
-      asm volatile("ld.shared.u16 %0, [%1];"
-                   : "=r"(two)
-                   : "r"(address.zeros + row_panel * kRowsPerPanel));
-      if constexpr (C::kZeros) zero = C::Decode::zero_constants(int8_t(two), int8_t(two >> 8));
+    for (int j = 0; j < kPieces; ++j) fence_registers(a[j]);
+  };
+  auto const decode = [&](int i) {  // of all row panels' parts
+    int const row_panel = i / kParts, step = i % kParts / kStepParts;
+    if constexpr (C::kZeros) {
+      if (i % kParts == 0) {
+        uint32_t two;
+        asm volatile("ld.shared.u16 %0, [%1];"
+                     : "=r"(two)
+                     : "r"(address.zeros + row_panel * kRowsPerPanel));
+        zero = C::Decode::zero_constants(int8_t(two), int8_t(two >> 8));
+      }
     }
 #pragma unroll
-    for (int step = 0; step < C::kSteps; ++step) {
-      uint32_t a[C::kPieces][4];
-#pragma unroll
-      for (int j = 0; j < C::kPieces; ++j) {
-        if constexpr (C::kCodebook) {
-          uint32_t pairs[4];
-          C::Decode::look_up(words[j], table, pairs);
-          C::Decode::combine(pairs, a[j]);
+    for (int j = 0; j < kPieces; ++j) {
+      uint32_t (&a)[4] = operands[i % kStepParts][j];
+      int const word = (i % kStepParts * kPieces + j) * C::Decode::kWords;
+      if constexpr (C::kCodebook) {
+        uint32_t pairs[4];
+        C::Decode::look_up(words[word], table, pairs);
+        C::Decode::combine(pairs, a);
+      } else {
+        uint32_t const* codes = words + word;
+        uint32_t const second = words[word] >> 2 * step;  // of a nibble's second column
+        if (C::kStepsShareNibbles) codes = &second;
+        if constexpr (C::kZeros) {
+          C::Decode::fragment(codes, zero, a);
         } else {
-          uint32_t const* codes = words + j * C::Decode::kWords;
-          uint32_t const second = words[j] >> 2 * step;  // of a nibble's second column
-          if (C::kStepsShareNibbles) codes = &second;
-          if constexpr (C::kZeros) {
-            C::Decode::fragment(codes, zero, a[j]);
-          } else {
-            C::Decode::fragment(codes, a[j]);
-          }
+          C::Decode::fragment(codes, a);
         }
-        fence_registers(a[j]);
       }
-      fence_registers(products);
-      cute::warpgroup_arrive();
+      fence_registers(a);
+    }
+  };
+  load(0);
+  decode(0);
 #pragma unroll
-      for (int j = 0; j < C::kPieces; ++j)
-        wgmma_float<typename C::Element, C::kBlockM>(
-            a[j],
-            columns_from<C>(x, x_of<C>(row_panel, in_first) + step * (C::kPanelBytes / 16) + j * 2),
-            products, step % C::kGroupSteps > 0 || j > 0);
-      cute::warpgroup_commit_batch();
-      fence_registers(products);
-      int const next = row_panel * C::kSteps + step + 1;
-      if (next < kRowPanels * C::kSteps) load(next);
-      if (step % C::kGroupSteps == 0) {
-        stored = next_stored;
-        int const next_row_panel = step + C::kGroupSteps < C::kSteps ? row_panel : row_panel + 1;
-        if (next_row_panel < kRowPanels)
-          next_stored.load(address.scales + next_row_panel * kRowsPerPanel * C::kScaleBytes +
-                           (next_row_panel == row_panel ? next_group : 0));
-      }
-      cute::warpgroup_wait<0>();
+  for (int i = 0; i < kRowPanels * kParts; ++i) {
+    int const row_panel = i / kParts, part = i % kParts, step = part / kStepParts;
+    bool const first = part % kGroupParts == 0, last = (part + 1) % kGroupParts == 0,
+               more = i + 1 < kRowPanels * kParts;
+    fence_registers(products);
+    cute::warpgroup_arrive();
 #pragma unroll
-      for (int j = 0; j < C::kPieces; ++j) fence_registers(a[j]);
-      fence_registers(products);
-      if ((step + 1) % C::kGroupSteps) continue;
-      if (step + 1 == C::kSteps && row_panel + 1 == kRowPanels && releases)
-        ClusterBarrier::arrive(empty);
-      float2 const scale = stored.values();
+    for (int j = 0; j < kPieces; ++j)
+      wgmma_float<typename C::Element, C::kBlockM>(
+          operands[i % kStepParts][j],
+          columns_from<C>(x, x_of<C>(row_panel, in_first) + step * (C::kPanelBytes / 16) +
+                                 (part % kStepParts * kPieces + j) * 2),
+          products, !first || j > 0);
+    cute::warpgroup_commit_batch();
+    fence_registers(products);
+    if (more && (i + 1) % kStepParts == 0) load((i + 1) / kStepParts);
+    if (first)
+      scales.load(address.scales + row_panel * kRowsPerPanel * C::kScaleBytes +
+                  (step > 0 ? next_group : 0));
+    if constexpr (kAhead) {
+      cute::warpgroup_wait<1>();
+      fence(operands[(i + 1) % kStepParts]);
+      if (more) decode(i + 1);
+      if (!last) continue;
+    }
+    cute::warpgroup_wait<0>();
+    fence(operands[i % kStepParts]);
+    fence_registers(products);
+    if (!more && releases) ClusterBarrier::arrive(empty);
+    if (last) {
+      float2 const scale = scales.values();
 #pragma unroll
       for (int e = 0; e < C::kSums; ++e)
         sums[row_panel][e] = fmaf(products[e], e % 4 < 2 ? scale.x : scale.y, sums[row_panel][e]);
     }
+    if (!kAhead && more) decode(i + 1);
   }
 }
 

@@ -3,7 +3,7 @@
 // warpgroup's turn is:
 //
 //   decode   the stage's weights, which were loaded while the previous MMAs ran, to code minus zero
-//            point, exact in fp16 and bf16
+//            point, exact in fp16 and, in units of 1/64, in bf16
 //   multiply fp32 sums of exact products
 //   promote  sum = fma(the 128 columns' sum, weight scale, sum): the scale never rounds a weight,
 //            and costs one FFMA an output
@@ -273,6 +273,10 @@ Config<Element, Format, kBlockM, kZeros, Scale, kWarpgroups, kGrouped>::consume(
         }
       }
     });
+    if constexpr (Decode::kUnit != 1.0f) {
+#pragma unroll
+      for (float& sum : sums) sum *= 1.0f / Decode::kUnit;
+    }
     if constexpr (C::kGrouped) {
       row_scales.apply(sums, p, coord, work);
       hopper::store_group<C>(sums, staging, out_map, p, coord, work, row0);

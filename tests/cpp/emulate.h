@@ -1,6 +1,6 @@
 // The vector instructions of formats/decode.cuh on the host, in double. Their operands are 16-bit
-// floats and their results integers below 2^8, so that double is exact, and so are the
-// instructions, provided that the results are integers of that size, which the tests check.
+// floats and their results a unit times integers below 2^8, so that double is exact, and so are the
+// instructions, provided that the results are of that kind, which the tests check.
 #pragma once
 
 #include <cmath>

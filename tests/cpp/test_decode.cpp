@@ -46,18 +46,25 @@ void for_each_zero_pair(Check const& check) {
 // The code in the lower two bits of nibble p.
 int half_nibble(uint32_t word, int p) { return int(word << (30 - 4 * p)) >> 30; }
 
-TEST(Decode, TwoBitsToHalf) {
+int nibble_of(std::integral_constant<int, 2>, uint32_t word, int p) { return half_nibble(word, p); }
+int nibble_of(std::integral_constant<int, 4>, uint32_t word, int p) { return nibble(word, p); }
+
+template <int kBits>
+void check_nibbles_to_half() {
+  using Decoder = NibbleHalf<kBits>;
+  ASSERT_EQ(emulate::half(Decoder::kSixteenth, 0), 1.0 / 16);
+  ASSERT_EQ(emulate::half(Decoder::kSixteenth, 1), 1.0 / 16);
   for_each_word([](uint32_t word) {
     uint32_t bits[4];
-    Int2Half::bits(&word, bits);
-    for_each_zero_pair<2>([&](int zero_g, int zero_g8) {
-      RowConstants const zero = Int2Half::zero_constants(zero_g, zero_g8);
+    Decoder::bits(&word, bits);
+    for_each_zero_pair<kBits>([&](int zero_g, int zero_g8) {
+      RowConstants const zero = Decoder::zero_constants(zero_g, zero_g8);
       for (int r = 0; r < 4; ++r) {
         for (int h = 0; h < 2; ++h) {
           double const operand = emulate::half(bits[r], h);
           double const value = r % 2 == 0 ? operand - emulate::half(zero.g, h)
                                           : operand / 16 + emulate::half(zero.g8, h);
-          int const code = half_nibble(word, kNibble[r][h]);
+          int const code = nibble_of(std::integral_constant<int, kBits>(), word, kNibble[r][h]);
           ASSERT_EQ(value, code - (r % 2 == 0 ? zero_g : zero_g8))
               << std::hex << word << " register " << r << " half " << h;
         }
@@ -66,23 +73,57 @@ TEST(Decode, TwoBitsToHalf) {
   });
 }
 
+TEST(Decode, TwoBitsToHalf) { check_nibbles_to_half<2>(); }
+TEST(Decode, FourBitsToHalf) { check_nibbles_to_half<4>(); }
+
+// By bits(), which one FMA of any factor follows, and by the FMA of fragment(). `code_at`: of
+// register r and half h.
+template <int kBits, class CodeAt>
+void check_bfloat16(uint32_t const* words, CodeAt const& code_at) {
+  using Decoder = IntegerBfloat16<kBits>;
+  uint32_t bits[4];
+  Decoder::bits(words, bits);
+  auto const check = [&](RowConstants zero, int zero_g, int zero_g8) {
+    for (int r = 0; r < 4; ++r) {
+      for (int h = 0; h < 2; ++h) {
+        double const value =
+            emulate::bfloat16(bits[r], h) * emulate::bfloat16(Decoder::factor(r % 2), h) +
+            emulate::bfloat16(r % 2 == 0 ? zero.g : zero.g8, h);
+        ASSERT_EQ(value, double(Decoder::kUnit) * (code_at(r, h) - (r % 2 == 0 ? zero_g : zero_g8)))
+            << std::hex << words[0] << " register " << r << " half " << h;
+      }
+    }
+  };
+  for (int r = 0; r < 4; ++r) {
+    for (int h = 0; h < 2; ++h)
+      ASSERT_EQ(emulate::bfloat16(bits[r], h),
+                double(Decoder::bits_unit(r % 2)) * (code_at(r, h) + Decoder::kBias))
+          << std::hex << words[0] << " register " << r << " half " << h;
+  }
+  check(Decoder::no_zeros(), 0, 0);
+  for_each_zero_pair<kBits>([&](int zero_g, int zero_g8) {
+    check(Decoder::zero_constants(zero_g, zero_g8), zero_g, zero_g8);
+  });
+}
+
 TEST(Decode, TwoBitsToBfloat16) {
   for_each_word([](uint32_t word) {
-    uint32_t bits[4];
-    Int2Bfloat16::bits(&word, bits);
-    for_each_zero_pair<2>([&](int zero_g, int zero_g8) {
-      RowConstants const zero = Int2Bfloat16::zero_constants(zero_g, zero_g8);
-      for (int r = 0; r < 4; ++r) {
-        for (int h = 0; h < 2; ++h) {
-          double const subtrahend = emulate::bfloat16(r % 2 == 0 ? zero.g : zero.g8, h);
-          int const code = half_nibble(word, kNibble[r][h]);
-          ASSERT_EQ(emulate::bfloat16(bits[r], h) - subtrahend,
-                    code - (r % 2 == 0 ? zero_g : zero_g8))
-              << std::hex << word << " register " << r << " half " << h;
-        }
-      }
-    });
+    check_bfloat16<2>(&word, [&](int r, int h) { return half_nibble(word, kNibble[r][h]); });
   });
+}
+
+TEST(Decode, FourBitsToBfloat16) {
+  for_each_word([](uint32_t word) {
+    check_bfloat16<4>(&word, [&](int r, int h) { return nibble(word, kNibble[r][h]); });
+  });
+}
+
+// Every byte at every place.
+TEST(Decode, EightBitsToBfloat16) {
+  for (uint32_t code = 0; code < 256; ++code) {
+    uint32_t const words[2] = {code * 0x01010101u + 0x00010203u, ~(code * 0x01010101u)};
+    check_bfloat16<8>(words, [&](int r, int h) { return byte(words[r % 2], kByte[r][h]); });
+  }
 }
 
 TEST(Decode, TwoBitsToInt8) {
@@ -103,30 +144,6 @@ TEST(Decode, TwoBitsToInt8) {
     for_each_zero_pair<2>([&](int zero_g, int zero_g8) {
       Int2MinusZeroInt8::fragment(words, Int2MinusZeroInt8::zero_constants(zero_g, zero_g8), out);
       check(1, zero_g, zero_g8);
-    });
-  });
-}
-
-TEST(Decode, FourBitsToHalf) {
-  ASSERT_EQ(emulate::half(Int4Half::kSixteenth, 0), 1.0 / 16);
-  ASSERT_EQ(emulate::half(Int4Half::kSixteenth, 1), 1.0 / 16);
-  for_each_word([](uint32_t word) {
-    uint32_t bits[4];
-    Int4Half::bits(&word, bits);
-    for_each_zero_pair<4>([&](int zero_g, int zero_g8) {
-      RowConstants const zero = Int4Half::zero_constants(zero_g, zero_g8);
-      for (int r = 0; r < 4; ++r) {
-        for (int h = 0; h < 2; ++h) {
-          double const operand = emulate::half(bits[r], h);
-          double const value = r % 2 == 0 ? operand - emulate::half(zero.g, h)
-                                          : operand / 16 + emulate::half(zero.g8, h);
-          int const expected = nibble(word, kNibble[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
-          if (value != expected) {
-            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value
-                          << ", not " << std::dec << expected;
-          }
-        }
-      }
     });
   });
 }
@@ -164,27 +181,6 @@ TEST(Decode, EightBitsToSubnormalHalf) {
   });
 }
 
-TEST(Decode, FourBitsToBfloat16) {
-  for_each_word([](uint32_t word) {
-    uint32_t bits[4];
-    Int4Bfloat16::bits(&word, bits);
-    for_each_zero_pair<4>([&](int zero_g, int zero_g8) {
-      RowConstants const zero = Int4Bfloat16::zero_constants(zero_g, zero_g8);
-      for (int r = 0; r < 4; ++r) {
-        for (int h = 0; h < 2; ++h) {
-          double const value =
-              emulate::bfloat16(bits[r], h) - emulate::bfloat16(r % 2 == 0 ? zero.g : zero.g8, h);
-          int const expected = nibble(word, kNibble[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
-          if (value != expected) {
-            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value
-                          << ", not " << std::dec << expected;
-          }
-        }
-      }
-    });
-  });
-}
-
 TEST(Decode, EightBitsToHalf) {
   for_each_word([](uint32_t word) {
     uint32_t const words[2] = {word, ~word};
@@ -204,32 +200,6 @@ TEST(Decode, EightBitsToHalf) {
         }
       }
     });
-  });
-}
-
-TEST(Decode, EightBitsToBfloat16) {
-  for_each_word([](uint32_t word) {
-    uint32_t const words[2] = {word, ~word};
-    uint32_t minuend[4], subtrahend[4];
-    Int8Bfloat16::bits(words, minuend, subtrahend);
-    for (int r = 0; r < 4; ++r) {
-      for (int h = 0; h < 2; ++h) {
-        double const value = emulate::bfloat16(minuend[r], h) - emulate::bfloat16(subtrahend[r], h);
-        int const expected = byte(words[r % 2], kByte[r][h]);
-        if (value != expected) {
-          ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value
-                        << ", not " << std::dec << expected;
-        }
-      }
-    }
-  });
-  // The second subtraction, of the zero point: its operand is exact.
-  for_each_zero_pair<8>([](int zero_g, int zero_g8) {
-    RowConstants const zero = Int8Bfloat16::zero_constants(zero_g, zero_g8);
-    for (int h = 0; h < 2; ++h) {
-      EXPECT_EQ(emulate::bfloat16(zero.g, h), zero_g);
-      EXPECT_EQ(emulate::bfloat16(zero.g8, h), zero_g8);
-    }
   });
 }
 
@@ -302,18 +272,18 @@ TEST(Decode, WorkedExamples) {
   uint32_t const four_bits[2] = {0x000000e3u, 0};
   uint32_t const eight_bits[2] = {0x0000fe03u, 0};
   uint32_t const two_bits[2] = {0x000000d3u, 0};
-  uint32_t out[4], subtrahend[4];
+  uint32_t out[4];
 
-  Int2Half::bits(two_bits, out);
+  NibbleHalf<2>::bits(two_bits, out);
   EXPECT_EQ(out[0], 0x64026401u);
   EXPECT_EQ(out[1], 0x64206430u);
-  EXPECT_EQ(emulate::half(Int2Half::zero_constants(0, 0).g, 0), 1026);
-  EXPECT_EQ(emulate::half(Int2Half::zero_constants(0, 0).g8, 0), -66);
+  EXPECT_EQ(emulate::half(NibbleHalf<2>::zero_constants(0, 0).g, 0), 1026);
+  EXPECT_EQ(emulate::half(NibbleHalf<2>::zero_constants(0, 0).g8, 0), -66);
 
-  Int2Bfloat16::bits(two_bits, out);
-  EXPECT_EQ(out[0], 0x43024301u);
-  EXPECT_EQ(out[1], 0x43024303u);
-  EXPECT_EQ(emulate::bfloat16(Int2Bfloat16::zero_constants(0, 0).g, 0), 130);
+  IntegerBfloat16<2>::bits(two_bits, out);
+  EXPECT_EQ(out[0], 0x00020001u);
+  EXPECT_EQ(out[1], 0x00200030u);
+  EXPECT_EQ(emulate::bfloat16(IntegerBfloat16<2>::no_zeros().g, 0), -2.0 / 64);
 
   Int2Int8::fragment(two_bits, out);
   EXPECT_EQ(out[0], 0x000000c0u);
@@ -323,25 +293,27 @@ TEST(Decode, WorkedExamples) {
   EXPECT_EQ(out[0], 0x02020201u);
   EXPECT_EQ(out[1], 0x02020203u);
 
-  Int4Half::bits(four_bits, out);
+  NibbleHalf<4>::bits(four_bits, out);
   EXPECT_EQ(out[0], 0x6408640bu);
   EXPECT_EQ(out[1], 0x64806460u);
-  EXPECT_EQ(emulate::half(Int4Half::zero_constants(0, 0).g, 0), 1032);
-  EXPECT_EQ(emulate::half(Int4Half::zero_constants(0, 0).g8, 0), -72);
+  EXPECT_EQ(emulate::half(NibbleHalf<4>::zero_constants(0, 0).g, 0), 1032);
+  EXPECT_EQ(emulate::half(NibbleHalf<4>::zero_constants(0, 0).g8, 0), -72);
 
-  Int4Bfloat16::bits(four_bits, out);
-  EXPECT_EQ(out[0], 0x4308430bu);
-  EXPECT_EQ(out[1], 0x43084306u);
+  IntegerBfloat16<4>::bits(four_bits, out);
+  EXPECT_EQ(out[0], 0x0008000bu);
+  EXPECT_EQ(out[1], 0x00800060u);
+  EXPECT_EQ(IntegerBfloat16<4>::factor(0), 0x7f007f00u);
+  EXPECT_EQ(IntegerBfloat16<4>::factor(1), 0x7d007d00u);
+  EXPECT_EQ(emulate::bfloat16(IntegerBfloat16<4>::no_zeros().g8, 1), -8.0 / 64);
 
   Int8Half::bits(eight_bits, out);
   EXPECT_EQ(out[0], 0x64806483u);
   EXPECT_EQ(out[2], 0x6480647eu);
 
-  Int8Bfloat16::bits(eight_bits, out, subtrahend);
-  EXPECT_EQ(out[0], 0x43004303u);
-  EXPECT_EQ(subtrahend[0], 0x43004300u);
-  EXPECT_EQ(out[2], 0x4300437eu);
-  EXPECT_EQ(subtrahend[2], 0x43004380u);
+  IntegerBfloat16<8>::bits(eight_bits, out);
+  EXPECT_EQ(out[0], 0x00800083u);
+  EXPECT_EQ(out[2], 0x0080007eu);
+  EXPECT_EQ(emulate::bfloat16(IntegerBfloat16<8>::no_zeros().g, 0), -128.0 / 64);
 
   Int4Int8::fragment(four_bits, out);
   EXPECT_EQ(out[0], 0x00000030u);

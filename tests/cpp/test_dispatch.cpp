@@ -118,6 +118,20 @@ TEST(Dispatch, ComparesTilesWithDecodingForScalesOfAnotherType) {
   EXPECT_EQ(kernel(5120, 13824, 17, DataType::kFloat32), "wgmma_fold16");
 }
 
+// Kernels that promote sums of 2 bits have no instances for more rows.
+TEST(Dispatch, FoldsFewRowsOfBatchInvariantTwoBits) {
+  auto const kernel = [](int m, bool invariant) {
+    GemmProblem p = problem(m, 4096, 4096, 4, 128);
+    p.weight.format = Format::kInt2, p.batch_invariant = invariant;
+    return std::string(planned(p).kernel);
+  };
+  for (int m : {1, 16, 32}) {
+    EXPECT_NE(kernel(m, false), "wgmma_decode_fold16");
+    EXPECT_EQ(kernel(m, true), "wgmma_decode_fold16");
+  }
+  EXPECT_EQ(kernel(33, true), "wgmma_fold16");
+}
+
 TEST(Dispatch, GivesGroupsOf16ToKernelsThatHaveRoomForThem) {
   struct Case {
     char const* name;

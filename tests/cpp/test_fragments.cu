@@ -58,29 +58,24 @@ Words lane_words(std::vector<uint32_t> const& chunk, int bits, int block, int la
 }
 
 // Element v of a fragment, decoded without zero points, to its centred code.
-int element(decode::Int4Half, uint32_t const* words, int v) {
+template <int kBits>
+int element(decode::NibbleHalf<kBits>, uint32_t const* words, int v) {
+  using Decoder = decode::NibbleHalf<kBits>;
   uint32_t r[4];
-  decode::Int4Half::bits(words, r);
-  decode::RowConstants const zero = decode::Int4Half::zero_constants(0, 0);
+  Decoder::bits(words, r);
+  decode::RowConstants const zero = Decoder::no_zeros();
   double const operand = emulate::half(r[v / 2], v % 2);
   return int(v / 2 % 2 == 0 ? operand - emulate::half(zero.g, 0)
                             : operand / 16 + emulate::half(zero.g8, 0));
 }
 
-int element(decode::Int2Half, uint32_t const* words, int v) {
+template <int kBits>
+int element(decode::IntegerBfloat16<kBits>, uint32_t const* words, int v) {
+  using Decoder = decode::IntegerBfloat16<kBits>;
   uint32_t r[4];
-  decode::Int2Half::bits(words, r);
-  decode::RowConstants const zero = decode::Int2Half::zero_constants(0, 0);
-  double const operand = emulate::half(r[v / 2], v % 2);
-  return int(v / 2 % 2 == 0 ? operand - emulate::half(zero.g, 0)
-                            : operand / 16 + emulate::half(zero.g8, 0));
-}
-
-int element(decode::Int2Bfloat16, uint32_t const* words, int v) {
-  uint32_t r[4];
-  decode::Int2Bfloat16::bits(words, r);
-  uint32_t const zero = decode::Int2Bfloat16::zero_constants(0, 0).g;
-  return int(emulate::bfloat16(r[v / 2], v % 2) - emulate::bfloat16(zero, 0));
+  Decoder::bits(words, r);
+  return int(emulate::bfloat16(r[v / 2], v % 2) / double(Decoder::bits_unit(v / 2 % 2))) -
+         Decoder::kBias;
 }
 
 int element(decode::Int2Int8, uint32_t const* words, int v) {
@@ -95,24 +90,11 @@ int element(decode::Int2MinusZeroInt8, uint32_t const* words, int v) {
   return int8_t(r[v / 4] >> v % 4 * 8);
 }
 
-int element(decode::Int4Bfloat16, uint32_t const* words, int v) {
-  uint32_t r[4];
-  decode::Int4Bfloat16::bits(words, r);
-  uint32_t const zero = decode::Int4Bfloat16::zero_constants(0, 0).g;
-  return int(emulate::bfloat16(r[v / 2], v % 2) - emulate::bfloat16(zero, 0));
-}
-
 int element(decode::Int8Half, uint32_t const* words, int v) {
   uint32_t r[4];
   decode::Int8Half::bits(words, r);
   uint32_t const zero = decode::Int8Half::zero_constants(0, 0).g;
   return int(emulate::half(r[v / 2], v % 2) - emulate::half(zero, 0));
-}
-
-int element(decode::Int8Bfloat16, uint32_t const* words, int v) {
-  uint32_t r[4], subtrahend[4];
-  decode::Int8Bfloat16::bits(words, r, subtrahend);
-  return int(emulate::bfloat16(r[v / 2], v % 2) - emulate::bfloat16(subtrahend[v / 2], v % 2));
 }
 
 int element(decode::Int4Int8, uint32_t const* words, int v) {
@@ -179,15 +161,15 @@ void check_fragments() {
 }
 
 TEST(Fragments, MmaSyncHalf) {
-  check_fragments<2, decode::Int2Half, Half16816>();
-  check_fragments<4, decode::Int4Half, Half16816>();
+  check_fragments<2, decode::NibbleHalf<2>, Half16816>();
+  check_fragments<4, decode::NibbleHalf<4>, Half16816>();
   check_fragments<8, decode::Int8Half, Half16816>();
 }
 
 TEST(Fragments, MmaSyncBfloat16) {
-  check_fragments<2, decode::Int2Bfloat16, Bfloat16816>();
-  check_fragments<4, decode::Int4Bfloat16, Bfloat16816>();
-  check_fragments<8, decode::Int8Bfloat16, Bfloat16816>();
+  check_fragments<2, decode::IntegerBfloat16<2>, Bfloat16816>();
+  check_fragments<4, decode::IntegerBfloat16<4>, Bfloat16816>();
+  check_fragments<8, decode::IntegerBfloat16<8>, Bfloat16816>();
 }
 
 TEST(Fragments, MmaSyncInt8) {
@@ -199,15 +181,15 @@ TEST(Fragments, MmaSyncInt8) {
 }
 
 TEST(Fragments, WgmmaHalf) {
-  check_fragments<2, decode::Int2Half, HalfWgmma>();
-  check_fragments<4, decode::Int4Half, HalfWgmma>();
+  check_fragments<2, decode::NibbleHalf<2>, HalfWgmma>();
+  check_fragments<4, decode::NibbleHalf<4>, HalfWgmma>();
   check_fragments<8, decode::Int8Half, HalfWgmma>();
 }
 
 TEST(Fragments, WgmmaBfloat16) {
-  check_fragments<2, decode::Int2Bfloat16, Bfloat16Wgmma>();
-  check_fragments<4, decode::Int4Bfloat16, Bfloat16Wgmma>();
-  check_fragments<8, decode::Int8Bfloat16, Bfloat16Wgmma>();
+  check_fragments<2, decode::IntegerBfloat16<2>, Bfloat16Wgmma>();
+  check_fragments<4, decode::IntegerBfloat16<4>, Bfloat16Wgmma>();
+  check_fragments<8, decode::IntegerBfloat16<8>, Bfloat16Wgmma>();
 }
 
 TEST(Fragments, WgmmaInt8) {
