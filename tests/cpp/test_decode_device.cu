@@ -17,11 +17,11 @@ __device__ int code(uint32_t word, int bits, int place) {
   return int(word << (32 - bits - bits * place)) >> (32 - bits);
 }
 
-__device__ int number(uint32_t reg, int high, __half) {
-  return __half2int_rn(__ushort_as_half(uint16_t(reg >> 16 * high)));
+__device__ float number(uint32_t reg, int high, __half) {
+  return __half2float(__ushort_as_half(uint16_t(reg >> 16 * high)));
 }
-__device__ int number(uint32_t reg, int high, __nv_bfloat16) {
-  return __bfloat162int_rn(__ushort_as_bfloat16(uint16_t(reg >> 16 * high)));
+__device__ float number(uint32_t reg, int high, __nv_bfloat16) {
+  return __bfloat162float(__ushort_as_bfloat16(uint16_t(reg >> 16 * high)));
 }
 
 // Counts wrong elements. A thread has a word and its complement; each half of it goes through
@@ -44,7 +44,8 @@ __global__ void check_float(int* wrong) {
       for (int h = 0; h < 2; ++h) {
         int const stored = kBits == 8 ? code(words[r % 2], 8, r / 2 + 2 * h)
                                       : code(words[0], kBits, (r + 4 * h) * (4 / kBits));
-        if (number(out[r], h, Element{}) != stored - zeros[r % 2]) atomicAdd(wrong, 1);
+        if (number(out[r], h, Element{}) != Decoder::kUnit * float(stored - zeros[r % 2]))
+          atomicAdd(wrong, 1);
       }
     }
   }
