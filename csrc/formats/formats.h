@@ -10,7 +10,9 @@
 //   kCodebook       values are PackedWeight::codebook's
 //   kTableBytes     of a look-up table in a CTA's shared memory
 //   Decoder, Unscaled, value  on the GPU: fragments of 16-bit floats, of values before they are
-//                   multiplied by scales, and one such value
+//                   multiplied by scales, in units of Decoder::kUnit, and one such value. A decoder
+//                   may have bits(), bits_unit() and kBias: numbers that one FMA makes values of
+//                   (device/fold.cuh)
 //   host_value      one by its code, unless codes are integers
 //   Avx2Decoder     on CPUs with AVX2
 #pragma once
