@@ -83,7 +83,7 @@ struct Span {
 // Memory of one panel and one chunk of x.
 struct TileMemory {
   static constexpr int kTileBytes = kRowsPerBlock * kKPerTile * 4;
-  alignas(64) unsigned char tile[kTileBytes];
+  alignas(64) unsigned char tile[kFusedBlocks * kTileBytes];
   alignas(64) float total[kMostRows][kRowsPerPanel];
   alignas(64) float offsets[kMostRows][kRowsPerPanel];
   // sums of a scale block's runs, floats or integers
@@ -234,43 +234,57 @@ void multiply_tile(CpuProduct const& p, TileMemory& memory, Span const& span, in
   }
 }
 
-// multiply_tile() of the weight's values by fused multiply-adds, in another order than the
-// reference's, without sums of lanes and of groups.
+// multiply_tile() of the values of row blocks i .. i + kFusedBlocks - 1 by fused multiply-adds, in
+// another order than the reference's, without sums of lanes and of groups.
 template <int kRows, int kPlaces>
 void multiply_tile_fused(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m,
                          int row) {
+  constexpr int kTileFloats = TileMemory::kTileBytes / int(sizeof(float));
   auto const* tile = reinterpret_cast<float const*>(memory.tile);
   float const* x = p.x + m * p.x_stride + span.begin;
-  Sixteen sums[kRows];
-  unrolled<kRows>([&](auto r) { sums[r] = Sixteen(0.0f); });
+  Sixteen sums[kRows][kFusedBlocks];
+  unrolled<kRows>([&](auto r) {
+    for (Sixteen& sum : sums[r]) sum = Sixteen(0.0f);
+  });
 #pragma GCC unroll 1
   for (int place = 0; place < kPlaces; ++place, tile += kRowsPerBlock, x += kLanes) {
     unrolled<kLanes>([&](auto lane) {
-      Sixteen const rows = Sixteen::load(tile + lane * kPlaces * kRowsPerBlock);
+      Sixteen rows[kFusedBlocks];
+      unrolled<kFusedBlocks>([&](auto b) {
+        rows[b] = Sixteen::load(tile + b * kTileFloats + lane * kPlaces * kRowsPerBlock);
+      });
       unrolled<kRows>([&](auto r) {
-        sums[r] = Sixteen::fused(rows, Sixteen(x[r * p.x_stride + lane]), sums[r]);
+        Sixteen const factor(x[r * p.x_stride + lane]);
+        unrolled<kFusedBlocks>(
+            [&](auto b) { sums[r][b] = Sixteen::fused(rows[b], factor, sums[r][b]); });
       });
     });
   }
   unrolled<kRows>([&](auto r) {
-    float* const to = memory.total[row + r] + 16 * i;
-    (Sixteen::load(to) + sums[r]).store(to);
+    unrolled<kFusedBlocks>([&](auto b) {
+      float* const to = memory.total[row + r] + 16 * (i + b);
+      (Sixteen::load(to) + sums[r][b]).store(to);
+    });
   });
   for (int part = 0; part < span.runs; ++part) {
     Span::Run const& run = span.run[part];
-    if (run.last) add_offsets(p, memory, run, int64_t(m) * p.blocks + run.block, i, row, kRows);
+    if (!run.last) continue;
+    for (int block = i; block < i + kFusedBlocks; ++block)
+      add_offsets(p, memory, run, int64_t(m) * p.blocks + run.block, block, row, kRows);
   }
 }
 
 template <class Format, bool kFused>
 struct FloatTiles {
-  static constexpr int kBits = Format::kBits;
+  static constexpr int kBits = Format::kBits, kBlocks = kFused ? kFusedBlocks : 1;
   Avx2Decoder<Format> decoder;
 
   explicit FloatTiles(CpuProduct const& p) : decoder(p) {}
   void decode(CpuProduct const& p, TileMemory& memory, Span const& span, uint8_t const* codes,
               int i) {
-    decode_floats<kFused>(p, decoder, span, codes, i, reinterpret_cast<float*>(memory.tile));
+    decode_floats<kFused>(
+        p, decoder, span, codes, i,
+        reinterpret_cast<float*>(memory.tile + i % kBlocks * TileMemory::kTileBytes));
   }
   template <int kRows>
   void multiply(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m,
@@ -363,7 +377,7 @@ template <class Dot, int kRows>
 
 template <class Codes>
 struct IntegerTiles {
-  static constexpr int kBits = Codes::kBits;
+  static constexpr int kBits = Codes::kBits, kBlocks = 1;
   static constexpr int kStepsOf16 = kWordsOf16 * Codes::kVectorsOfWord;  // of 16 columns
   __m256i colsums[kMostRuns][2];  // of a run's codes, where x has zero points
   __m256i zeros[kMostRuns][2];    // of a run, of codes as they are in the tile
@@ -498,9 +512,11 @@ void multiply_tiles(CpuProduct const& p, int panel, int first, int rows) {
   for (Runs runs(p, panel); runs.next();) {
     Span const span(p, runs);
     uint8_t const* const codes = codes_at<kBits>(chunks, span.begin);
-    for (int i = 0; i < kRowBlocks; ++i) {
-      prefetch.lines(span.columns * kRowsPerBlock * kBits / 8 / 64);
-      tiles.decode(p, *memory, span, codes + i * kBlockBytes, i);
+    for (int i = 0; i < kRowBlocks; i += Tiles::kBlocks) {
+      for (int block = i; block < i + Tiles::kBlocks; ++block) {
+        prefetch.lines(span.columns * kRowsPerBlock * kBits / 8 / 64);
+        tiles.decode(p, *memory, span, codes + block * kBlockBytes, block);
+      }
       for_parts<kMostTileRows>(rows, [&](int row, auto count) {
         tiles.template multiply<decltype(count)::value>(p, *memory, span, i, first + row, row);
       });

@@ -83,6 +83,9 @@ struct SixteenInts {
   }
 };
 constexpr int kMostTileRows = 12;  // of x, whose sums and products fit into registers
+// Row blocks that floats are multiplied by together, by fused multiply-adds: with one, loads of x
+// take longer than the arithmetic.
+constexpr int kFusedBlocks = 2;
 
 // The codes that are the bits of `mask` in bytes, with the bits of `flip` inverted.
 [[gnu::always_inline]] inline __m512i flipped_codes(__m512i bytes, __m512i flip, __m512i mask) {
@@ -135,6 +138,7 @@ struct SixteenInts {
   }
 };
 constexpr int kMostTileRows = 6;  // 12 sums, two vectors of codes and two more fill the registers
+constexpr int kFusedBlocks = 1;
 #endif
 
 // The codes of a panel, and of its columns from `column` on, a multiple of 64.
