@@ -195,8 +195,8 @@ def test_a_bias_in_floats_is_rounded_to_steps_of_the_sums() -> None:
     scales, bias = torch.rand(5) * 0.01 + 1e-3, torch.randn(5) * 30
     bias[4] = 1e30
     options: dict[str, Any] = {"x_scale": 0.05, "x_zero_point": -3, "out_dtype": torch.int32}
-    exact = bias.double() / (torch.tensor(0.05).float() * scales).double()
-    steps = exact.round().clamp(-(2**31), 2**31 - 1).to(torch.int32)
+    quotient = (bias.double() / (torch.tensor(0.05) * scales).double()).float()
+    steps = quotient.double().round().clamp(-(2**31), 2**31 - 1).to(torch.int32)
     y = co.conv2d_int8(x, packed(w, scales), bias, **options)
     assert torch.equal(y, co.conv2d_int8(x, packed(w, scales), steps, **options))
     assert torch.equal(y, co.conv2d_int8(x, packed(w, scales, bias), **options))
