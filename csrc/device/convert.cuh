@@ -111,8 +111,9 @@ struct BytesHalf {
 // is the byte. An unsigned byte's sign bit is inverted first, and 128 added last, by the FMA.
 //
 // Worked example, w = 0x0000'fe03, interleaved, unsigned (elements 0 and 2 are 3 and 254):
-// 0x8080'7e83, as signed (-125, 0), (126, 0)
-//   bytes 0, 2: 0x4300'4303 - 0x4300'4380... = (-125, 0);  * 1 + 128 = (3, 0), (254, 0)
+// 0x8080'7e83, as signed numbers (-125, -128), (126, -128)
+//   bytes 0, 2: 0x4300'4303 - 0x4380'4380 = (-125, -128);  * 1 + 128 = (3, 0)
+//   bytes 1, 3: 0x4300'437e - 0x4380'4300 = (126, -128);   * 1 + 128 = (254, 0)
 template <bool kSigned, bool kInterleaved>
 struct BytesBfloat16 {
   static constexpr int kPairs = 2;

@@ -118,12 +118,11 @@ TEST(Decode, FourBitsToBfloat16) {
   });
 }
 
-// Every byte at every place.
 TEST(Decode, EightBitsToBfloat16) {
-  for (uint32_t code = 0; code < 256; ++code) {
-    uint32_t const words[2] = {code * 0x01010101u + 0x00010203u, ~(code * 0x01010101u)};
+  for_each_word([](uint32_t word) {
+    uint32_t const words[2] = {word, ~word};
     check_bfloat16<8>(words, [&](int r, int h) { return byte(words[r % 2], kByte[r][h]); });
-  }
+  });
 }
 
 TEST(Decode, TwoBitsToInt8) {
