@@ -524,6 +524,15 @@ struct Int4Codebook {
 };
 
 #ifdef __CUDACC__
+// Takes a decoder's unit, Units::kUnit, away from sums of products, or from what multiplies them.
+template <class Units, int kCount>
+__device__ __forceinline__ void remove_unit(float (&sums)[kCount]) {
+  if constexpr (Units::kUnit != 1.0f) {
+#pragma unroll
+    for (float& sum : sums) sum *= 1.0f / Units::kUnit;
+  }
+}
+
 // The decoder for activations of type Element, __half or __nv_bfloat16.
 template <class Element, class ToHalf, class ToBfloat16>
 using Chosen = std::conditional_t<std::is_same_v<Element, __half>, ToHalf, ToBfloat16>;

@@ -183,8 +183,7 @@ struct StepRows {
         zeros[rb] = C::Decode::zero_constants(codes[2 * rb], codes[2 * rb + 1]);
     }
     load_float4(from.scales, p.weight.scale_type, from.index, scales);
-#pragma unroll
-    for (float& scale : scales) scale *= 1.0f / C::Decode::kUnit;
+    decode::remove_unit<typename C::Decode>(scales);
     if (C::kGeneral && p.weight.offsets)
       load_float4(from.offsets, p.weight.offset_type, from.index, offsets);
   }
@@ -428,8 +427,7 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
             scales[e] = wide ? __uint_as_float(raw_scales.words[e])
                              : unpack_half<__nv_bfloat16>(raw_scales.words[e / 2], e % 2);
         }
-#pragma unroll
-        for (float& scale : scales) scale *= 1.0f / Decode::kUnit;
+        decode::remove_unit<Decode>(scales);
       }
       if (following % kRecordPieces == 0) load_records(stage, following);
       if (piece == kLast - 2)

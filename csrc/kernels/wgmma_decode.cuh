@@ -203,12 +203,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     }
     ring.advance(p.shape);
   }
-  if constexpr (C::kUnit != 1.0f) {
 #pragma unroll
-    for (auto& of_row_panel : sums)
-#pragma unroll
-      for (float& sum : of_row_panel) sum *= 1.0f / C::kUnit;
-  }
+  for (auto& of_row_panel : sums) decode::remove_unit<C>(of_row_panel);
   // For dealt row panels: the feature that a warp's sums begin with, and the tile of their rows.
   auto const first_feature = [&](int row_panel) {
     int const from = row_panel < in_first ? part.first_row_panel + first : -in_first;

@@ -487,10 +487,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
     fence(a[C::kSteps - 1]);
     fence_registers(sums);
     release(last_panel);
-    if constexpr (C::kUnit != 1.0f) {
-#pragma unroll
-      for (float& sum : sums) sum *= 1.0f / C::kUnit;
-    }
+    decode::remove_unit<C>(sums);
     if constexpr (C::kGrouped) {
       row_scales.apply(sums, p, coord, work);
       hopper::store_group<C>(sums, staging, out_map, p, coord, work, row0);

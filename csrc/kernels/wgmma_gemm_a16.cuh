@@ -273,10 +273,7 @@ Config<Element, Format, kBlockM, kZeros, Scale, kWarpgroups, kGrouped>::consume(
         }
       }
     });
-    if constexpr (Decode::kUnit != 1.0f) {
-#pragma unroll
-      for (float& sum : sums) sum *= 1.0f / Decode::kUnit;
-    }
+    decode::remove_unit<Decode>(sums);
     if constexpr (C::kGrouped) {
       row_scales.apply(sums, p, coord, work);
       hopper::store_group<C>(sums, staging, out_map, p, coord, work, row0);
