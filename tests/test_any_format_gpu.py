@@ -86,8 +86,7 @@ def weight(
 
 def has_room(qw: co.QuantizedWeight) -> bool:
     """Whether a tile of wgmma_fold16 has room for scales, offsets and zero points."""
-    long_scales = qw.book is not None and qw.bits == 4 and qw.scales.dtype is FLOAT
-    return qw.group_size != 16 or (qw.zeros is None and qw.offsets is None and not long_scales)
+    return qw.group_size != 16 or (qw.zeros is None and qw.offsets is None)
 
 
 def check(
@@ -100,8 +99,8 @@ def check(
     # whatever the order of their columns, and so are 8-bit zero points with many rows of symmetric
     # blocks, and groups of 16 for which wgmma_fold16 has no room; a few rows of others may be.
     keeps = is_exact(y, x, packed, **options)
-    # Up to 32 rows of 2 bits may be, too.
-    if len(x) > (32 if qw.bits == 2 else 16):
+    # Up to 32 rows of 2 bits may be, too, and of such groups of 16 may not.
+    if len(x) > (32 if qw.bits == 2 or not has_room(qw) else 16):
         long_groups = qw.group_size == -1 or qw.group_size >= 128
         plain = long_groups and qw.offsets is None and qw.book is None and qw.bits > 2
         compensated = act_quant == "block" and symmetric and len(x) > 64

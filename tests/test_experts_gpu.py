@@ -40,6 +40,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int2": {"bits": 2, "group_size": 128, "symmetric": True},
     "int2 in short groups": {"bits": 2, "group_size": 32, "symmetric": False},
     "nf4": {"bits": 4, "group_size": 64, "book": "nf4"},
+    "nf4 of 16": {"bits": 4, "group_size": 16, "book": "nf4"},
     "fp8": {"bits": 8, "group_size": 128, "book": "e4m3"},
 }
 

@@ -332,10 +332,11 @@ class ExpertRowScales {
                                         ThreadCoord<C> const& coord, typename C::Work const& work) {
     if (!p.x.scales) return;
     if (kShuffles && !kEarly) load(p, coord, work);
-    int const pair = coord.lane % 4 * 2;
+    int pair = coord.lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < C::kBlockM / 4; ++i) {
       int const row = i / 2 * 8 + i % 2;
+      asm volatile("" : "+r"(pair));  // one address of a shuffle at a time: registers
       float const scale = kShuffles ? __shfl_sync(~0u, scales_[row / 32], row % 32 + pair)
                                     : of_row(p, work, row + pair);
       sums[i / 2 * 4 + i % 2] *= scale, sums[i / 2 * 4 + i % 2 + 2] *= scale;

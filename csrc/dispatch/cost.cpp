@@ -122,7 +122,7 @@ int bandwidth_of(Device const& device) { return kCards[card_of(device)].memory_b
 int TileCost::* cost_kind(GemmProblem const& problem, Device const& device,
                           Candidate const& candidate) {
   TileCost const& cost = candidate.costs[card_of(device)];
-  if (cost.wide > 0 && !folds_narrow_scales(problem.weight, problem.x_type)) return &TileCost::wide;
+  if (cost.wide > 0 && !has_narrow_scales(problem.weight, problem.x_type)) return &TileCost::wide;
   bool const long_sums = sums_whole_rows(problem) || sums_whole_taps(problem);
   if (cost.whole_rows > 0 && long_sums) return &TileCost::whole_rows;
   bool const row_scales = !activations_have_blocks(problem) &&
@@ -155,7 +155,8 @@ int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelS
 
 DecodeKind decode_kind(GemmProblem const& problem, bool rounds) {
   PackedWeight const& w = problem.weight;
-  if (table_bytes(w)) return DecodeKind::kCodebook;
+  if (table_bytes(w) && (!rounds || has_narrow_scales(w, problem.x_type)))
+    return DecodeKind::kCodebook;
   bool const rounded = has_short_groups(w) || w.offsets || !has_decode_kernels(w) ||
                        (rounds && !has_exact_kernels(w));
   if (!multiplies_int8(problem)) {

@@ -129,8 +129,7 @@ Status check_memory(MoeProblem const& p) {
     if (Status status = check_plain_rows(experts->stack, "a layer of experts"); !status.ok())
       return status;
     if (!fits_fold16(experts->stack))
-      return unsupported_experts(
-          "groups of 16 have neither zero points nor offsets, nor fp32 scales with a code book");
+      return unsupported_experts("groups of 16 have neither zero points nor offsets");
     if (experts->bias && !is_float(experts->bias_type))
       return invalid("bias_type is not a float type");
     Status status = check_addresses(

@@ -45,7 +45,7 @@ Tile tile_of(PackedWeight const& w, DataType x_type, Loop loop, int height) {
   return loop == Loop::kInt8 ? wgmma_gemm_a8_tile(bits, height, warpgroups)
          : loop == Loop::kExact
              ? wgmma_gemm_a16_tile(bits, height, has_own_scales(w, x_type) ? warpgroups : 2)
-             : wgmma_fold16_tile(height, bits, folds_narrow_scales(w, x_type));
+             : wgmma_fold16_tile(height, bits, has_narrow_scales(w, x_type));
 }
 
 GroupedGemm product_of(PackedExperts const& experts, bool gated) {
@@ -234,6 +234,7 @@ std::pair<int, int> tile_heights(MoeProblem const& p, Device const& device) {
   int const count = int(int8 ? std::size(kGroupedInt8Heights) : std::size(kGroupedHeights));
   auto const time = [&](PackedExperts const& experts, int i) {
     PackedWeight const& w = experts.stack;
+    if (w.group_size == 16 && heights[i] == kHeightWithoutGroupsOf16) return HUGE_VAL;
     Tile const tile = tile_of(w, p.x_type, loop_of(w, int8, heights[i]), heights[i]);
     Loop const costs = loop_of(w, int8, kLeastExactHeight);  // also of 32 rows
     double const of_tile = double(ceil_div(padded_rows(experts.n), tile.block_n)) /

@@ -139,7 +139,7 @@ Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
 }
 Field wgmma_decode_fold16_can(GemmProblem const& problem, Device const& device) {
   bool const more_rows =
-      !multiplies_int8(problem) && folds_narrow_scales(problem.weight, problem.x_type);
+      !multiplies_int8(problem) && has_narrow_scales(problem.weight, problem.x_type);
   return first_of(needs_few_rows(problem, more_rows ? kMostFloatDecodeRows : kMostDecodeRows),
                   needs_hopper(problem, device),
                   may_round(problem) ? Field::kNone : Field::kResult);

@@ -127,7 +127,7 @@ bool shape_wgmma_fold16(GemmProblem const& problem, Device const& device,
                         Candidate const& candidate, Plan* plan) {
   PackedWeight const& w = problem.weight;
   Fold16Cta const cta{code_bits(w), candidate.tile.block_m, table_bytes(w),
-                      folds_narrow_scales(w, problem.x_type), false};
+                      has_narrow_scales(w, problem.x_type), false};
   plan->stages = cta.stages;
   plan->shared_bytes = cta.shared_bytes;
   persistent_grid(problem, device, candidate, int(k_tiles(w)), plan);

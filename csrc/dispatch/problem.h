@@ -54,16 +54,11 @@ inline bool has_own_scales(PackedWeight const& w, DataType x_type) {
 inline bool has_narrow_scales(PackedWeight const& w, DataType x_type) {
   return has_own_scales(w, x_type) && (!w.offsets || w.offset_type == x_type);
 }
-// Whether wgmma_fold16 does: groups of 16 are only in its instances for scales of any type.
-inline bool folds_narrow_scales(PackedWeight const& w, DataType x_type) {
-  return w.group_size != 16 && has_narrow_scales(w, x_type);
-}
 
-// Whether a K tile of wgmma_fold16 has room for scales, offsets and zero points. Groups of 16
-// columns may only have scales, with a code book scales of 16 bits.
+// Whether a K tile of wgmma_fold16 has room for scales, offsets and zero points: groups of 16
+// columns may only have scales.
 inline bool fits_fold16(PackedWeight const& w) {
-  bool const long_scales = has_codebook(w) && w.scale_type == DataType::kFloat32;
-  return w.group_size != 16 || !(w.zeros || w.offsets || long_scales);
+  return w.group_size != 16 || !(w.zeros || w.offsets);
 }
 
 // Whether sums of codes are exact in wgmma's fp32 and scaled once a tile of K.

@@ -54,7 +54,7 @@ struct TileCost {
   int k4096 = 0;       // K = 4096
   int row_scales = 0;  // int8 x has a scale a row and no zero points, or compensated ones
   int whole_rows = 0;  // int32 sums run over all of K or of a tap (sums_whole_rows(), _taps())
-  int wide = 0;        // scales are applied in fp32 (not folds_narrow_scales())
+  int wide = 0;        // scales are applied in fp32 (not has_narrow_scales())
   int end = 0;         // whatever K is; twice for a tile of split-K slices
 };
 

@@ -238,12 +238,15 @@ bool four_warpgroups_with_scales_of_x(GemmProblem const& problem) {
 bool folds_values(GemmProblem const& problem) {
   return has_no_exact_kernel(problem) || (is_image(problem) && !multiplies_int8(problem));
 }
-// Whether wgmma_fold16's tiles of 32 rows compete with wgmma_decode_fold16 for more rows than
-// decode_gemm takes: with scales that are applied in fp32, which make the latter slow where weights
-// are large (docs/tuning-notes.md).
+// Whether wgmma_fold16's tiles of 32 rows compete with wgmma_decode_fold16 for the rows that
+// decode_gemm does not take: with scales that are applied in fp32, which make the latter slow where
+// weights are large (docs/tuning-notes.md).
 bool folds_few_wide_rows(GemmProblem const& problem) {
-  return has_no_exact_kernel(problem) && !is_image(problem) && !multiplies_int8(problem) &&
-         !folds_narrow_scales(problem.weight, problem.x_type);
+  PackedWeight const& w = problem.weight;
+  bool const promotes =
+      problem.m <= kMostDecodeGemmRows && (has_integer_codes(w) || w.group_size != 16);
+  return !promotes && has_no_exact_kernel(problem) && !is_image(problem) &&
+         !multiplies_int8(problem) && !has_narrow_scales(problem.weight, problem.x_type);
 }
 
 // Measured costs of tiles, fitted by tools/fit_costs.py.
@@ -411,7 +414,7 @@ constexpr Candidate wgmma_fold16_of(int block_m, int min_m = kMostDecodeRows + 1
 }
 template <int kBits>
 constexpr Candidate kWgmmaFold16[] = {
-    wgmma_fold16_of<kBits>(32, kMostDecodeGemmRows + 1, kMostDecodeRows, folds_few_wide_rows),
+    wgmma_fold16_of<kBits>(32, 0, kMostDecodeRows, folds_few_wide_rows),
     wgmma_fold16_of<kBits>(32),
     wgmma_fold16_of<kBits>(64),
     wgmma_fold16_of<kBits>(128),

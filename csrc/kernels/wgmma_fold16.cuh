@@ -55,8 +55,11 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr bool kTakesTurns = kWarpgroups < 4;
   // Few rows of x are bound by instruction issue: weights without zero points and offsets have a
   // separate loop that does not test for them. (It doubles the compile time.)
-  static constexpr bool kTwoLoops =
+  static constexpr bool kPlainLoop =
       kBlockM <= 64 && kNarrow_ && Fold::kAffineTerm != AffineTerm::kNone;
+  // Whether there is a loop for groups of 16 with narrow scales. (Wide ones have one loop.)
+  static constexpr bool kHasGroupsOf16 =
+      kNarrow_ && !(kGrouped && kBlockM == kHeightWithoutGroupsOf16);
   // Registers of a thread in the loading warpgroup, and in the others.
   static constexpr int kLoadingRegisters = kWarpgroups == 4 ? 32 : 40;
   static constexpr int kRegisters = kWarpgroups == 4 ? 112 : kWarpgroups == 3 ? 152 : 232;
@@ -320,8 +323,9 @@ __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, typename C::
   cutlass::arch::NamedBarrier::sync(kMultiplying, C::kWarpgroups + 1);
 }
 
-// kPlain: weights are known to have neither zero points nor offsets.
-template <class C, bool kPlain>
+// kPlain: weights are known to have neither zero points nor offsets. kOf16: narrow scales are of
+// groups of 16 columns.
+template <class C, bool kPlain, bool kOf16>
 __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
                                         CUtensorMap const& out_map, typename C::Params const& p,
                                         hopper::ThreadCoord<C> const& coord) {
@@ -340,11 +344,12 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
                       (!p.weight.offsets || p.weight.offset_type == DataType::kFloat32);
   // From the scales of 16 columns to those of the next 16, from the groups of a step's first 32
   // columns to those of its second, and from a step's to the next step's.
-  uint32_t const next_slice = p.tile_groups == 8 ? C::kGroupOf16Bytes : 0;
-  uint32_t const next_group = p.tile_groups >= 4 ? C::kGroupBytes : 0;
-  int const next_step = p.tile_groups >= 4   ? 2 * C::kGroupBytes
-                        : p.tile_groups == 2 ? C::kGroupBytes
-                                             : 0;
+  int const tile_groups = kOf16 ? 8 : p.tile_groups;
+  uint32_t const next_slice = tile_groups == 8 ? C::kGroupOf16Bytes : 0;
+  uint32_t const next_group = tile_groups >= 4 ? C::kGroupBytes : 0;
+  int const next_step = tile_groups >= 4   ? 2 * C::kGroupBytes
+                        : tile_groups == 2 ? C::kGroupBytes
+                                           : 0;
   auto* staging = reinterpret_cast<float*>(shared + C::kStaging);
   hopper::Ring<C::kPanels> panels;
   hopper::Ring<C::kChunks> chunks;
@@ -372,7 +377,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
     uint32_t a[2][C::kGroups][C::kGroupKSlices][4];
     StoredCodes<typename C::Fold> codes;
     StoredGroup<typename C::Fold> vectors[C::kGroups];
-    RowPair<typename C::Fold> second_scales[C::kGroups];  // of the second 16 columns, where wide
+    // of the second 16 columns: in groups of 16 and, where scales are wide, in any
+    RowPair<typename C::Fold> second_scales[C::kGroups];
     auto load = [&](int step) {
       if (step == 0) TransactionBarrier::wait(&barriers.full_chunks[chunks.stage], chunks.phase);
       uint32_t const chunk = first + C::kFirstChunk + chunks.stage * C::kChunkBytes;
@@ -393,6 +399,10 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
 #pragma unroll
         for (int i = 0; i < C::kGroups; ++i)
           second_scales[i].template load<true>(group(i) + next_slice + coord.scales, p.scale_bytes);
+      } else if constexpr (kOf16) {
+#pragma unroll
+        for (int i = 0; i < C::kGroups; ++i)
+          second_scales[i].template load<true>(group(i) + next_slice + coord.scales, p.scale_bytes);
       }
 #pragma unroll
       for (int i = 0; i < C::kGroups; ++i)
@@ -404,31 +414,35 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
     // jumps cost more than the instructions between them (docs/tuning-notes.md).
     bool const plain = kPlain || (!p.weight.zeros && !p.weight.offsets);
     auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4], int step) {
-      auto const decode_wide = [&](auto are_floats) {
+      auto const decode_slices = [&](auto is_plain, auto are_floats) {
 #pragma unroll
         for (int i = 0; i < C::kGroups; ++i) {
           auto const words = codes.group(i, step);
-          vectors[i].template decode_with<false, are_floats(), 0, 1>(vectors[i].scales, words,
-                                                                     table, p, operands[i]);
-          vectors[i].template decode_with<false, are_floats(), 1, 1>(second_scales[i], words, table,
-                                                                     p, operands[i]);
+          vectors[i].template decode_with<is_plain(), are_floats(), 0, 1>(vectors[i].scales, words,
+                                                                          table, p, operands[i]);
+          vectors[i].template decode_with<is_plain(), are_floats(), 1, 1>(second_scales[i], words,
+                                                                          table, p, operands[i]);
         }
       };
+      using True = std::true_type;
+      using False = std::false_type;
       auto const decode_narrow = [&](auto is_plain) {
 #pragma unroll
         for (int i = 0; i < C::kGroups; ++i)
           vectors[i].template decode<is_plain()>(codes.group(i, step), table, p, operands[i]);
       };
-      if constexpr (C::kNarrow) {
-        if (plain) {
-          decode_narrow(std::true_type());
+      if constexpr (!C::kNarrow) {
+        if (__builtin_expect(floats, true)) {
+          decode_slices(False(), True());
         } else {
-          decode_narrow(std::false_type());
+          decode_slices(False(), False());
         }
-      } else if (__builtin_expect(floats, true)) {
-        decode_wide(std::true_type());
+      } else if constexpr (kOf16) {
+        decode_slices(True(), False());
+      } else if (plain) {
+        decode_narrow(True());
       } else {
-        decode_wide(std::false_type());
+        decode_narrow(False());
       }
     };
     auto fence = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
@@ -538,12 +552,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     clear_missing_rows<C>(shared, p);
     pdl_wait_and_launch_dependents();
     hopper::ThreadCoord<C> const coord(p, rank, warpgroup - 1);
-    bool const plain =
-        C::kAffineTerm == AffineTerm::kNone || (!p.weight.zeros && !p.weight.offsets);
-    if (plain && C::kTwoLoops) {
-      consume<C, true>(shared, barriers, out_map, p, coord);
+    constexpr bool kNoTerms = C::kAffineTerm == AffineTerm::kNone;
+    if (C::kHasGroupsOf16 && p.tile_groups == 8) {
+      consume<C, true, C::kHasGroupsOf16>(shared, barriers, out_map, p, coord);
+    } else if (C::kPlainLoop && !p.weight.zeros && !p.weight.offsets) {
+      consume<C, true, false>(shared, barriers, out_map, p, coord);
     } else {
-      consume<C, C::kAffineTerm == AffineTerm::kNone>(shared, barriers, out_map, p, coord);
+      consume<C, kNoTerms, false>(shared, barriers, out_map, p, coord);
     }
     cute::tma_store_wait<0>();
   }
@@ -567,7 +582,7 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
 template <class Element, class Format, int kBlockM>
 Status launch_format(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
                      Stream stream) {
-  return folds_narrow_scales(problem.weight, problem.x_type)
+  return has_narrow_scales(problem.weight, problem.x_type)
              ? launch_config<Config<Element, Format, true, kBlockM>>(problem, plan,
                                                                      splitk_workspace, stream)
              : launch_config<Config<Element, Format, false, kBlockM>>(problem, plan,
@@ -576,8 +591,10 @@ Status launch_format(GemmProblem const& problem, Plan const& plan, float* splitk
 
 template <class Element, class Format, int kBlockM>
 Status launch_groups(GroupedGemm const& problem, Plan const& plan, Stream stream) {
-  if (folds_narrow_scales(problem.weight, problem.x_type)) {
+  if (has_narrow_scales(problem.weight, problem.x_type)) {
     using C = Config<Element, Format, true, kBlockM, true>;
+    if (!C::kHasGroupsOf16 && problem.weight.group_size == 16)
+      return unsupported("wgmma_fold16 has no tiles of these rows for groups of 16");
     return hopper::launch_grouped(hopper::LaunchConfig::of<C>(), wgmma_fold16<C>, problem, plan,
                                   stream);
   }

@@ -146,7 +146,7 @@ TEST(Dispatch, GivesGroupsOf16ToKernelsThatHaveRoomForThem) {
         Case{"offsets", false, true, false, DataType::kFloat16, false},
         Case{"offsets and fp32 scales", false, true, false, DataType::kFloat32, false},
         Case{"a code book", false, false, true, DataType::kFloat16, true},
-        Case{"a code book and fp32 scales", false, false, true, DataType::kFloat32, false}}) {
+        Case{"a code book and fp32 scales", false, false, true, DataType::kFloat32, true}}) {
     auto const weight = [&](int m) {
       GemmProblem p = problem(m, 4096, 4096, 4, 16);
       if (c.zeros) p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
@@ -160,9 +160,14 @@ TEST(Dispatch, GivesGroupsOf16ToKernelsThatHaveRoomForThem) {
         << c.name;
     GemmProblem large = weight(1);
     large.weight.n = 14336;
-    EXPECT_STREQ(planned(large).kernel,
-                 c.scales == DataType::kFloat32 && !c.book ? "decode_gemm" : "wgmma_decode_fold16")
+    bool const wide = c.scales == DataType::kFloat32;
+    EXPECT_STREQ(planned(large).kernel, !wide    ? "wgmma_decode_fold16"
+                                        : c.book ? "wgmma_fold16"
+                                                 : "decode_gemm")
         << c.name;
+    // tiles of 32 rows are for scales of x's type
+    if (c.fits && c.scales == DataType::kFloat16)
+      EXPECT_STREQ(planned(weight(20)).kernel, "wgmma_decode_fold16") << c.name;
     EXPECT_STREQ(planned(weight(100)).kernel, c.fits ? "wgmma_fold16" : "mma_gemm_a16") << c.name;
     GemmProblem exact = weight(100);
     exact.exact = true;

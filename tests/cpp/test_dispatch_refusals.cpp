@@ -349,10 +349,11 @@ TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
   forbids("wgmma_decode_fold16", "", [&](GemmProblem& p) { book(p), p.m = 32; });
   forbids("wgmma_decode_fold16", "33 rows of x", [&](GemmProblem& p) { book(p), p.m = 33; });
   for (int group_size : {16, 32})
-    forbids("wgmma_decode_fold16", "17 rows of x", [&](GemmProblem& p) {
-      p.weight.group_size = group_size, p.m = 17;
-      if (group_size == 32) p.weight.scale_type = DataType::kFloat32;
-    });
+    for (DataType scales : {DataType::kFloat16, DataType::kFloat32})
+      forbids("wgmma_decode_fold16", scales == DataType::kFloat16 ? "" : "17 rows of x",
+              [&](GemmProblem& p) {
+                p.weight.group_size = group_size, p.m = 17, p.weight.scale_type = scales;
+              });
   forbids("decode_gemm", "batch_invariant", [](GemmProblem& p) { p.batch_invariant = true; });
   forbids("wgmma_fold16", "exact", [](GemmProblem& p) { p.exact = true; });
   forbids("wgmma_fold16", "a result that is not of x's 16-bit type",
