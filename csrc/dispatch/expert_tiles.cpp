@@ -234,7 +234,9 @@ std::pair<int, int> tile_heights(MoeProblem const& p, Device const& device) {
   int const count = int(int8 ? std::size(kGroupedInt8Heights) : std::size(kGroupedHeights));
   auto const time = [&](PackedExperts const& experts, int i) {
     PackedWeight const& w = experts.stack;
-    if (w.group_size == 16 && heights[i] == kHeightWithoutGroupsOf16) return HUGE_VAL;
+    if (heights[i] == kHeightWithoutGroupsOf16 && w.group_size == 16 &&
+        has_narrow_scales(w, p.x_type))
+      return HUGE_VAL;
     Tile const tile = tile_of(w, p.x_type, loop_of(w, int8, heights[i]), heights[i]);
     Loop const costs = loop_of(w, int8, kLeastExactHeight);  // also of 32 rows
     double const of_tile = double(ceil_div(padded_rows(experts.n), tile.block_n)) /

@@ -73,6 +73,17 @@ TEST(Experts, UseHigherTilesForMoreRows) {
   }
 }
 
+TEST(Experts, HaveNoTilesOf96RowsForNarrowGroupsOf16) {
+  for (DataType scales : {DataType::kBFloat16, DataType::kFloat32}) {
+    MoeProblem p = experts(1024, 128, 8, 2048, 768, 16);
+    p.gate_up.stack.scale_type = p.down.stack.scale_type = scales;
+    MoePlan chosen;
+    ASSERT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+    EXPECT_EQ(chosen.gate_up.block_m == 96, scales == DataType::kFloat32);
+    EXPECT_STREQ(chosen.kernel, "wgmma_fold16");
+  }
+}
+
 TEST(Experts, FindRowsInTheIdsIfTheseAreFew) {
   MoePlan chosen;
   for (auto [tokens, count, routes] : {std::tuple(1, 128, false),
