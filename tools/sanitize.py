@@ -73,7 +73,7 @@ KNOWN_READ = re.compile(
 LEFT_OUT = {
     "synccheck": [
         f"{format}ELb{narrow}ELi32E"
-        for format in ("4Int2", "4Int4", "4Int8", "4E4m3", "8Codebook")
+        for format in ("4Int4", "4Int8", "4E4m3", "8Codebook")
         for narrow in (0, 1)
     ]
 }

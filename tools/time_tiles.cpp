@@ -299,9 +299,9 @@ int main(int argc, char** argv) {
         if (decode) {
           DecodeTerms const t = is_portable(spec) ? DecodeTerms{} : decode_terms(p, device, one);
           std::printf("%d, %s, \"%s\", %.1f, %.2f, %.2f, %d, %s]", c.tile.min_ctas_per_sm,
-                      c.quantizes ? "true" : "false", kDecodeKindNames[int(decode_kind(p))],
-                      t.chunks, t.share, t.x, t.rows,
-                      !c.applies || c.applies(p) ? "true" : "false");
+                      c.quantizes ? "true" : "false",
+                      kDecodeKindNames[int(decode_kind(p, spec.rounds))], t.chunks, t.share, t.x,
+                      t.rows, !c.applies || c.applies(p) ? "true" : "false");
         } else {
           PredictedTime const t = tail_split_of(p, device, spec, c).time;
           auto const which = cost_kind(p, device, c);

@@ -155,6 +155,8 @@ int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelS
 
 DecodeKind decode_kind(GemmProblem const& problem, bool rounds) {
   PackedWeight const& w = problem.weight;
+  // Kernels that round weights apply scales of another type in fp32. That takes longer than looking
+  // codes up.
   if (table_bytes(w) && (!rounds || has_narrow_scales(w, problem.x_type)))
     return DecodeKind::kCodebook;
   bool const rounded = has_short_groups(w) || w.offsets || !has_decode_kernels(w) ||

@@ -43,7 +43,7 @@ int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelS
 
 // The predicted time of decode kernels, also linear in their costs.
 // `rounds`: of a kernel that rounds weights, which for some formats is not the only one.
-DecodeKind decode_kind(GemmProblem const& problem, bool rounds = false);
+DecodeKind decode_kind(GemmProblem const& problem, bool rounds);
 struct DecodeTerms {
   double chunks, share, x;
   int rows;

@@ -19,7 +19,7 @@ constexpr int kSlotRows = 16;  // an expert's slots begin at a multiple
 // for int8 x. Only wgmma_fold16 has tiles of 32 rows.
 constexpr int kGroupedHeights[] = {32, 64, 96, 144}, kGroupedInt8Heights[] = {64, 96, 144, 176};
 constexpr int kLeastExactHeight = 64;  // of wgmma_gemm_a16
-// The one for which wgmma_fold16 has no registers left if groups of 16 have scales of x's type.
+// For this height wgmma_fold16 has no registers left if groups of 16 have scales of x's type.
 constexpr int kHeightWithoutGroupsOf16 = 96;
 // The MMAs of a tile take as many rows as there are, in these steps down to the least. (More steps
 // of high tiles, and steps in those of 32 rows, gain nothing.)

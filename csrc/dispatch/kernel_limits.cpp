@@ -108,15 +108,18 @@ Field wgmma_fold16_can(GemmProblem const& problem, Device const& device) {
                   fits_fold16(problem.weight) ? Field::kNone : Field::kGroups,
                   may_round(problem) ? Field::kNone : Field::kResult);
 }
+bool decode_gemm_has_groups(GemmProblem const& problem) {
+  PackedWeight const& w = problem.weight;
+  return w.group_size != 16 || (has_integer_codes(w) && !multiplies_int8(problem));
+}
 Field decode_gemm_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   if (Field field = needs_few_rows(problem, kMostDecodeGemmRows); field != Field::kNone)
     return field;
   int64_t const groups = w.group_size == -1 ? 1 : padded_k(w.k) / w.group_size + 1;
-  bool const has_groups = w.group_size != 16 || (has_integer_codes(w) && !multiplies_int8(problem));
   return first_of(
       needs_hopper(problem, device, kPortableSharedBytes), needs_decoded_codes(problem),
-      has_groups ? Field::kNone : Field::kGroups,
+      decode_gemm_has_groups(problem) ? Field::kNone : Field::kGroups,
       groups * padded_rows(w.n) < int64_t(1) << 29 ? Field::kNone : Field::kGroupVectors);
 }
 Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {

@@ -14,6 +14,8 @@ Field wgmma_gemm_a8_can(GemmProblem const& problem, Device const& device);
 Field wgmma_gemm_a16_can(GemmProblem const& problem, Device const& device);
 Field wgmma_fold16_can(GemmProblem const& problem, Device const& device);
 Field decode_gemm_can(GemmProblem const& problem, Device const& device);
+// Whether decode_gemm multiplies weights in groups of this size.
+bool decode_gemm_has_groups(GemmProblem const& problem);
 Field wgmma_decode_can(GemmProblem const& problem, Device const& device);
 Field wgmma_decode_fold16_can(GemmProblem const& problem, Device const& device);
 

@@ -238,14 +238,13 @@ bool four_warpgroups_with_scales_of_x(GemmProblem const& problem) {
 bool folds_values(GemmProblem const& problem) {
   return has_no_exact_kernel(problem) || (is_image(problem) && !multiplies_int8(problem));
 }
-// Whether wgmma_fold16's tiles of 32 rows compete with wgmma_decode_fold16 for the rows that
-// decode_gemm does not take: with scales that are applied in fp32, which make the latter slow where
-// weights are large (docs/tuning-notes.md).
+// Whether wgmma_fold16's tiles of 32 rows compete with wgmma_decode_fold16: for more rows or other
+// groups than decode_gemm takes, with scales that are applied in fp32, which make the latter slow
+// where weights are large (docs/tuning-notes.md).
 bool folds_few_wide_rows(GemmProblem const& problem) {
-  PackedWeight const& w = problem.weight;
-  bool const promotes =
-      problem.m <= kMostDecodeGemmRows && (has_integer_codes(w) || w.group_size != 16);
-  return !promotes && has_no_exact_kernel(problem) && !is_image(problem) &&
+  bool const beyond_decode_gemm =
+      problem.m > kMostDecodeGemmRows || !decode_gemm_has_groups(problem);
+  return beyond_decode_gemm && has_no_exact_kernel(problem) && !is_image(problem) &&
          !multiplies_int8(problem) && !has_narrow_scales(problem.weight, problem.x_type);
 }
 

@@ -54,7 +54,7 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   // apart without that, and with short sums they would wait for one another's epilogues.
   static constexpr bool kTakesTurns = kWarpgroups < 4;
   // Few rows of x are bound by instruction issue: weights without zero points and offsets have a
-  // separate loop that does not test for them. (It doubles the compile time.)
+  // separate loop that does not test for them. (Each loop adds as much to the compile time.)
   static constexpr bool kPlainLoop =
       kBlockM <= 64 && kNarrow_ && Fold::kAffineTerm != AffineTerm::kNone;
   // Whether there is a loop for groups of 16 with narrow scales. (Wide ones have one loop.)
@@ -396,10 +396,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
           }
           return;
         }
-#pragma unroll
-        for (int i = 0; i < C::kGroups; ++i)
-          second_scales[i].template load<true>(group(i) + next_slice + coord.scales, p.scale_bytes);
-      } else if constexpr (kOf16) {
+      }
+      if constexpr (!C::kNarrow || kOf16) {
 #pragma unroll
         for (int i = 0; i < C::kGroups; ++i)
           second_scales[i].template load<true>(group(i) + next_slice + coord.scales, p.scale_bytes);
@@ -414,18 +412,16 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
     // jumps cost more than the instructions between them (docs/tuning-notes.md).
     bool const plain = kPlain || (!p.weight.zeros && !p.weight.offsets);
     auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4], int step) {
-      auto const decode_slices = [&](auto is_plain, auto are_floats) {
+      auto const decode_slices = [&](auto are_floats) {
 #pragma unroll
         for (int i = 0; i < C::kGroups; ++i) {
           auto const words = codes.group(i, step);
-          vectors[i].template decode_with<is_plain(), are_floats(), 0, 1>(vectors[i].scales, words,
-                                                                          table, p, operands[i]);
-          vectors[i].template decode_with<is_plain(), are_floats(), 1, 1>(second_scales[i], words,
-                                                                          table, p, operands[i]);
+          vectors[i].template decode_with<kPlain, are_floats(), 0, 1>(vectors[i].scales, words,
+                                                                      table, p, operands[i]);
+          vectors[i].template decode_with<kPlain, are_floats(), 1, 1>(second_scales[i], words,
+                                                                      table, p, operands[i]);
         }
       };
-      using True = std::true_type;
-      using False = std::false_type;
       auto const decode_narrow = [&](auto is_plain) {
 #pragma unroll
         for (int i = 0; i < C::kGroups; ++i)
@@ -433,16 +429,16 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
       };
       if constexpr (!C::kNarrow) {
         if (__builtin_expect(floats, true)) {
-          decode_slices(False(), True());
+          decode_slices(std::true_type());
         } else {
-          decode_slices(False(), False());
+          decode_slices(std::false_type());
         }
       } else if constexpr (kOf16) {
-        decode_slices(True(), False());
+        decode_slices(std::false_type());
       } else if (plain) {
-        decode_narrow(True());
+        decode_narrow(std::true_type());
       } else {
-        decode_narrow(False());
+        decode_narrow(std::false_type());
       }
     };
     auto fence = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
