@@ -100,6 +100,17 @@ def test_channels_and_sizes(c: int, n: int) -> None:
         check_rounded(quantized, x, Geometry(*geometry, 1), act_quant="block")
 
 
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("act_quant", ["token", "block", "tensor"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("n", "c"), [(24, 64), (64, 256), (112, 200), (300, 136), (256, 64)])
+def test_kernels_of_one_pixel(act_quant: str, bits: int, n: int, c: int) -> None:
+    """Tiles that quantise x, with features for one warpgroup or both, and matrices as images."""
+    quantized = co.quantize(torch.randn(n, c, 1, 1) / 10, bits=bits, group_size=128)
+    x = torch.randn(2, c, 100, 97).half()
+    check_rounded(quantized, x, Geometry((1, 1), (0, 0), (1, 1), 1), act_quant=act_quant)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("n", "c", "groups"), [(64, 64, 1), (17, 3, 1), (384, 160, 2)])

@@ -61,7 +61,7 @@ KNOWN_WRITE = re.compile(
     r"hopper_producers\.cuh:)"
 )
 KNOWN_READ = re.compile(
-    r"(?:void )?cutlass_ops::(load_shared\(|RowPair<.*::load\(|StoredGroup<.*::load<|"
+    r"(?:void )?cutlass_ops::(load_shared\(|RowPair<.*::load[<(]|StoredGroup<.*::load<|"
     r"hopper::StoredScales::load\("
     r"|<unnamed>::(Stored|Raw)Weights<)"
 )

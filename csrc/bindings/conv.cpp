@@ -42,7 +42,7 @@ GemmProblem make_problem(Weight const& weight, Pointer x, DataType x_type, std::
   // depthwise_conv(), whose K is the taps.)
   bool const depthwise = channels == 1;
   if (taps == one && stride == one && padding == none && act_quant != ActQuant::kTensor &&
-      !depthwise)
+      !depthwise && !is_faster_as_image(p))
     p.image = {};
   return p;
 }

@@ -92,9 +92,15 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map,
     cutlass::arch::warpgroup_reg_alloc<C::kRegisters>();
     if constexpr (C::kShortTiles) clear_missing_x_rows<C>(stages, p);
     pdl_wait_and_launch_dependents();
-    C::consume(stages, staging, barriers, out_map, p,
-               ThreadCoord<C>(p, rank, warpgroup - C::kLoadingWarpgroups));
-    cute::tma_store_wait<0>();
+    int const multiplying = warpgroup - C::kLoadingWarpgroups;
+    // The second warpgroup has none of at most 64 features. Where tiles quantise x, the limit is
+    // the number of instructions, and it would issue as many as the first.
+    if (C::kQuantizes && multiplying * kRowsPerPanel >= p.n_pad) {
+      release_stages<C>(barriers, p);
+    } else {
+      C::consume(stages, staging, barriers, out_map, p, ThreadCoord<C>(p, rank, multiplying));
+      cute::tma_store_wait<0>();
+    }
   }
   // A block must not exit before its neighbour's last arrivals and copies.
   cute::cluster_arrive_relaxed();

@@ -513,6 +513,21 @@ __device__ __forceinline__ void quantize_x_rows(uint8_t* stages, Barriers<C>& ba
   p.x_type == DataType::kFloat16 ? quantize(__half()) : quantize(__nv_bfloat16());
 }
 
+// Releases all stages, for a warpgroup that has no features.
+template <class C>
+__device__ __forceinline__ void release_stages(Barriers<C>& barriers, typename C::Params const& p) {
+  Ring<C::kStages> ring;
+  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p), lane = threadIdx.x % 32;
+  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
+    typename C::Work const work(index, p);
+#pragma unroll 1
+    for (int k = work.first_k(p), end = work.end_k(p); k < end; ++k, ring.advance()) {
+      TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+      if (lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[ring.stage], lane, true);
+    }
+  }
+}
+
 // The warpgroups that multiply set rows of x that no copy writes to zero while the first copies are
 // in flight: products with zeros took less time than with stale data.
 template <class C>

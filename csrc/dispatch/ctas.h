@@ -118,10 +118,9 @@ struct WgmmaCta {
   // elements.
   bool large = block_m > 176 && x_bytes == 2;
   int store_rows = large || quantizes ? 16 : block_m % 32 ? block_m / 2 : 32;
-  int line_rows = quantizes        ? block_m / 2
-                  : block_m <= 176 ? block_m
-                  : x_bytes == 2   ? ByWidth<int>(112, 64)[bits]
-                                   : ByWidth<int>(block_m, block_m / 2)[bits];
+  int line_rows = block_m <= 176 ? block_m
+                  : x_bytes == 2 ? ByWidth<int>(112, 64)[bits]
+                                 : ByWidth<int>(block_m, block_m / 2)[bits];
   // The distance between rows of x, in floats; it avoids bank conflicts of the transposing writes.
   int store_stride = kRowsPerPanel + 4;
   int line_bytes = kRowsPerPanel * 2;

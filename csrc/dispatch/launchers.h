@@ -79,7 +79,7 @@ constexpr Tile wgmma_gemm_a8_tile(int bits, int block_m, int warpgroups = 2,
                                   bool quantizes = false) {
   int const few_rows = ByWidth<int>(warpgroups == 4 ? 8 : 10, 9)[bits];
   int stages = block_m >= 128 ? 4 : block_m >= 64 ? 6 : few_rows;
-  if (quantizes) stages = ByWidth<int>(6, 5)[bits];
+  if (quantizes) stages = ByWidth<int>(6, 4)[bits];
   return {128 * warpgroups, block_m, stages, 1, kHopperSharedBytes, 2};
 }
 // Rows of x of a CTA that quantises them itself, in blocks of a K tile's columns.
@@ -178,6 +178,9 @@ Status launch_quantize_codes(QuantizeProblem const& problem, int columns, bool s
 
 // quantized_values.cu: as quantized_values(); of one range, if problem.range has it
 Status launch_quantized_values(QuantizedValues const& problem, Stream stream);
+// quantize_activations.cu: the same for 16-bit outputs of rows of whole pieces, which start on 16
+// bytes; a row with one scale has at most 32.
+Status launch_quantized_pieces(QuantizedValues const& problem, Stream stream);
 
 // compensate_zeros.cu: problem.quantized.zero_values and zero_scales
 Status launch_compensate_zeros(GemmProblem const& problem, Stream stream);

@@ -151,6 +151,23 @@ inline bool has_int8_products(PackedWeight const& w) {
   return has_exact_kernels(w) && !has_short_groups(w) && !w.offsets && zeros_fit_int8(w);
 }
 
+// Whether the last cluster's second CTA would have no features if clusters were along N.
+inline bool leaves_a_cta_idle(GemmProblem const& problem) {
+  constexpr int kBlockN = 256;
+  return (padded_rows(problem.weight.n) - 1) % kBlockN < kBlockN / 2;
+}
+
+// Whether a matrix is faster as an image whose kernel is one pixel: with few features, since
+// wgmma_gemm_a8 has clusters along M for one scale a pixel, but for one a row only where int32 sums
+// run over all of K (docs/tuning-notes.md).
+inline bool is_faster_as_image(GemmProblem const& problem) {
+  constexpr int kManyRows = 1024;
+  PackedWeight const& w = problem.weight;
+  return problem.act_quant == ActQuant::kToken && problem.act_symmetric && !w.zeros &&
+         has_int8_products(w) && w.group_size != -1 && problem.m >= kManyRows &&
+         leaves_a_cta_idle(problem);
+}
+
 // Whether a tensor map cannot describe x: it needs 16-byte boundaries and no gathering.
 inline bool is_irregular(GemmProblem const& problem) {
   return problem.weight.perm || reinterpret_cast<uintptr_t>(problem.x) % 16 != 0 ||

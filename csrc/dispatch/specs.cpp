@@ -279,11 +279,6 @@ constexpr Candidate wgmma_gemm_a8_of(int block_m, int min_m, int max_m,
   return {tile, min_m, max_m, costs_of("wgmma_gemm_a8", warpgroups == 4 ? 4 : kBits, tile),
           applies};
 }
-// Whether the last cluster's second CTA would have no features if clusters were along N.
-bool leaves_a_cta_idle(GemmProblem const& problem) {
-  constexpr int kBlockN = 256;
-  return (padded_rows(problem.weight.n) - 1) % kBlockN < kBlockN / 2;
-}
 // For few features: the CTAs of a cluster are placed along M. A CTA then loads its x without
 // multicast, for which int32 sums over all of K would wait if there were many features
 // (docs/tuning-notes.md).

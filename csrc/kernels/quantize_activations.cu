@@ -70,8 +70,10 @@ Status launch_blocks(Params const& p, Stream stream) {
   // rows of x, which the product waits for, it has at most an SM's share of all columns.
   int const groups = (p.problem.m + kBlockRows - 1) / kBlockRows,
             share = p.pieces * groups / device.multiprocessors;
+  // Twice as many where half of them or more have no columns (docs/tuning-notes.md).
+  bool const sparse = kFunction == Function::kNone && 2 * p.problem.k <= p.pieces * kLaneColumns;
   int const threads = p.problem.m > kDecodeBlockM
-                          ? kBlockThreads
+                          ? (sparse ? 2 : 1) * kBlockThreads
                           : std::clamp((share + 7) / 8 * 8, kLeastThreads, kBlockThreads);
   if (p.problem.out.zero_values) {
     int const y = std::min(groups, kMaxGridY), z = (groups + kMaxGridY - 1) / kMaxGridY;
@@ -81,7 +83,9 @@ Status launch_blocks(Params const& p, Stream stream) {
   }
   int const chunks = (p.pieces + threads - 1) / threads;
   bool const row_ranges = p.problem.out.block == -1 && !p.problem.range;
-  int const lanes = row_ranges ? 1 << p.log2_lanes : 8;  // that share a thread block
+  // That share a thread block. Values alone have no padding.
+  int const lanes =
+      row_ranges || (!p.problem.out.scales && p.log2_lanes < 3) ? 1 << p.log2_lanes : 8;
   int const wide = (p.pieces + chunks * lanes - 1) / (chunks * lanes) * lanes,
             high = std::clamp(threads / wide, 1, groups);
   int const y = (groups + high - 1) / high, z = (y + kMaxGridY - 1) / kMaxGridY;
@@ -227,6 +231,18 @@ Status launch_quantize_codes(QuantizeProblem const& problem, int columns, bool s
   p.pieces = (whole ? p.problem.k : columns) / kLaneColumns;
   return visit(p, fast, symmetric, [&, &p = p](auto type, auto is_symmetric) {
     return launch_blocks<decltype(type), is_symmetric, Function::kNone>(p, stream);
+  });
+}
+
+Status launch_quantized_pieces(QuantizedValues const& v, Stream stream) {
+  QuantizeProblem q;
+  q.x = v.x, q.x_type = v.x_type, q.m = int(v.rows), q.k = v.columns, q.x_stride = v.columns;
+  q.out.block = v.range ? -1 : v.block, q.range = v.range;
+  q.out.upcast = v.out, q.out.upcast_type = v.out_type, q.out.upcast_row_scales = true;
+  auto [p, fast] = parameters(q, {});
+  p.pieces = q.k / kLaneColumns;
+  return visit(p, fast, v.symmetric, [&, &p = p](auto type, auto is_symmetric) {
+    return launch_function<decltype(type), is_symmetric, Function::kNone>(p, stream);
   });
 }
 

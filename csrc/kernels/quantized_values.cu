@@ -2,8 +2,9 @@
 // floats. Another library multiplies these values where kernels here would multiply the codes of
 // quantize_activations.cu; codes, scales and zero points are the same bits.
 //
-// Some lanes share a run of columns with one scale: they find its range, then read it
-// again from the cache.
+// 16-bit values of rows of whole pieces of 16 columns are that kernel's, which keeps a block in
+// registers. Here some lanes share a run of columns with one scale: they find its range, then read
+// it again from the cache.
 #include <algorithm>
 
 #include "cutlass_ops/layout.h"
@@ -95,6 +96,10 @@ Status launch_quantized_values(QuantizedValues const& problem, Stream stream) {
   bool const vectors = bytes_of(q.x_type) == 2 && q.columns % kVector == 0 &&
                        reinterpret_cast<uintptr_t>(q.x) % 16 == 0 &&
                        reinterpret_cast<uintptr_t>(q.out) % 16 == 0;
+  constexpr int kPiece = 2 * kVector, kMostPieces = 32;
+  bool const short_runs = q.range || problem.block != -1 || q.columns <= kMostPieces * kPiece;
+  if (vectors && short_runs && q.columns % kPiece == 0 && bytes_of(q.out_type) == 2)
+    return launch_quantized_pieces(problem, stream);
   // A lane of scalars has four, where a warp has enough.
   int const pieces = int(ceil_div(std::min(q.block, q.columns), vectors ? kVector : 4));
   while (p.log2_lanes < 5 && 1 << p.log2_lanes < pieces) ++p.log2_lanes;
