@@ -86,7 +86,8 @@ def weight(
 
 def has_room(qw: co.QuantizedWeight) -> bool:
     """Whether a tile of wgmma_fold16 has room for scales, offsets and zero points."""
-    return qw.group_size != 16 or (qw.zeros is None and qw.offsets is None)
+    fp32_of_2_bits = qw.bits == 2 and qw.zeros is None and qw.scales.dtype is FLOAT
+    return qw.group_size != 16 or (qw.zeros is None and qw.offsets is None) or fp32_of_2_bits
 
 
 def check(

@@ -223,13 +223,14 @@ struct StoredGroup {
   template <bool kPlain = false, int kFirst = 0, int kSlices = F::kGroupKSlices, class Params>
   __device__ __forceinline__ void decode(uint32_t const* codes, uint32_t table, Params const& p,
                                          uint32_t (&a)[F::kGroupKSlices][4]) const {
-    decode_with<kPlain, false, kFirst, kSlices>(scales, codes, table, p, a);
+    decode_with<kPlain, false, kFirst, kSlices>(scales, offsets, codes, table, p, a);
   }
 
-  // decode() with scales that the caller passes. kFloats: scales, and offsets if there are any, are
-  // fp32, and there are no zero points.
+  // decode() with scales and offsets that the caller passes. kFloats: scales, and offsets if there
+  // are any, are fp32, and there are no zero points.
   template <bool kPlain, bool kFloats, int kFirst, int kSlices, class Params>
-  __device__ __forceinline__ void decode_with(RowPair<F> const& own_scales, uint32_t const* codes,
+  __device__ __forceinline__ void decode_with(RowPair<F> const& own_scales,
+                                              RowPair<F> const& own_offsets, uint32_t const* codes,
                                               uint32_t table, Params const& p,
                                               uint32_t (&a)[F::kGroupKSlices][4]) const {
     using Decoder = typename F::Decoder;
@@ -256,7 +257,7 @@ struct StoredGroup {
           own_scales.times(kMinusBias, kMinusBias).values(scale_type, g.offset, g8.offset);
       } else {
         own_scales.values(scale_type, g.scale, g8.scale);
-        offsets.values(offset_type, g.offset, g8.offset);
+        own_offsets.values(offset_type, g.offset, g8.offset);
         g.to_bits(kOfG, kZeros ? kMinusBias - F::kUnit * int8_t(zeros) : kMinusBias);
         g8.to_bits(kOfG8, kZeros ? kMinusBias - F::kUnit * int8_t(zeros >> 8) : kMinusBias);
       }
@@ -273,10 +274,10 @@ struct StoredGroup {
       if constexpr (F::kNarrow && F::kUnit != 1.0f) {
         constexpr float kOfScale = F::kUnit / Decoder::kUnit;
         own_scales.times(kOfScale, kOfScale).values(scale_type, g.scale, g8.scale);
-        offsets.times(F::kUnit, F::kUnit).values(offset_type, g.offset, g8.offset);
+        own_offsets.times(F::kUnit, F::kUnit).values(offset_type, g.offset, g8.offset);
       } else {
         own_scales.values(scale_type, g.scale, g8.scale);
-        offsets.values(offset_type, g.offset, g8.offset);
+        own_offsets.values(offset_type, g.offset, g8.offset);
       }
       apply(g, g8, [&](uint32_t const* words, uint32_t (&out)[4]) {
         unscaled.fragment(words, table, out);

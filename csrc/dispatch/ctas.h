@@ -176,8 +176,12 @@ struct Fold16Cta {
 
   // A K tile: codes, then for each group of 32 columns scales, offsets and zero points.
   int code_bytes = warpgroups * k_tile_bytes(bits), value_bytes = narrow ? 2 : 4;
-  // Those of code books have scales alone, two where groups have 16 columns.
-  int group_bytes = table_bytes ? rows * 2 * value_bytes : rows * (2 * value_bytes + 1);
+  // Those of code books have scales alone, two where groups have 16 columns. Codes of 2 bits leave
+  // room for two wide scales and offsets.
+  bool offsets_of_16 = bits == 2 && !narrow;
+  int group_bytes = table_bytes     ? rows * 2 * value_bytes
+                    : offsets_of_16 ? rows * 4 * value_bytes
+                                    : rows * (2 * value_bytes + 1);
   int chunk_bytes = code_bytes + kKPerTile / 32 * group_bytes;
 
   // Behind 16 pairs of barriers, for experts a tile for each chunk that may begin one, and a third

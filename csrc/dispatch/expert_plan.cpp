@@ -129,7 +129,8 @@ Status check_memory(MoeProblem const& p) {
     if (Status status = check_plain_rows(experts->stack, "a layer of experts"); !status.ok())
       return status;
     if (!fits_fold16(experts->stack))
-      return unsupported_experts("groups of 16 have neither zero points nor offsets");
+      return unsupported_experts(
+          "groups of 16 have no zero points, and offsets only with 2 bits and fp32 scales");
     if (experts->bias && !is_float(experts->bias_type))
       return invalid("bias_type is not a float type");
     Status status = check_addresses(

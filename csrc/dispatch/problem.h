@@ -56,9 +56,10 @@ inline bool has_narrow_scales(PackedWeight const& w, DataType x_type) {
 }
 
 // Whether a K tile of wgmma_fold16 has room for scales, offsets and zero points: groups of 16
-// columns may only have scales.
+// columns may only have scales or, of codes of 2 bits, fp32 scales and offsets.
 inline bool fits_fold16(PackedWeight const& w) {
-  return w.group_size != 16 || !(w.zeros || w.offsets);
+  bool const wide_of_2_bits = code_bits(w) == 2 && w.scale_type == DataType::kFloat32;
+  return w.group_size != 16 || (!w.zeros && (!w.offsets || wide_of_2_bits));
 }
 
 // Whether sums of codes are exact in wgmma's fp32 and scaled once a tile of K.

@@ -78,9 +78,10 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr int kWeights = 0, kScales = kCodeBytes, kOffsets = kScales + kRows * kValueBytes;
   static constexpr int kZeroPoints = kOffsets + kRows * kValueBytes;
   static constexpr int kGroupBytes = kCta.group_bytes, kChunkBytes = kCta.chunk_bytes;
-  // With groups of 16 columns a tile has twice as many groups, which have only scales
-  // (fits_fold16).
+  // With groups of 16 columns a tile has twice as many groups, which have scales alone, or also
+  // offsets (fits_fold16).
   static constexpr int kGroupOf16Bytes = kGroupBytes / 2;
+  static constexpr bool kOffsetsOf16 = kCta.offsets_of_16;
   static constexpr int kChunks = kCta.stages, kTiles = kCta.tiles;
   static constexpr int kPanelSteps = kCta.panel_steps, kStepBytes = kCta.step_bytes;
   static constexpr int kPanelBytes = kCta.panel_bytes, kPanels = kCta.panels,
@@ -379,6 +380,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
     StoredGroup<typename C::Fold> vectors[C::kGroups];
     // of the second 16 columns: in groups of 16 and, where scales are wide, in any
     RowPair<typename C::Fold> second_scales[C::kGroups];
+    RowPair<typename C::Fold> second_offsets[C::kOffsetsOf16 ? C::kGroups : 1];
     auto load = [&](int step) {
       if (step == 0) TransactionBarrier::wait(&barriers.full_chunks[chunks.stage], chunks.phase);
       uint32_t const chunk = first + C::kFirstChunk + chunks.stage * C::kChunkBytes;
@@ -393,14 +395,20 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
             second_scales[i].template load<true>(group(i) + next_slice + coord.scales,
                                                  sizeof(float));
             vectors[i].offsets.template load<false>(group(i) + offsets, offset_bytes);
+            if constexpr (C::kOffsetsOf16)
+              second_offsets[i].template load<false>(group(i) + next_slice + offsets, offset_bytes);
           }
           return;
         }
       }
       if constexpr (!C::kNarrow || kOf16) {
 #pragma unroll
-        for (int i = 0; i < C::kGroups; ++i)
+        for (int i = 0; i < C::kGroups; ++i) {
           second_scales[i].template load<true>(group(i) + next_slice + coord.scales, p.scale_bytes);
+          if constexpr (C::kOffsetsOf16)
+            second_offsets[i].template load<false>(group(i) + next_slice + offsets,
+                                                   p.weight.offsets ? p.offset_bytes : 0);
+        }
       }
 #pragma unroll
       for (int i = 0; i < C::kGroups; ++i)
@@ -416,10 +424,11 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers,
 #pragma unroll
         for (int i = 0; i < C::kGroups; ++i) {
           auto const words = codes.group(i, step);
-          vectors[i].template decode_with<kPlain, are_floats(), 0, 1>(vectors[i].scales, words,
-                                                                      table, p, operands[i]);
-          vectors[i].template decode_with<kPlain, are_floats(), 1, 1>(second_scales[i], words,
-                                                                      table, p, operands[i]);
+          vectors[i].template decode_with<kPlain, are_floats(), 0, 1>(
+              vectors[i].scales, vectors[i].offsets, words, table, p, operands[i]);
+          vectors[i].template decode_with<kPlain, are_floats(), 1, 1>(
+              second_scales[i], C::kOffsetsOf16 ? second_offsets[i] : vectors[i].offsets, words,
+              table, p, operands[i]);
         }
       };
       auto const decode_narrow = [&](auto is_plain) {

@@ -61,6 +61,29 @@ TEST(Dispatch, RoundsOperandsOnlyWhereItMay) {
   rounds(p, "mma_gemm_a8");
 }
 
+// A K tile has room for the offsets of groups of 16 only beside codes of 2 bits with fp32 scales.
+TEST(Dispatch, RoundsTwoBitsWithOffsetsInGroupsOf16) {
+  auto const kernel = [](int m, int bits, DataType type, bool zeros) {
+    GemmProblem p = problem(m, 8192, 4096, bits, 16);
+    p.weight.scale_type = p.weight.offset_type = type;
+    if (zeros) {
+      p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
+    } else {
+      p.weight.offsets = &some_byte;
+    }
+    Plan chosen;
+    Status const status = plan(p, kHopper, &chosen);
+    EXPECT_TRUE(status.ok()) << status.text;
+    return std::string(chosen.kernel);
+  };
+  for (int m : {17, 64, 777}) {
+    EXPECT_EQ(kernel(m, 2, DataType::kFloat32, false), "wgmma_fold16") << m;
+    EXPECT_EQ(kernel(m, 2, DataType::kFloat16, false), "mma_gemm_a16") << m;
+    EXPECT_EQ(kernel(m, 2, DataType::kFloat32, true), "mma_gemm_a16") << m;
+    EXPECT_EQ(kernel(m, 4, DataType::kFloat32, false), "mma_gemm_a16") << m;
+  }
+}
+
 // Zero points of activations are compensated for many blocks at once where the result is rounded to
 // 16 bits, whether the weight has column sums or not: without them the call computes them, and
 // nothing else differs.
