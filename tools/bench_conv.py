@@ -1,8 +1,9 @@
 """Time convolutions on a GPU beside torch's in fp16: static int8 ones and products by every plan,
 mixed ones in every mode.
 
-    tools/bench_conv.py --out results/convolutions_h200.json
-                        [--peers peers.json] [--kind mixed] [--layers linear]
+    tools/bench_conv.py --kind static --out results/convolutions_h200.json
+                        [--peers peers.json] [--layers linear]
+    tools/bench_conv.py --kind mixed --out results/mixed_convolutions_h200.json
 
 Layers are those of ResNet-50, Stable Diffusion 1.5 and XL with their decoder, YOLO, Whisper,
 ConvNeXt, EfficientNet and a decoder of videos, depthwise ones, and products. A call is captured

@@ -342,7 +342,7 @@ def whole_layers() -> str:
         for by_m in [layers[f"{name}, W4A16"]]
         for m in README_MS
     ]
-    rows = {row["layer"]: row for row in read("convolutions_h200.json")["mixed"]}
+    rows = {row["layer"]: row for row in read("mixed_convolutions_h200.json")["mixed"]}
     lines += [
         [
             f"{layer}, {mode}",
@@ -474,7 +474,7 @@ def static_convolutions() -> str:
 
 def mixed_convolutions() -> str:
     """Mixed convolutions in every mode, beside torch's in fp16."""
-    rows = read("convolutions_h200.json")["mixed"]
+    rows = read("mixed_convolutions_h200.json")["mixed"]
     modes = list(rows[0]["us"])
     lines = [
         [
@@ -488,7 +488,7 @@ def mixed_convolutions() -> str:
         for row in rows
     ]
     table = markdown(["layer", "torch fp16, us", *modes], lines)
-    return f"{about('convolutions_h200.json')}\n\n{table}"
+    return f"{about('mixed_convolutions_h200.json')}\n\n{table}"
 
 
 def engine_files() -> dict[str, dict[str, Any]]:
@@ -882,14 +882,13 @@ def draw_experts(path: Path) -> None:
 
 def draw_convolutions(path: Path) -> None:
     """Layers over modes; the last mode is static int8."""
-    result = read("convolutions_h200.json")
     static = {
         row["layer"]: row["us"] / row["torch_fp16_us"]
-        for row in result["rows"]
+        for row in read("convolutions_h200.json")["rows"]
         if not row["zero_point"]
     }
     rows = []
-    for row in result["mixed"]:
+    for row in read("mixed_convolutions_h200.json")["mixed"]:
         ratios = [
             row["us"][mode] / row["torch_fp16_us"] if mode in row["us"] else None
             for mode in MIXED_MODES

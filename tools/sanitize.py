@@ -47,18 +47,18 @@ FIT = (
 
 # racecheck reports wgmma_gemm_a16, wgmma_gemm_a8 and wgmma_fold16, of matrices, images and experts,
 # and wgmma_decode_fold16 with one CTA on an SM, where a CTA fills a stage again: the bulk copy of
-# weights, or the stores of scales of x by prepare_x_rows() and prepare_pixels(), against the reads
-# of what the stage held before. It is no race. A warp's reads are one instruction of all its lanes,
-# which are converged, as the wgmma and its wait around them are .sync.aligned and no branch between
-# them depends on the lane; only then lane 0 or 1 arrives at the barrier that the copying warp waits
-# for (and those two functions wait for what that warp copies). The tool takes the arrival as one of
-# that lane alone. In wgmma_fold16 a __syncwarp() orders the lanes' reads before the arrival by
-# PTX's memory model, too; the compiler leaves a NOP of it, which the tool does not see. Builds with
-# -lineinfo (RelWithDebInfo) name the functions by which these races are known.
+# weights, or the stores of scales by the functions below, against the reads of what the stage held
+# before. It is no race. A warp's reads are one instruction of all its lanes, which are converged, as
+# the wgmma and its wait around them are .sync.aligned and no branch between them depends on the
+# lane; only then lane 0 or 1 arrives at the barrier that the copying warp waits for (and those
+# functions wait for what that warp copies). The tool takes the arrival as one of that lane alone. In
+# wgmma_fold16 a __syncwarp() orders the lanes' reads before the arrival by PTX's memory model, too;
+# the compiler leaves a NOP of it, which the tool does not see. Builds with -lineinfo
+# (RelWithDebInfo) name the functions by which these races are known.
 KNOWN_WRITE = re.compile(
     r"cute::SM90_BULK_COPY_G2S::copy\(|cutlass_ops::bulk_copy_multicast\("
-    r"|void cutlass_ops::(hopper::prepare_(pixels|x_rows)<|<unnamed>::wgmma_gemm_a8<.* in "
-    r"hopper_producers\.cuh:)"
+    r"|void cutlass_ops::(hopper::(prepare_(pixels|x_rows|weight_scales)|quantize_four_rows)<"
+    r"|<unnamed>::wgmma_gemm_a8<.* in hopper_producers\.cuh:)"
 )
 KNOWN_READ = re.compile(
     r"(?:void )?cutlass_ops::(load_shared\(|RowPair<.*::load[<(]|StoredGroup<.*::load<|"
