@@ -350,7 +350,7 @@ def test_heat_maps_are_those_of_the_results() -> None:
     assert f">{ours / min(us.values()):.2f}<" in (ROOT / "results/heat_experts.svg").read_text()
     (stem,) = (
         r
-        for r in json.loads((ROOT / "results/mixed_convolutions_h200.json").read_text())["mixed"]
+        for r in json.loads((ROOT / "results/mixed_convolutions_h200.json").read_text())["rows"]
         if r["layer"] == "sdxl 640"
     )
     ratio = stem["us"]["W4A16"] / stem["torch_fp16_us"]

@@ -1,5 +1,5 @@
 """Time convolutions on a GPU beside torch's in fp16: static int8 ones and products by every plan,
-mixed ones in every mode.
+or mixed ones in every mode.
 
     tools/bench_conv.py --kind static --out results/convolutions_h200.json
                         [--peers peers.json] [--layers linear]
@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -237,33 +237,12 @@ def mixed(row: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Time every layer and write the results file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="results file")
-    parser.add_argument("--peers", type=Path, help="figures of peers")
-    parser.add_argument("--commit", default="", help="of the kernels")
-    parser.add_argument("--layers", default="", help="only those whose names have this in them")
-    parser.add_argument(
-        "--kind", choices=("static", "mixed"), help="only static int8 ones, or mixed ones"
-    )
-    args = parser.parse_args()
-    torch.backends.cudnn.benchmark = True
-    torch.manual_seed(0)
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
-    for _ in range(100):  # clocks settle
-        a @ a
-    peers = json.loads(args.peers.read_text()) if args.peers else {}
-    rows: list[dict[str, Any]] = []
-    mixed_rows: list[dict[str, Any]] = []
-    layers = [row for row in LAYERS if args.layers in row[0]]
-    for row in layers if args.kind != "static" else []:
+def mixed_rows(layers: list[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """The rows of mixed convolutions, printed as they are timed."""
+    for row in layers:
         if row[0].startswith("linear"):
             continue
-        mixed_rows.append(mixed(row))
-        line = mixed_rows[-1]
+        line = mixed(row)
         ratios = ", ".join(
             f"{mode} {us / line['torch_fp16_us']:.2f}" for mode, us in line["us"].items()
         )
@@ -271,12 +250,18 @@ def main() -> None:
             f"{line['layer']:26} fp16 {line['torch_fp16_us']:8.1f} us; of that: {ratios}",
             flush=True,
         )
-    layers = [row for row in layers if len(row[2]) == 2 and args.kind != "mixed"]
+        yield line
+
+
+def static_rows(
+    layers: list[tuple[Any, ...]], peers: dict[str, dict[str, float]]
+) -> Iterator[dict[str, Any]]:
+    """The rows of static int8 layers, printed as they are timed."""
+    layers = [row for row in layers if len(row[2]) == 2]
     for row, zero in [(row, 0) for row in layers] + [
         (row, 77) for row in layers if row[0] in WITH_ZEROS
     ]:
-        rows.append(layer(row, zero) | {"peers_us": peers.get(row[0], {})})
-        line = rows[-1]
+        line = layer(row, zero) | {"peers_us": peers.get(row[0], {})}
         best = min(plan["us"] for plan in line["plans"])
         print(f"{line['layer']:26} zero {zero:3} {line['us']:8.1f} us, best {best:8.1f}, "
             f"{line['tops']:6.0f} TOPS, "
@@ -287,13 +272,34 @@ def main() -> None:
             ctas = "slices of K" if plan["slices"] > 1 else "CTAs a cluster"
             tile = f"{source}{plan['block_m']} x {plan['block_n']}, {plan['cluster']} {ctas}"
             print(f"    {plan['kernel']:24} {tile:30} {plan['us']:8.1f} us", flush=True)
+        yield line
+
+
+def main() -> None:
+    """Time every layer of a kind and write the results file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kind", choices=("static", "mixed"), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="results file")
+    parser.add_argument("--peers", type=Path, help="figures of peers of static layers")
+    parser.add_argument("--commit", default="", help="of the kernels")
+    parser.add_argument("--layers", default="", help="only those whose names have this in them")
+    args = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    torch.manual_seed(0)
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
+    for _ in range(100):  # clocks settle
+        a @ a
+    layers = [row for row in LAYERS if args.layers in row[0]]
+    peers = json.loads(args.peers.read_text()) if args.peers else {}
+    rows = static_rows(layers, peers) if args.kind == "static" else mixed_rows(layers)
     result = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cutlass_ops": co.__version__,
         "commit": args.commit,
-        "rows": rows,
-        "mixed": mixed_rows,
+        "rows": list(rows),
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 

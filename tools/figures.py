@@ -342,7 +342,7 @@ def whole_layers() -> str:
         for by_m in [layers[f"{name}, W4A16"]]
         for m in README_MS
     ]
-    rows = {row["layer"]: row for row in read("mixed_convolutions_h200.json")["mixed"]}
+    rows = {row["layer"]: row for row in read("mixed_convolutions_h200.json")["rows"]}
     lines += [
         [
             f"{layer}, {mode}",
@@ -474,7 +474,7 @@ def static_convolutions() -> str:
 
 def mixed_convolutions() -> str:
     """Mixed convolutions in every mode, beside torch's in fp16."""
-    rows = read("mixed_convolutions_h200.json")["mixed"]
+    rows = read("mixed_convolutions_h200.json")["rows"]
     modes = list(rows[0]["us"])
     lines = [
         [
@@ -888,7 +888,7 @@ def draw_convolutions(path: Path) -> None:
         if not row["zero_point"]
     }
     rows = []
-    for row in read("mixed_convolutions_h200.json")["mixed"]:
+    for row in read("mixed_convolutions_h200.json")["rows"]:
         ratios = [
             row["us"][mode] / row["torch_fp16_us"] if mode in row["us"] else None
             for mode in MIXED_MODES
