@@ -48,12 +48,12 @@ FIT = (
 # racecheck reports wgmma_gemm_a16, wgmma_gemm_a8 and wgmma_fold16, of matrices, images and experts,
 # and wgmma_decode_fold16 with one CTA on an SM, where a CTA fills a stage again: the bulk copy of
 # weights, or the stores of scales by the functions below, against the reads of what the stage held
-# before. It is no race. A warp's reads are one instruction of all its lanes, which are converged, as
-# the wgmma and its wait around them are .sync.aligned and no branch between them depends on the
+# before. It is no race. A warp's reads are one instruction of all its lanes, which are converged,
+# as the wgmma and its wait around them are .sync.aligned and no branch between them depends on the
 # lane; only then lane 0 or 1 arrives at the barrier that the copying warp waits for (and those
-# functions wait for what that warp copies). The tool takes the arrival as one of that lane alone. In
-# wgmma_fold16 a __syncwarp() orders the lanes' reads before the arrival by PTX's memory model, too;
-# the compiler leaves a NOP of it, which the tool does not see. Builds with -lineinfo
+# functions wait for what that warp copies). The tool takes the arrival as one of that lane alone.
+# In wgmma_fold16 a __syncwarp() orders the lanes' reads before the arrival by PTX's memory model,
+# too; the compiler leaves a NOP of it, which the tool does not see. Builds with -lineinfo
 # (RelWithDebInfo) name the functions by which these races are known.
 KNOWN_WRITE = re.compile(
     r"cute::SM90_BULK_COPY_G2S::copy\(|cutlass_ops::bulk_copy_multicast\("
