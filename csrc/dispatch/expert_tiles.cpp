@@ -206,6 +206,27 @@ double most_decode_rows(MoeProblem const& p, Device const& device) {
   return used > 1.15 * wanted ? std::min(2 * rows, kMostDecodeRows) : rows;
 }
 
+// Short groups whose scales are applied in fp32 make tiles of 16 rows slow, so that tiles of 32 are
+// faster where they fill the GPU more than so many times, in the mean of both products
+// (docs/tuning-notes.md).
+constexpr double kWideWaves = 1.5, kWideWavesOf16 = 0.7;  // the latter with groups of 16
+
+bool fills_higher_tiles(MoeProblem const& p, Device const& device) {
+  double waves = 0, most = kWideWaves;
+  for (PackedExperts const* experts : {&p.gate_up, &p.down}) {
+    PackedWeight const& w = experts->stack;
+    if (!has_short_groups(w) || !has_integer_codes(w) || has_narrow_scales(w, p.x_type))
+      return false;
+    int const height = kGroupedHeights[0];
+    Tile const tile = tile_of(w, p.x_type, Loop::kRounded, height);
+    double const clusters = device.multiprocessors / tile.cluster_size;
+    waves += expected_tiles(p.route, height) * ceil_div(padded_rows(experts->n), tile.block_n) /
+             clusters / 2;
+    if (w.group_size == 16) most = kWideWavesOf16;
+  }
+  return waves > most;
+}
+
 // The heights of the portable kernels and their costs, with 16-bit x and with int8: measured on an
 // H100 with int4 weights (docs/tuning-notes.md).
 constexpr int kPortableHeights[] = {16, 32, 64};
@@ -221,7 +242,8 @@ double likely_tiles(RouteProblem const& r, int height) {
 bool decodes(MoeProblem const& p, Device const& device) {
   int64_t const positions = p.route.positions(),
                 touched = std::min<int64_t>(p.route.experts, positions);
-  return double(positions) <= most_decode_rows(p, device) * double(touched);
+  return double(positions) <= most_decode_rows(p, device) * double(touched) &&
+         (decodes_codes(p) || !fills_higher_tiles(p, device));
 }
 
 // Smaller tiles waste fewer rows of an expert; larger ones decode its weights less often, but a

@@ -73,6 +73,20 @@ TEST(Experts, UseHigherTilesForMoreRows) {
   }
 }
 
+TEST(Experts, LeaveTilesOf16RowsEarlyWithWideScales) {
+  for (auto [tokens, group_size, height] :
+       {std::tuple(4, 32, 16), {6, 32, 32}, {1, 16, 16}, {2, 16, 32}}) {
+    MoeProblem p = experts(tokens, 64, 8, 2048, 768, group_size);
+    p.x_type = DataType::kFloat16;  // the scales'
+    MoePlan chosen;
+    ASSERT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+    EXPECT_EQ(chosen.gate_up.block_m, 16) << tokens;
+    p.gate_up.stack.scale_type = p.down.stack.scale_type = DataType::kFloat32;
+    ASSERT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+    EXPECT_EQ(chosen.gate_up.block_m, height) << tokens << ", groups of " << group_size;
+  }
+}
+
 TEST(Experts, HaveNoTilesOf96RowsForNarrowGroupsOf16) {
   for (DataType scales : {DataType::kBFloat16, DataType::kFloat32}) {
     MoeProblem p = experts(1024, 128, 8, 2048, 768, 16);
@@ -290,7 +304,9 @@ TEST(Experts, UseTilesOfAnotherHeightForEachProduct) {
   EXPECT_EQ(chosen.down.block_m, 96);
   EXPECT_EQ(chosen.down.block_n, 384);
   // Few rows are 16 of both.
-  ASSERT_TRUE(plan_moe(experts(32, 384, 8, 7168, 256, 32), kHopper, &chosen).ok());
+  MoeProblem few = experts(32, 384, 8, 7168, 256, 32);
+  few.x_type = DataType::kFloat16;  // the scales'
+  ASSERT_TRUE(plan_moe(few, kHopper, &chosen).ok());
   EXPECT_EQ(chosen.gate_up.block_m, 16);
   EXPECT_EQ(chosen.down.block_m, 16);
 }
