@@ -37,14 +37,17 @@ GemmProblem make_problem(Weight const& weight, Pointer x, DataType x_type, std::
   }
   if (!epilogue.is_none()) epilogue.cast<Epilogue const&>().set(p);
   p.out = as<void>(out), p.out_type = out_type;
-  Triple const one = {1, 1, 1}, none = {0, 0, 0};
-  // With a kernel of one pixel the image is a matrix, which all kernels take. (Not for
-  // depthwise_conv(), whose K is the taps.)
-  bool const depthwise = channels == 1;
-  if (taps == one && stride == one && padding == none && act_quant != ActQuant::kTensor &&
-      !depthwise && !is_faster_as_image(p))
-    p.image = {};
   return p;
+}
+
+// Whether x is a matrix in fact: a kernel of one pixel. (Not for depthwise_conv(), whose K is the
+// taps.)
+bool is_matrix(GemmProblem const& p) {
+  ImageRows const& image = p.image;
+  if (!is_image(p) || image.channels == 1 || p.act_quant == ActQuant::kTensor) return false;
+  for (int axis = 0; axis < 3; ++axis)
+    if (image.taps[axis] != 1 || image.stride[axis] != 1 || image.padding[axis] != 0) return false;
+  return true;
 }
 
 }  // namespace
@@ -60,7 +63,9 @@ void register_conv(py::module_& m) {
            py::arg("out_ptr"), py::arg("out_type"))
       .def(
           "plan",
-          [](GemmProblem const& problem, Device const& device) -> std::optional<Plan> {
+          [](GemmProblem& problem, Device const& device) -> std::optional<Plan> {
+            // All kernels take matrices.
+            if (is_matrix(problem) && !is_faster_as_image(problem, device)) problem.image = {};
             Plan found;
             Status const status = plan(problem, device, &found);
             if (status.code == Status::kUnsupported) return {};

@@ -158,15 +158,15 @@ inline bool leaves_a_cta_idle(GemmProblem const& problem) {
   return (padded_rows(problem.weight.n) - 1) % kBlockN < kBlockN / 2;
 }
 
-// Whether a matrix is faster as an image whose kernel is one pixel: with few features, since
-// wgmma_gemm_a8 has clusters along M for one scale a pixel, but for one a row only where int32 sums
-// run over all of K (docs/tuning-notes.md).
-inline bool is_faster_as_image(GemmProblem const& problem) {
+// Whether a matrix is faster as an image whose kernel is one pixel: with few features on Hopper,
+// since wgmma_gemm_a8 has clusters along M for one scale a pixel, but for one a row only where
+// int32 sums run over all of K (docs/tuning-notes.md).
+inline bool is_faster_as_image(GemmProblem const& problem, Device const& device) {
   constexpr int kManyRows = 1024;
   PackedWeight const& w = problem.weight;
-  return problem.act_quant == ActQuant::kToken && problem.act_symmetric && !w.zeros &&
-         has_int8_products(w) && w.group_size != -1 && problem.m >= kManyRows &&
-         leaves_a_cta_idle(problem);
+  return device.architecture == 90 && problem.act_quant == ActQuant::kToken &&
+         problem.act_symmetric && !w.zeros && !w.perm && has_int8_products(w) &&
+         w.group_size != -1 && problem.m >= kManyRows && leaves_a_cta_idle(problem);
 }
 
 // Whether a tensor map cannot describe x: it needs 16-byte boundaries and no gathering.

@@ -41,6 +41,27 @@ Plan planned(GemmProblem const& p) {
   return chosen;
 }
 
+TEST(ImagePlans, AreForMatricesOfFewFeaturesOnHopperAlone) {
+  GemmProblem p;
+  p.m = 1024, p.weight.n = 112, p.weight.k = 256, p.act_quant = ActQuant::kToken;
+  p.weight.format = Format::kInt4, p.weight.group_size = 128;
+  EXPECT_TRUE(is_faster_as_image(p, kHopper));
+  EXPECT_FALSE(is_faster_as_image(p, {80, 108, 166912}));
+  EXPECT_FALSE(is_faster_as_image(p, {100, 148, 232448}));
+  auto const without = [&](auto const& change) {
+    GemmProblem other = p;
+    change(other);
+    return is_faster_as_image(other, kHopper);
+  };
+  EXPECT_FALSE(without([](GemmProblem& q) { q.m = 1023; }));
+  EXPECT_FALSE(without([](GemmProblem& q) { q.weight.n = 256; }));
+  EXPECT_FALSE(without([](GemmProblem& q) { q.weight.group_size = -1; }));
+  EXPECT_FALSE(without([](GemmProblem& q) { q.act_quant = ActQuant::kBlock; }));
+  // An act order gathers columns of matrices alone.
+  EXPECT_FALSE(without(
+      [](GemmProblem& q) { q.weight.perm = reinterpret_cast<int32_t const*>(some_bytes); }));
+}
+
 TEST(ImagePlans, PutTheCtasOfAClusterAlongMForFewOutputChannels) {
   std::set<std::tuple<std::string, int, int, int>> used, offered;
   for (int bits : {4, 8})
