@@ -429,10 +429,10 @@ __device__ __forceinline__ void send_rows(uint8_t* stages, Barriers<C>& barriers
   }
 }
 
-// Calls f with each stage of x and weights that a CTA receives, in turn.
+// Calls f with the number of each stage that a CTA receives, in turn.
 template <class C, class F>
-__device__ __forceinline__ void for_each_stage(uint8_t* stages, Barriers<C>& barriers,
-                                               typename C::Params const& p, F const& f) {
+__device__ __forceinline__ void for_each_stage(Barriers<C>& barriers, typename C::Params const& p,
+                                               F const& f) {
   Ring<C::kStages> ring;
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
@@ -440,19 +440,29 @@ __device__ __forceinline__ void for_each_stage(uint8_t* stages, Barriers<C>& bar
 #pragma unroll 1
     for (int k = work.first_k(p), end = work.end_k(p); k < end; ++k, ring.advance()) {
       TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-      f(stages + ring.stage * C::kStageBytes);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) ClusterBarrier::arrive(&barriers.prepared[ring.stage]);
+      f(ring.stage);
     }
   }
+}
+
+// Calls f with each stage of x and weights, which a warp prepares by it.
+template <class C, class F>
+__device__ __forceinline__ void prepare_each_stage(uint8_t* stages, Barriers<C>& barriers,
+                                                   typename C::Params const& p, F const& f) {
+  for_each_stage<C>(barriers, p, [&](int stage) {
+    f(stages + stage * C::kStageBytes);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ClusterBarrier::arrive(&barriers.prepared[stage]);
+  });
 }
 
 // A warp prepares the weights' scales where others quantise x.
 template <class C>
 __device__ __forceinline__ void prepare_all_weight_scales(uint8_t* stages, Barriers<C>& barriers,
                                                           typename C::Params const& p) {
-  for_each_stage<C>(stages, barriers, p,
-                    [&](uint8_t* stage) { prepare_weight_scales<C>(stage, p, threadIdx.x % 32); });
+  prepare_each_stage<C>(stages, barriers, p, [&](uint8_t* stage) {
+    prepare_weight_scales<C>(stage, p, threadIdx.x % 32);
+  });
 }
 
 // The codes of four rows of a stage's x in place of their floats, and their scales in the
@@ -503,7 +513,7 @@ __device__ __forceinline__ void quantize_x_rows(uint8_t* stages, Barriers<C>& ba
     given = given_range<true>(p.x.range);
   }
   auto const quantize = [&](auto type) {
-    for_each_stage<C>(stages, barriers, p, [&](uint8_t* stage) {
+    prepare_each_stage<C>(stages, barriers, p, [&](uint8_t* stage) {
 #pragma unroll 1
       for (int row = first; row < first + kRows; row += 4)
         quantize_four_rows<C, decltype(type)>(stage, row, is_given, given);
@@ -516,16 +526,10 @@ __device__ __forceinline__ void quantize_x_rows(uint8_t* stages, Barriers<C>& ba
 // Releases all stages, for a warpgroup that has no features.
 template <class C>
 __device__ __forceinline__ void release_stages(Barriers<C>& barriers, typename C::Params const& p) {
-  Ring<C::kStages> ring;
-  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p), lane = threadIdx.x % 32;
-  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
-    typename C::Work const work(index, p);
-#pragma unroll 1
-    for (int k = work.first_k(p), end = work.end_k(p); k < end; ++k, ring.advance()) {
-      TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-      if (lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[ring.stage], lane, true);
-    }
-  }
+  int const lane = threadIdx.x % 32;
+  for_each_stage<C>(barriers, p, [&](int stage) {
+    if (lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], lane, true);
+  });
 }
 
 // The warpgroups that multiply set rows of x that no copy writes to zero while the first copies are

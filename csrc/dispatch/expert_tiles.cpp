@@ -172,6 +172,31 @@ double int8_rows(MoeProblem const& p) {
   return 1 + (halves ? 45 : 30) * features / tiles;
 }
 
+// The waves of clusters that one tile of rows takes with all of an expert's features.
+double waves_of_tile(PackedExperts const& experts, Tile const& tile, Device const& device) {
+  return double(ceil_div(padded_rows(experts.n), tile.block_n)) /
+         std::max(1, device.multiprocessors / tile.cluster_size);
+}
+
+// Short groups whose scales are applied in fp32 make tiles of 16 rows slow, so that tiles of 32 are
+// faster where they fill the GPU more than so many times, in the mean of both products
+// (docs/tuning-notes.md).
+constexpr double kWideWaves = 1.5, kWideWavesOf16 = 0.7;  // the latter with groups of 16
+
+bool fills_tiles_of_32_rows(MoeProblem const& p, Device const& device) {
+  double waves = 0, most = kWideWaves;
+  for (PackedExperts const* experts : {&p.gate_up, &p.down}) {
+    PackedWeight const& w = experts->stack;
+    if (!has_short_groups(w) || !has_integer_codes(w) || has_narrow_scales(w, p.x_type))
+      return false;
+    int const height = kGroupedHeights[0];
+    Tile const tile = tile_of(w, p.x_type, Loop::kRounded, height);
+    waves += expected_tiles(p.route, height) * waves_of_tile(*experts, tile, device) / 2;
+    if (w.group_size == 16) most = kWideWavesOf16;
+  }
+  return waves > most;
+}
+
 double most_decode_rows(MoeProblem const& p, Device const& device) {
   GroupedGemm gate_up = product_of(p.gate_up, true), down = product_of(p.down, false);
   gate_up.x_type = down.x_type = p.x_type;
@@ -184,6 +209,7 @@ double most_decode_rows(MoeProblem const& p, Device const& device) {
                                                        : most.blocks;
     return multiplies_codes(p, false) ? std::min<double>(rows, int8_rows(p)) : rows;
   }
+  if (fills_tiles_of_32_rows(p, device)) return 0;
   // Tiles of 32 rows have 512 features. Where these would be badly filled, tiles of 16 rows are
   // faster up to more rows.
   double wanted = 0, used = 0;
@@ -206,27 +232,6 @@ double most_decode_rows(MoeProblem const& p, Device const& device) {
   return used > 1.15 * wanted ? std::min(2 * rows, kMostDecodeRows) : rows;
 }
 
-// Short groups whose scales are applied in fp32 make tiles of 16 rows slow, so that tiles of 32 are
-// faster where they fill the GPU more than so many times, in the mean of both products
-// (docs/tuning-notes.md).
-constexpr double kWideWaves = 1.5, kWideWavesOf16 = 0.7;  // the latter with groups of 16
-
-bool fills_higher_tiles(MoeProblem const& p, Device const& device) {
-  double waves = 0, most = kWideWaves;
-  for (PackedExperts const* experts : {&p.gate_up, &p.down}) {
-    PackedWeight const& w = experts->stack;
-    if (!has_short_groups(w) || !has_integer_codes(w) || has_narrow_scales(w, p.x_type))
-      return false;
-    int const height = kGroupedHeights[0];
-    Tile const tile = tile_of(w, p.x_type, Loop::kRounded, height);
-    double const clusters = device.multiprocessors / tile.cluster_size;
-    waves += expected_tiles(p.route, height) * ceil_div(padded_rows(experts->n), tile.block_n) /
-             clusters / 2;
-    if (w.group_size == 16) most = kWideWavesOf16;
-  }
-  return waves > most;
-}
-
 // The heights of the portable kernels and their costs, with 16-bit x and with int8: measured on an
 // H100 with int4 weights (docs/tuning-notes.md).
 constexpr int kPortableHeights[] = {16, 32, 64};
@@ -242,8 +247,7 @@ double likely_tiles(RouteProblem const& r, int height) {
 bool decodes(MoeProblem const& p, Device const& device) {
   int64_t const positions = p.route.positions(),
                 touched = std::min<int64_t>(p.route.experts, positions);
-  return double(positions) <= most_decode_rows(p, device) * double(touched) &&
-         (decodes_codes(p) || !fills_higher_tiles(p, device));
+  return double(positions) <= most_decode_rows(p, device) * double(touched);
 }
 
 // Smaller tiles waste fewer rows of an expert; larger ones decode its weights less often, but a
@@ -261,8 +265,7 @@ std::pair<int, int> tile_heights(MoeProblem const& p, Device const& device) {
       return HUGE_VAL;
     Tile const tile = tile_of(w, p.x_type, loop_of(w, int8, heights[i]), heights[i]);
     Loop const costs = loop_of(w, int8, kLeastExactHeight);  // also of 32 rows
-    double const of_tile = double(ceil_div(padded_rows(experts.n), tile.block_n)) /
-                           std::max(1, device.multiprocessors / tile.cluster_size);
+    double const of_tile = waves_of_tile(experts, tile, device);
     double const tiles = expected_tiles(p.route, heights[i]);
     return expected_waves(p.route, tiles, of_tile) * tile_cost(p, w, costs, tile, i) *
            share_of_time(p.route, tiles, heights[i]) * tile.block_n * k_tiles(w);

@@ -179,7 +179,7 @@ Status launch_quantize_codes(QuantizeProblem const& problem, int columns, bool s
 // quantized_values.cu: as quantized_values(); of one range, if problem.range has it
 Status launch_quantized_values(QuantizedValues const& problem, Stream stream);
 // quantize_activations.cu: the same for 16-bit outputs of rows of whole pieces, which start on 16
-// bytes; a row with one scale has at most 32.
+// bytes. If a row has one scale, there are more than 16 rows of at most 32 pieces.
 Status launch_quantized_pieces(QuantizedValues const& problem, Stream stream);
 
 // compensate_zeros.cu: problem.quantized.zero_values and zero_scales

@@ -135,7 +135,7 @@ __device__ __forceinline__ void quantize_piece(Params const& p, int row, int pie
   if (piece >= p.pieces) return;
   Quantizer<kSymmetric> quantizer(span.range());
   store_codes<kMayUpcast>(p, row, piece, c, quantizer);
-  if (!out.scales || (piece & ((1u << p.log2_lanes) - 1))) return;
+  if (piece & ((1u << p.log2_lanes) - 1)) return;
   store_vectors(out, row, piece >> p.log2_lanes, quantizer);
 }
 

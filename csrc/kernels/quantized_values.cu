@@ -96,9 +96,10 @@ Status launch_quantized_values(QuantizedValues const& problem, Stream stream) {
   bool const vectors = bytes_of(q.x_type) == 2 && q.columns % kVector == 0 &&
                        reinterpret_cast<uintptr_t>(q.x) % 16 == 0 &&
                        reinterpret_cast<uintptr_t>(q.out) % 16 == 0;
-  constexpr int kPiece = 2 * kVector, kMostPieces = 32;
-  bool const short_runs = q.range || problem.block != -1 || q.columns <= kMostPieces * kPiece;
-  if (vectors && short_runs && q.columns % kPiece == 0 && bytes_of(q.out_type) == 2)
+  constexpr int kPiece = 2 * kVector, kMostPieces = 32, kFewRows = 16;
+  bool const in_blocks =
+      q.range || problem.block != -1 || (q.rows > kFewRows && q.columns <= kMostPieces * kPiece);
+  if (vectors && in_blocks && q.columns % kPiece == 0 && bytes_of(q.out_type) == 2)
     return launch_quantized_pieces(problem, stream);
   // A lane of scalars has four, where a warp has enough.
   int const pieces = int(ceil_div(std::min(q.block, q.columns), vectors ? kVector : 4));
