@@ -5,6 +5,7 @@
 //   tools/fit_costs.py fits the costs of tiles to: of the product alone, x was
 //                                                quantised before, column sums are there
 //   time_tiles decode [seconds [commit]] > results.json   those of few rows of x, whole calls
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
@@ -52,6 +53,16 @@ T* upload(std::vector<T> const& data) {
   check(cudaMalloc(&to, data.size() * sizeof(T)));
   check(cudaMemcpy(to, data.data(), data.size() * sizeof(T), cudaMemcpyHostToDevice));
   return to;
+}
+
+// Device memory with `count` random numbers as fp16, and with others as bf16.
+template <class Next>
+void upload_as_both(void* (&to)[2], size_t count, Next next) {
+  std::vector<__half> halves(count);
+  for (__half& value : halves) value = __float2half(next());
+  std::vector<__nv_bfloat16> bfloats(count);
+  for (__nv_bfloat16& value : bfloats) value = __float2bfloat16(next());
+  to[0] = upload(halves), to[1] = upload(bfloats);
 }
 
 struct Input {
@@ -105,10 +116,16 @@ constexpr char const* kDecodeKindNames[kDecodeKinds] = {
 constexpr int kFewRowsOfX[] = {1, 2, 4, 7, 8, 16, 24, 32};
 constexpr int kMostRows = 4096, kMostK = 28672, kMostN = 28672;
 
+// The types of x, by name.
+constexpr struct {
+  char const* name;
+  DataType type;
+} kTypes[] = {{"fp16", DataType::kFloat16}, {"bf16", DataType::kBFloat16}};
+
 struct Data {
   std::mt19937 random{1};
-  uint8_t* codes;  // twice kColdBytes: copies begin where others do, or in between
-  __half *scales, *x, *out;
+  uint8_t* codes;                // twice kColdBytes: copies begin where others do, or in between
+  void *scales[2], *x[2], *out;  // by kTypes
   float* wide_scales;
   int8_t* zeros;
   float* codebook;
@@ -120,9 +137,7 @@ struct Data {
     for (uint32_t& word : words) word = random();
     codes = reinterpret_cast<uint8_t*>(upload(words));
     std::uniform_real_distribution<float> positive(0.005f, 0.015f);
-    std::vector<__half> values(size_t(kMostN) * kMostK / 32 + kMostN);
-    for (__half& value : values) value = __float2half(positive(random));
-    scales = upload(values);
+    upload_as_both(scales, size_t(kMostN) * kMostK / 32 + kMostN, [&] { return positive(random); });
     std::vector<float> wide(size_t(kMostN) * kMostK / 16 + kMostN);
     for (float& value : wide) value = positive(random);
     wide_scales = upload(wide);
@@ -130,9 +145,7 @@ struct Data {
     for (int8_t& zero : few) zero = int8_t(int(random() % 7) - 3);
     zeros = upload(few);
     std::normal_distribution<float> normal;
-    values.resize(size_t(kMostRows) * kMostK);
-    for (__half& value : values) value = __float2half(normal(random));
-    x = upload(values);
+    upload_as_both(x, size_t(kMostRows) * kMostK, [&] { return normal(random); });
     std::vector<float> levels(16);
     for (int i = 0; i < 16; ++i) levels[i] = float(i - 8) / 8;
     codebook = upload(levels);
@@ -225,39 +238,42 @@ int main(int argc, char** argv) {
       for (int m : kFewRowsOfX)
         if (decode && format.symmetric) products.push_back({&format, shape[0], shape[1], m});
     }
-  // so that any part of them is of all kinds
+  // so that any part of them is of all kinds, with x of either type
   std::shuffle(products.begin(), products.end(), data.random);
   std::printf(
       "{\"device\": \"%s\", \"multiprocessors\": %d, \"memory_bandwidth\": %d, "
       "\"commit\": \"%s\",\n",
       properties.name, device.multiprocessors, device.memory_bandwidth, argc > 3 ? argv[3] : "");
   std::printf(
-      "\"columns\": [\"format\", \"n\", \"k\", \"m\", \"bits\", "
+      "\"columns\": [\"format\", \"n\", \"k\", \"m\", \"bits\", \"x\", "
       "\"candidates\"],\n\"candidate_columns\": [%s],\n\"rows\": [",
       decode ? "\"kernel\", \"block_m\", \"chosen\", \"us\", \"ctas_per_sm\", \"quantizes\", "
                "\"kind\", \"chunk\", \"share\", \"x\", \"row\", \"applies\""
              : "\"kernel\", \"block_m\", \"chosen\", \"us\", \"block_n\", \"compensates\", "
                "\"cost\", \"k_tiles\", \"ends\", \"constant\", \"slices\", \"tail_tiles\"");
   char const* comma = "";
+  int timed = 0;
   for (Product const& product : products) {
     if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > seconds)
       break;
     Input const& f = *product.format;
+    int const which = timed++ % 2;
+    DataType const type = kTypes[which].type;
     GemmProblem p;
-    p.m = product.m, p.x_stride = product.k, p.out = data.out, p.out_type = DataType::kFloat16;
+    p.m = product.m, p.x_type = type, p.x_stride = product.k, p.out = data.out, p.out_type = type;
     p.weight.codes = data.codes, p.weight.n = product.n, p.weight.k = product.k;
-    p.weight.scales = f.wide ? static_cast<void const*>(data.wide_scales) : data.scales;
-    p.weight.scale_type = f.wide ? DataType::kFloat32 : DataType::kFloat16;
+    p.weight.scales = f.wide ? data.wide_scales : data.scales[which];
+    p.weight.scale_type = f.wide ? DataType::kFloat32 : type;
     p.weight.format = f.codebook ? Format::kCodebook : f.bits == 4 ? Format::kInt4 : Format::kInt8;
     p.weight.group_size = f.group_size;
     if (f.zeros) p.weight.zeros = data.zeros;
     if (f.offsets) p.weight.offsets = p.weight.scales, p.weight.offset_type = p.weight.scale_type;
     if (f.codebook) p.weight.codebook = data.codebook;
     if (f.act_quant == ActQuant::kNone || decode) {
-      p.x = data.x, p.act_quant = f.act_quant;
+      p.x = data.x[which], p.act_quant = f.act_quant;
     } else {
       int64_t const k_pad = padded_k(product.k), stride = (product.m + 15) / 16 * 16;
-      QuantizeProblem q{data.x, DataType::kFloat16, product.k, product.m, product.k};
+      QuantizeProblem q{data.x[which], type, product.k, product.m, product.k};
       int const rows = (product.m + 255) / 256 * 256;  // memory for whole tiles
       q.out.codes = reinterpret_cast<int8_t*>(data.quantized);
       q.out.block = f.act_quant == ActQuant::kToken ? -1 : activation_block(f.group_size);
@@ -275,8 +291,8 @@ int main(int argc, char** argv) {
     Plan chosen;
     check(plan(p, device, &chosen));
     if (!decode && chosen.spec->decodes) continue;
-    std::printf("%s\n[\"%s\", %d, %d, %d, %d, [", comma, f.name, p.weight.n, p.weight.k, p.m,
-                f.bits);
+    std::printf("%s\n[\"%s\", %d, %d, %d, %d, \"%s\", [", comma, f.name, p.weight.n, p.weight.k,
+                p.m, f.bits, kTypes[which].name);
     comma = ",";
     char const* inner = "";
     for (KernelSpec const& spec : kernel_specs()) {
@@ -304,13 +320,13 @@ int main(int argc, char** argv) {
                       t.rows, !c.applies || c.applies(p) ? "true" : "false");
         } else {
           PredictedTime const t = tail_split_of(p, device, spec, c).time;
-          auto const which = cost_kind(p, device, c);
+          auto const cost = cost_kind(p, device, c);
           std::printf("%d, %s, \"%s\", %lld, %lld, %lld, %d, %d]", c.tile.block_n,
                       c.compensates ? "true" : "false",
-                      which == &TileCost::k4096        ? "k4096"
-                      : which == &TileCost::row_scales ? "row_scales"
-                      : which == &TileCost::whole_rows ? "whole_rows"
-                                                       : "wide",
+                      cost == &TileCost::k4096        ? "k4096"
+                      : cost == &TileCost::row_scales ? "row_scales"
+                      : cost == &TileCost::whole_rows ? "whole_rows"
+                                                      : "wide",
                       (long long)t.k_tiles, (long long)t.ends, (long long)t.constant, one.slices,
                       one.tail_tiles);
         }

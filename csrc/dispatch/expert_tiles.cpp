@@ -181,7 +181,7 @@ double waves_of_tile(PackedExperts const& experts, Tile const& tile, Device cons
 // Short groups whose scales are applied in fp32 make tiles of 16 rows slow, so that tiles of 32 are
 // faster where they fill the GPU more than so many times, in the mean of both products
 // (docs/tuning-notes.md).
-constexpr double kWideWaves = 1.5, kWideWavesOf16 = 0.7;  // the latter with groups of 16
+constexpr double kWideWaves = 1.7, kWideWavesOf16 = 0.7;  // the latter with groups of 16
 
 bool fills_tiles_of_32_rows(MoeProblem const& p, Device const& device) {
   double waves = 0, most = kWideWaves;

@@ -195,14 +195,14 @@ TEST(Dispatch, GivesLargeTilesToSumsOverAllOfK) {
     for (bool symmetric : {true, false}) {
       // One wave over 66 clusters; waves and a split remainder; fewer tiles than clusters.
       for (auto const& [m, n, k] :
-           {std::tuple(200, 16832, 392), std::tuple(256, 16832, 392), std::tuple(1000, 17000, 4104),
-            std::tuple(200, 4060, 28680), std::tuple(4096, 4096, 4096)})
+           {std::tuple(200, 16832, 392), std::tuple(256, 16832, 392), std::tuple(3000, 28600, 4104),
+            std::tuple(512, 8180, 28680), std::tuple(4096, 4096, 4096)})
         EXPECT_EQ(block_m(m, n, k, bits, symmetric), 256) << m << " x " << n << " x " << k;
       EXPECT_EQ(block_m(1280, 4096, 4096, bits, symmetric), 176);  // two waves, three of 256
       EXPECT_EQ(block_m(512, 4096, 4096, bits, symmetric), 128);
       // Few rows of x in the last tile.
-      EXPECT_NE(block_m(4096 + 63, 28672, 4096, bits, symmetric), 256);
-      EXPECT_EQ(block_m(4096 + 64, 28672, 4096, bits, symmetric), 256);
+      EXPECT_NE(block_m(16384 + 63, 28672, 4096, bits, symmetric), 256);
+      EXPECT_EQ(block_m(16384 + 64, 28672, 4096, bits, symmetric), 256);
       // Longer rows could overflow, and groups have scales.
       int const longest = symmetric ? 131071 : 65535;
       EXPECT_EQ(block_m(1024, 4096, longest, bits, symmetric), 256);

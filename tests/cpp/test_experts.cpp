@@ -74,9 +74,13 @@ TEST(Experts, UseHigherTilesForMoreRows) {
 }
 
 TEST(Experts, LeaveTilesOf16RowsEarlyWithWideScales) {
-  for (auto [tokens, group_size, height] :
-       {std::tuple(4, 32, 16), {6, 32, 32}, {1, 16, 16}, {2, 16, 32}}) {
-    MoeProblem p = experts(tokens, 64, 8, 2048, 768, group_size);
+  for (auto [tokens, count, group_size, height] : {std::tuple(4, 64, 32, 16),
+                                                   {6, 64, 32, 32},
+                                                   {4, 128, 32, 16},
+                                                   {8, 128, 32, 32},
+                                                   {1, 64, 16, 16},
+                                                   {2, 64, 16, 32}}) {
+    MoeProblem p = experts(tokens, count, 8, 2048, 768, group_size);
     p.x_type = DataType::kFloat16;  // the scales'
     MoePlan chosen;
     ASSERT_TRUE(plan_moe(p, kHopper, &chosen).ok());

@@ -323,13 +323,12 @@ TEST(Splits, DependOnShapesAlone) {
     p.x = reinterpret_cast<void const*>(uintptr_t(4096));
     p.out = &some_byte;
     p.bias_type = p.residual_type = p.out_type = DataType::kFloat32;
-    p.x_type = DataType::kBFloat16;
+    p.x_type = p.weight.scale_type = DataType::kBFloat16;
     p.x_stride = 9000;
     p.residual_stride = 2000;
     p.activation = Activation::kSilu;
     p.saturate = true;
     p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
-    p.weight.scale_type = DataType::kFloat32;
     p.weight.group_size = -1;
     Plan chosen;
     ASSERT_TRUE(plan(p, kHopper, &chosen).ok());
