@@ -55,7 +55,7 @@ PROBLEMS: dict[
 ] = {
     "decode_gemm": (plain(), 1, 4096, 4096, {}),
     "decode_gemm, int8": (plain(8), 1, 1000, 4096, {}),
-    "decode_gemm quantises": (plain(), 1, 4096, 4096, {"act_quant": "block"}),
+    "decode_gemm quantises": (plain(8, "zeros"), 1, 4096, 4096, {"act_quant": "block"}),
     "decode_gemm, offsets": (plain(4, "offsets", 32), 7, 1000, 4096, {"exact": True}),
     "wgmma_decode_fold16, offsets": (plain(4, "offsets", 32), 7, 1000, 4096, {}),
     "wgmma_decode_fold16 quantises": (
@@ -72,7 +72,7 @@ PROBLEMS: dict[
         4096,
         {"act_quant": "block"},
     ),
-    "decode_gemm, code book": (book, 1, 4096, 4096, {}),
+    "decode_gemm, code book": (book, 1, 14336, 4096, {}),
     "wgmma_decode": (plain(), 16, 4096, 4096, {}),
     "wgmma_decode, 32 rows": (plain(), 32, 4096, 4096, {}),
     "wgmma_decode, code book": (book, 16, 4096, 4096, {}),
