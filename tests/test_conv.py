@@ -238,6 +238,30 @@ def test_any_memory_format() -> None:
     )
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("act_quant", ["none", "token"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_vectors_that_are_written_to(groups: int, act_quant: str, mode: Any) -> None:
+    """Groups that are longer than a tap's channels, and those of a part of the output channels,
+    are copies for the kernels.
+    """
+    with mode():
+        first, other = (
+            co.reorder(
+                co.quantize(torch.randn(256, 100, 3, 3), bits=4, group_size=256, symmetric=False)
+            )
+            for _ in range(2)
+        )
+        x = torch.randn(1, 100 * groups, 5, 5)
+        options: dict[str, Any] = {"groups": groups, "act_quant": act_quant}
+        co.mixed_conv2d(x, first, **options)
+        for part in ("codes", "scales", "zeros"):
+            getattr(first, part).copy_(getattr(other, part))
+        expected = co.mixed_conv2d(x, other, **options)
+        assert torch.equal(co.mixed_conv2d(x, first, **options), expected)
+        assert torch.equal(co.dequantize(first), co.dequantize(other))
+
+
 def test_no_images() -> None:
     packed = co.reorder(weight(10, 33, (2, 3)))
     for act_quant in ("none", "token", "block", "tensor"):

@@ -89,6 +89,21 @@ def test_the_weights_bias_is_added_again(launched: list[Launched]) -> None:
     assert {entry.bias for entry in launched} == {packed.bias.data_ptr()}
 
 
+def test_a_call_again_has_the_scales_that_were_written(
+    launched: list[Launched], of_int8: list[Launched]
+) -> None:
+    """Where the kernels read a copy of them: groups are longer than a tap's channels."""
+    packed = co.reorder(co.quantize(torch.randn(CHANNELS, CHANNELS, 3, 3), bits=8, group_size=256))
+    object.__setattr__(packed, "gpu", 0)
+    co.mixed_conv2d(image(), packed, None, 1, 1)
+    copied = packed.matrix.scales
+    assert copied is not packed.scales
+    packed.scales.mul_(2)
+    co.mixed_conv2d(image(), packed, None, 1, 1)
+    assert torch.equal(copied, packed.scales)
+    assert launched[0].problem is launched[1].problem
+
+
 OTHERS: dict[str, Callable[[Any], torch.Tensor]] = {
     "stride": lambda w: co.mixed_conv2d(image(), w, None, 2, 1),
     "padding": lambda w: co.mixed_conv2d(image(), w, None, 1, 0),

@@ -95,6 +95,7 @@ def repeat(
         return None, key
     if launch.natural is not None and launch.version != weight.codes._version:
         return None, key
+    weight.update_copies()
     y = torch.empty(launch.shape, dtype=launch.dtype, device=weight.device)
     address = launch.bias if bias is None else bias.data_ptr()
     _run(launch.problem, launch.plan, start, address, y)
@@ -434,7 +435,11 @@ def _by_products(
             _run(problem, plan, _first(images, group, groups), native.pointer(own_bias), own_y)
             if own_y is not y:
                 y[..., features] = own_y
-            elif key is not None and images.data_ptr() == x.data_ptr():
+            elif (
+                key is not None
+                and images.data_ptr() == x.data_ptr()
+                and weight.matrix is matrix  # which the launch reads, and the weight keeps
+            ):
                 bias = native.pointer(weight.bias)
                 _keep(weight, key, Launch(problem, plan, bias, tuple(y.shape), y.dtype))
     return True

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -187,6 +188,12 @@ _COLUMN_SUMS: weakref.WeakValueDictionary[tuple[Any, ...], ColumnSums] = (
 )
 
 
+#: Vectors of a weight's groups.
+_VECTORS = ("scales", "zeros", "offsets")
+#: A copy of some values of such a vector, and what returns these now.
+_Copy = tuple[Tensor, Callable[[], Tensor]]
+
+
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
     """A weight in the order in which tensor-core lanes read it; made by
@@ -232,6 +239,8 @@ class PackedWeight:
     #: tensors, and whether products read them.
     _sums: ColumnSums | None = field(init=False, default=None, repr=False)
     _reads_sums: bool = field(init=False, default=False, repr=False)
+    #: The versions of the vectors whose values :attr:`_copies` have.
+    _copied: tuple[int, ...] | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         formats.check_bits(self.bits)
@@ -310,7 +319,7 @@ class PackedWeight:
         """As in :class:`QuantizedWeight`."""
         return math.prod(self.kernel_size)
 
-    @cached_property
+    @property
     def matrix(self) -> PackedWeight:
         """A convolution's weight as the matrix ``[N, taps * padded channels]`` that its tiles hold;
         the codes are shared.
@@ -318,6 +327,37 @@ class PackedWeight:
         The columns behind a tap's channels have codes of value zero but undefined zero points and
         offsets: x must be zero there.
         """
+        return self.group_matrices(1)[0]
+
+    def group_matrices(self, groups: int) -> tuple[PackedWeight, ...]:
+        """:attr:`matrix` for each group of the convolution, whose output channels are a multiple
+        of 64; made once, except during the capture of a CUDA graph and of tensors whose writes
+        torch does not count.
+        """
+        self.update_copies()
+        if groups in self._matrices:
+            return self._matrices[groups]
+        copies: list[_Copy] = []
+        made: tuple[PackedWeight, ...]
+        if groups == 1:
+            made = (self._as_matrix(copies),)
+        else:
+            whole, n = self.matrix, self.n // groups
+            made = tuple(whole.row_panels(i * n, i * n + n) for i in range(groups))
+            for i, part in enumerate(made):
+                columns = slice(i * n, i * n + formats.padded_rows(n))
+                copies += [
+                    (vector, partial(whole.tensors()[name].__getitem__, (slice(None), columns)))
+                    for name, vector in part._vectors().items()
+                ]
+        if not copies or (self._versions() is not None and not self._is_captured()):
+            self._matrices[groups] = made
+            self._copies.extend(copies)
+            object.__setattr__(self, "_copied", self._versions())
+        return made
+
+    def _as_matrix(self, copies: list[_Copy]) -> PackedWeight:
+        """What :attr:`matrix` is, and its copies of this weight's vectors."""
         if self.taps == 1:
             return replace(self, kernel_size=())
         columns = formats.padded_k(self.k, self.taps)
@@ -336,26 +376,46 @@ class PackedWeight:
                 len(self.scales) // self.taps
             )
             groups = (taps + by_tap).flatten()
-            vectors = {part: getattr(self, part) for part in ("scales", "zeros", "offsets")}
-            changed = {
-                part: vector[groups] for part, vector in vectors.items() if vector is not None
-            }
+            for name, vector in self._vectors().items():
+                changed[name] = vector[groups]
+                copies.append((changed[name], partial(vector.__getitem__, groups)))
         return replace(self, k=columns, kernel_size=(), group_size=group_size, **changed)
+
+    def update_copies(self) -> None:
+        """Bring what :attr:`matrix` and :meth:`group_matrices` copied of the scales, zero points
+        and offsets up to date after a write to these; waits for the GPU then.
+        """
+        if not self._copies or (versions := self._versions()) == self._copied:
+            return
+        for copy, values in self._copies:
+            copy.copy_(values())
+        if self._is_captured():  # the copies are written when the CUDA graph runs
+            return
+        if self.gpu >= 0:
+            torch.cuda.current_stream(self.device).synchronize()  # other streams may read them
+        object.__setattr__(self, "_copied", versions)
+
+    def _vectors(self) -> dict[str, Tensor]:
+        return {name: t for name, t in self.tensors().items() if name in _VECTORS}
+
+    def _versions(self) -> tuple[int, ...] | None:
+        """How often torch saw the vectors written; None where it does not count."""
+        vectors = self._vectors().values()
+        if any(t.is_inference() for t in vectors):
+            return None
+        return tuple(t._version for t in vectors)
+
+    def _is_captured(self) -> bool:
+        return self.gpu >= 0 and torch.cuda.is_current_stream_capturing()
 
     @cached_property
     def _matrices(self) -> dict[int, tuple[PackedWeight, ...]]:
-        return {1: (self.matrix,)}
+        """What :meth:`group_matrices` made, by the number of groups."""
+        return {}
 
-    def group_matrices(self, groups: int) -> tuple[PackedWeight, ...]:
-        """:attr:`matrix` for each group of the convolution, whose output channels are a multiple
-        of 64; made once.
-        """
-        if groups not in self._matrices:
-            n = self.n // groups
-            self._matrices[groups] = tuple(
-                self.matrix.row_panels(i * n, i * n + n) for i in range(groups)
-            )
-        return self._matrices[groups]
+    @cached_property
+    def _copies(self) -> list[_Copy]:
+        return []
 
     @cached_property
     def conv_launches(self) -> dict[Any, Any]:
@@ -499,15 +559,16 @@ class PackedWeight:
             "_sums",
             "_reads_sums",
             "takes_sums",
-            "matrix",
             "_matrices",
+            "_copies",
+            "_copied",
             "conv_launches",
             "eights",
         )
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _sums=None, _reads_sums=False)
+        self.__dict__.update(state, _sums=None, _reads_sums=False, _copied=None)
         self._find_device()
 
     def to(self, device: torch.device | str) -> PackedWeight:
@@ -539,7 +600,7 @@ class PackedWeight:
             part: None
             if (vectors := getattr(self, part)) is None
             else vectors[:, start:end].contiguous()
-            for part in ("scales", "zeros", "offsets")
+            for part in _VECTORS
         }
         changed["bias"] = None if self.bias is None else self.bias[start:stop]
         return replace(
