@@ -71,7 +71,7 @@ def specified(
     columns = qw.k // packed.taps
     block = formats.activation_block(packed.group_size)
     found = reference_conv.quantize_pixels(x, groups, act_quant, symmetric, block)
-    blocks = columns // block
+    blocks = -(-columns // block)
     results = []
     for group in range(groups):
         codes, scales, zeros = (
@@ -88,7 +88,7 @@ def specified(
             part = F.pad(part, (0, blocks - part.shape[-1]))
             rows.append(rows_of_pixels(part, kernel, geometry))
         if zeros is not None:  # of padding, for values of zero
-            of_columns = rows[2].repeat_interleave(block, -1)
+            of_columns = rows[2].repeat_interleave(block, -1)[..., :columns]
             inside = torch.arange(columns) < channels
             rows[0] = torch.where(inside, rows[0], of_columns)
         n = packed.n // groups
@@ -157,12 +157,16 @@ def test_a_convolution_is_the_references_product_of_rows_of_pixels(
     assert found.movedim(1, -1).is_contiguous()
 
 
+@pytest.mark.parametrize("case", ["3x3", "1x1"])
 @pytest.mark.parametrize("channels", [100, 200, 360])
+@pytest.mark.parametrize("group_size", [32, 64, 256, -1])
 @pytest.mark.parametrize("act_quant", ["token", "block"])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_padded_channels_add_nothing(channels: int, act_quant: str, symmetric: bool) -> None:
-    kernel, space, geometry = CASES["3x3"]
-    packed = packed_weight(130, channels, kernel)
+def test_padded_channels_add_nothing(
+    case: str, channels: int, group_size: int, act_quant: str, symmetric: bool
+) -> None:
+    kernel, space, geometry = CASES[case]
+    packed = packed_weight(130, channels, kernel, group_size=group_size)
     x = image(1, channels, *space)
     assert conv_cpu.takes(x.shape, packed, geometry, act_quant)
     options = {"act_quant": act_quant, "act_symmetric": symmetric}

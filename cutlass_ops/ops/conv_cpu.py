@@ -65,7 +65,8 @@ def convolve(x: Tensor, weight: PackedWeight, geometry: Geometry, call: Call) ->
     shape = (x.shape[0], *geometry.out(space, weight.kernel_size), weight.n)
     block = formats.activation_block(weight.group_size)
     codes, scales, zeros = _quantize(x, block, call)
-    columns, outputs, m = matrix.k // weight.taps, weight.n // groups, math.prod(shape[:-1])
+    columns = formats.padded_k(weight.k, weight.taps) // weight.taps
+    outputs, m = weight.n // groups, math.prod(shape[:-1])
     y = torch.empty(m, weight.n, dtype=call.out_dtype, device="cpu")
     step = max(_GATHERED_BYTES // matrix.k // _ROWS, 1) * _ROWS
     residual = None if call.residual is None else call.residual.reshape(m, weight.n)
