@@ -280,6 +280,48 @@ def test_merging_is_refused(models: tuple[Any, Path]) -> None:
             merge()
 
 
+def test_merging_is_refused_before_float_layers_are_merged(models: tuple[Any, Path]) -> None:
+    model = adapted(packed(models), target_modules=["embed_tokens", "q_proj"])
+    embedding = model.get_input_embeddings()
+    before = embedding.weight.clone()
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(RuntimeError, match="cannot be merged into a packed weight"):
+            merge()
+        assert model.get_input_embeddings() is embedding
+        assert torch.equal(embedding.weight, before)
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_biases_of_packed_layers_that_would_be_trained_are_refused(bias: str, fuse: bool) -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attention_bias=True))
+    co.quantize_model(model, 4, 32)
+    if fuse:
+        co.fuse_linears(model)
+    name = r"model\.layers\.0\.self_attn\.q_proj"
+    with pytest.raises(ValueError, match=f"bias is '{bias}', and the bias of {name} is a buffer"):
+        adapted(model, target_modules=["q_proj"], bias=bias)
+    assert not any("lora" in name for name, _ in model.named_modules())
+    if bias == "lora_only":  # layers without biases
+        adapted(model, target_modules=["down_proj"], bias=bias)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_modules_to_save_are_no_packed_layers(tied: bool) -> None:
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    model = transformers.LlamaForCausalLM(config)
+    co.quantize_model(model, 4, 32, embeddings=True)
+    for name, kind in {
+        "embed_tokens": "TiedEmbedding" if tied else "MixedEmbedding",
+        "o_proj": "MixedLinear",
+    }.items():
+        with pytest.raises(
+            ValueError, match=rf"modules_to_save has '{name}', and \S+{name} is packed \({kind}\)"
+        ):
+            adapted(model, target_modules=["q_proj"], modules_to_save=[name])
+    adapted(model, target_modules=["q_proj"], modules_to_save=["norm"])
+
+
 def test_an_adapter_is_merged_into_a_model_that_was_made_float(
     models: tuple[Any, Path], tmp_path: Path
 ) -> None:

@@ -117,6 +117,7 @@ def test_include_and_exclude(
     [
         ({}, "give bits"),
         ({"bits": 4, "exclude": "."}, "there is no weight to pack"),
+        ({"exclude": "."}, "there is no weight to pack$"),
         ({"bits": 5}, "bits is 5"),
         ({"bits": 4, "group_size": 48}, "group_size is 48"),
         ({"bits": 4, "include": "("}, "not a regular expression"),

@@ -253,8 +253,10 @@ def plan(
             )
             steps.append(Step(entry, module, weight))
     if not any(step.weight is not None for step in steps) and not (held_codes and or_floats):
+        with_bits = _chooser(replace(options, bits=8), architecture)
         floats = options.bits is None and any(
-            _is_linear(entry) or (not for_model and _is_convolution(entry))
+            with_bits(entry, _is_linear(entry) or (not for_model and _is_convolution(entry)))
+            and not architecture.reason_to_keep(entry.name.removesuffix(".weight"))
             for entry in checkpoint.entries.values()
         )
         which = "its other weights" if held_codes else "its weights"

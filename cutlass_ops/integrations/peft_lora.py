@@ -25,6 +25,8 @@ from peft.tuners.lora.layer import Linear
 from peft.utils import quantization_utils
 from torch import Tensor, nn
 
+from ..nn.buffers import PackedState
+from ..nn.embedding import TiedEmbedding
 from ..nn.experts import ExpertWeights, MixedExperts
 from ..nn.linear import FusedPart, MixedLinear
 from ..nn.model_experts import PRODUCTS
@@ -256,6 +258,49 @@ def _refuse_experts(name: str) -> None:
     )
 
 
+def _has_bias(layer: Any) -> bool:
+    return (isinstance(layer, FusedPart) and layer.has_bias) or any(
+        "bias" in name for name, _ in layer.named_buffers(recurse=False)
+    )
+
+
+def _check_trained(config: Any, model: nn.Module) -> None:
+    """Refuse a configuration that trains tensors of packed layers, beside their adapters.
+
+    Raises:
+        ValueError: it names them.
+    """
+    packed = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, PackedState | TiedEmbedding)
+    }
+    for saved in getattr(config, "modules_to_save", None) or ():
+        for name, module in packed.items():
+            if name.endswith(saved):
+                skip = tuple(dict.fromkeys(("lm_head", saved)))
+                raise ValueError(
+                    f"modules_to_save has {saved!r}, and {name} is packed "
+                    f"({type(module).__name__}): packed weights are not trained. Keep it as "
+                    f"floats (quantize_model(model, skip={skip!r}), reorder --exclude, "
+                    "model.dequantize()), or leave it out"
+                )
+    bias, targets = getattr(config, "bias", "none"), getattr(config, "target_modules", None)
+    if not isinstance(bias, str) or bias == "none":
+        return
+    for name, layer in packed.items():
+        adapted = bias == "all" or (
+            targets is None
+            or targets == tuners_utils.INCLUDE_LINEAR_LAYERS_SHORTHAND
+            or tuners_utils.check_target_module_exists(config, name)
+        )
+        if adapted and _has_bias(layer):
+            raise ValueError(
+                f"bias is {bias!r}, and the bias of {name} is a buffer of a packed layer, which is "
+                "not trained; bias='none' is supported on packed layers with biases"
+            )
+
+
 def _sizes(original: Any) -> Any:
     def sizes(module: Any) -> Any:
         return (module.in_features, module.out_features) if _is_packed(module) else original(module)
@@ -322,6 +367,25 @@ def _register() -> None:
     create_ia3 = ia3_model.IA3Model._create_new_module
     inject_parameters = tuners_utils.BaseTuner._inject_parameters
     device_and_dtype = tuners_utils.BaseTunerLayer._get_base_layer_device_and_dtype
+    inject, check_merge = (
+        tuners_utils.BaseTuner.inject_adapter,
+        tuners_utils.BaseTuner._check_merge_allowed,
+    )
+
+    def inject_checked(
+        self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        _check_trained(self.peft_config[adapter_name], model)
+        return inject(self, model, adapter_name, *args, **kwargs)
+
+    def check_merge_of_floats(self: Any) -> None:
+        # before the first layer is merged
+        if any(
+            isinstance(module, tuners_utils.BaseTunerLayer) and _is_packed(module.get_base_layer())
+            for module in self.model.modules()
+        ):
+            _refuse_merging()
+        check_merge(self)
 
     def dispatch_packed(
         target: nn.Module, adapter_name: str, config: Any, **kwargs: Any
@@ -364,6 +428,8 @@ def _register() -> None:
                     _refuse_experts(key)
         return inject_parameters(self, peft_config, model, *args, **kwargs)
 
+    tuners_utils.BaseTuner.inject_adapter = inject_checked
+    tuners_utils.BaseTuner._check_merge_allowed = check_merge_of_floats
     tuners_utils.BaseTuner._inject_parameters = inject_float
     tuners_utils.BaseTunerLayer._get_base_layer_device_and_dtype = packed_device_and_dtype
     lora_model.dispatch_default = dispatch_packed
