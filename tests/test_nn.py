@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import io
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +113,38 @@ def test_state_dict_round_trip(assign: bool) -> None:
     assert_consistent(layer)
 
 
+def test_tensors_that_move_to_shared_memory() -> None:
+    """As torch moves them when a layer is sent to another process."""
+    layer = co.MixedLinear(co.reorder(quantized()), "block", False)
+    images, experts = torch.randn(1, 128, 6, 6), torch.randn(3, 128)
+    conv = co.nn.MixedConv2d(
+        co.reorder(co.quantize(torch.randn(256, 128, 3, 3), bits=4, group_size=256)),
+        act_quant="token",
+    )
+    stack = [co.quantize(torch.randn(128, 128), bits=4, group_size=32) for _ in range(2)]
+    moe = co.nn.MixedExperts(
+        co.reorder_experts(stack, gated=True),
+        co.reorder_experts([co.quantize(torch.randn(128, 64), bits=4, group_size=32)] * 2),
+    )
+    ids, weights = torch.tensor([[0, 1], [1, 0], [0, 1]]), torch.ones(3, 2)
+    runs: list[tuple[Any, Callable[[], Tensor]]] = [
+        (layer, lambda: layer(activations(2, K))),
+        (conv, lambda: conv(images)),
+        (moe, lambda: moe(experts, ids, weights)),
+    ]
+    for module, run in runs:
+        expected = run()
+        for tensor in module.buffers():
+            before = tensor.data_ptr()
+            tensor.share_memory_()
+            assert tensor.data_ptr() != before
+        assert torch.equal(run(), expected)
+        for name, tensor in module.named_buffers():
+            if name.endswith("codes"):  # which the kernels must read where they are now
+                tensor.zero_()
+        assert not torch.equal(run(), expected)
+
+
 def test_copies_and_pickles_stand_alone() -> None:
     layer = co.MixedLinear(co.reorder(quantized()), "block", False)
     x = activations(2, K)
@@ -122,7 +155,7 @@ def test_copies_and_pickles_stand_alone() -> None:
     torch.save(layer, file)
     file.seek(0)
     for twin in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
-        assert "native" not in vars(twin.packed)
+        assert "_native" not in vars(twin.packed)
         assert torch.equal(twin(x), expected)
         assert_consistent(twin)
         assert twin.codes.data_ptr() != layer.codes.data_ptr()

@@ -36,11 +36,13 @@ Weight make_weight(Pointer codes, Pointer scales, Pointer zeros, Pointer offsets
                    DataType bias_type, py::object device, int gpu, py::object const& parts) {
   Weight::Parts kept;
   std::vector<py::object> floats;
+  std::vector<std::pair<py::object, Pointer>> addresses;
   for (auto const& [name, value] : parts.cast<py::dict>()) {
     auto const tensor = py::reinterpret_borrow<py::object>(value);
     kept.emplace_back(py::reinterpret_borrow<py::object>(name), tensor);
-    if (!tensor.is_none() && tensor.attr("is_floating_point")().cast<bool>())
-      floats.push_back(tensor);
+    if (tensor.is_none()) continue;
+    addresses.emplace_back(tensor, tensor.attr("data_ptr")().cast<Pointer>());
+    if (tensor.attr("is_floating_point")().cast<bool>()) floats.push_back(tensor);
   }
   bool const on_cpu = !device.is_none() && device.attr("type").cast<std::string>() == "cpu";
   return {{as<uint8_t>(codes), as<void>(scales), as<int8_t>(zeros), as<void>(offsets),
@@ -52,7 +54,8 @@ Weight make_weight(Pointer codes, Pointer scales, Pointer zeros, Pointer offsets
           gpu,
           on_cpu,
           std::move(kept),
-          std::move(floats)};
+          std::move(floats),
+          std::move(addresses)};
 }
 
 QuantizedActivations make_quantized(Pointer codes, Pointer scales, Pointer zeros, int block,
@@ -94,6 +97,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("group_size"), py::arg("scale_type"), py::arg("offset_type"), py::arg("gated"),
            py::arg("bias_ptr"), py::arg("bias_type"), py::arg("device"), py::arg("gpu"),
            py::arg("parts"))
+      .def("is_current", &Weight::is_current, "Whether the parts' tensors still lie there.")
       .def(
           "set_sums",
           [](Weight& weight, Pointer colsums) {

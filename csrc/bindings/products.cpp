@@ -42,6 +42,16 @@ Pointer data_ptr(py::handle tensor) {
   return call(tensor, name).cast<Pointer>();
 }
 
+}  // namespace
+
+bool Weight::is_current() const {
+  for (auto const& [tensor, address] : addresses)
+    if (data_ptr(tensor) != address) return false;
+  return true;
+}
+
+namespace {
+
 // The sizes of a tensor, for the most dimensions that torch's tensors have.
 class Shape {
  public:
@@ -189,10 +199,10 @@ struct Torch {
   }
 };
 
-// cutlass_ops.PackedWeight.native, or null if it was not made yet: a tracer's placeholder tensors
-// have no addresses.
+// What cutlass_ops.PackedWeight.native keeps, or null if it was not made yet: a tracer's placeholder
+// tensors have no addresses.
 Weight* native_of(PyObject* weight) {
-  static Name const native("native");
+  static Name const native("_native");
   py::object const attributes = checked(PyObject_GenericGetDict(weight, nullptr));
   PyObject* const found = PyDict_GetItemWithError(attributes.ptr(), native.text);
   return found ? &py::handle(found).cast<Weight&>() : nullptr;
@@ -254,7 +264,7 @@ py::object product(PyObject* const* arguments) {
   static Torch const torch;
   static Name const dtype("dtype"), device("device"), shape("shape"), stride("stride");
   Weight* const known = native_of(arguments[0]);
-  if (!known || known->gated) return py::none();
+  if (!known || known->gated || !known->is_current()) return py::none();
   Weight& weight = *known;
   py::handle const x = arguments[1], symmetric = arguments[3], buffers = arguments[4];
   bool const on_gpu = weight.gpu >= 0;

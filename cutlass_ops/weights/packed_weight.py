@@ -429,9 +429,15 @@ class PackedWeight:
         """Bytes that the tensors take."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
-    @cached_property
+    @property
     def native(self) -> _C.PackedWeight:
-        """The pointers and sizes that kernels take; made once."""
+        """The pointers and sizes that kernels take; made again only where torch moved a tensor."""
+        found: _C.PackedWeight | None = self.__dict__.get("_native")
+        if found is None or not found.is_current():
+            found = self.__dict__["_native"] = self._make_native()
+        return found
+
+    def _make_native(self) -> _C.PackedWeight:
         for name, value in self.tensors().items():
             if value.device.type == "cuda" and name != "bias" and value.data_ptr() % 16:
                 raise ValueError(
@@ -553,7 +559,7 @@ class PackedWeight:
     def __getstate__(self) -> dict[str, Any]:
         # The state of copies and pickles: their tensors are others, and may be on another device.
         derived = (
-            "native",
+            "_native",
             "device",
             "gpu",
             "_sums",
