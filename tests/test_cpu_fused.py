@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,15 @@ def test_neither_threads_nor_other_rows_nor_vectors_change_bits() -> None:
         _C.use_cpu_instruction_set(name)
         found.append(co.mixed_gemm(x, packed))
     assert all(torch.equal(y, found[0]) for y in found)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_rows_have_the_same_bits_in_any_batch(activation: str) -> None:
+    packed, x = co.reorder(random_weight(97, 128, 4, 32, "zeros")), x_of(40, 128)
+    options: Any = {"activation": activation, "batch_invariant": True}
+    whole = co.mixed_gemm(x, packed, **options)
+    for m in range(1, 40):
+        assert torch.equal(co.mixed_gemm(x[:m], packed, **options), whole[:m])
 
 
 def test_fewer_rows_and_exact_products_have_the_references_bits() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from reference_cases import INF, NAN, TINY, int8, same
 
 from cutlass_ops.reference import (
+    activate,
     dequantize_activations,
     quantize_activations,
     quantize_weight,
@@ -264,3 +265,19 @@ def test_dequantised_activations_by_hand() -> None:
         [2, -63.5, -480],
         [-1, 0, -260],
     ]
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
+def test_a_functions_bits_depend_on_the_element_alone(name: str) -> None:
+    """In any number of elements, by any number of threads."""
+    x = 4 * torch.randn(70_001, generator=torch.Generator().manual_seed(1))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = torch.cat([activate(x[i : i + 7], name) for i in range(0, len(x), 7)])
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            for begin, end in ((0, 70_001), (3, 16_388), (5, 32_773), (0, 65_537), (9, 97)):
+                assert torch.equal(activate(x[begin:end], name), expected[begin:end])
+    finally:
+        torch.set_num_threads(before)

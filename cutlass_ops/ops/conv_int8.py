@@ -233,6 +233,11 @@ def _check_static(
 
 
 def _check_static_bias(bias: Any, weight: PackedWeight) -> None:
+    if isinstance(bias, Tensor) and bias.dtype not in (torch.int32, *native.DATA_TYPES):
+        raise TypeError(
+            f"bias has dtype {arguments.dtype_names((bias.dtype,))}; supported are "
+            f"{arguments.dtype_names((torch.int32, *native.DATA_TYPES))}"
+        )
     if not isinstance(bias, Tensor) or bias.dtype != torch.int32:
         arguments.check_bias(bias, weight)
         return

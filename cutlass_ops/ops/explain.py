@@ -167,6 +167,14 @@ def explain(
     if act_quant not in native.ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
     reference.check_activation(activation)
+    if isinstance(x, int):
+        if not 0 <= x <= _C.max_m:
+            raise ValueError(f"m is {x}; 0 to {_C.max_m} rows of x are supported")
+    elif not isinstance(x, Tensor | QuantizedActivations):
+        raise TypeError(
+            f"x is a {type(x).__name__}; a torch.Tensor, QuantizedActivations or a number of rows "
+            "is expected"
+        )
     shape = (x, weight.k) if isinstance(x, int) else tuple(x.shape)
     if not isinstance(x, int):
         if isinstance(x, Tensor):

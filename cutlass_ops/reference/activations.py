@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..weights import formats
-from .blocks import FLOAT_TYPES, check_block, check_matrix, in_blocks, quotient
+from .blocks import FLOAT_TYPES, check_block, check_matrix, in_blocks, of_each, quotient
 
 #: Below this, the range of a block or group counts as zero: its reciprocal could overflow.
 SMALLEST_RANGE = 2.0**-100
@@ -169,7 +169,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     device computes the exponential: CPUs and GPUs may differ in its last place.
     """
     values = gate.float()
-    activated = quotient(values, 1.0 + torch.exp(-values), values).to(gate.dtype)
+    activated = quotient(values, 1.0 + of_each(torch.exp, -values), values).to(gate.dtype)
     return (activated.float() * up.float()).to(gate.dtype)
 
 

@@ -1,8 +1,9 @@
-"""Blocks along K, and rows that are processed together."""
+"""Blocks along K, rows that are processed together, and functions of elements."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,10 @@ from ..weights import formats
 #: one pass over all rows.
 CHUNK = 1 << 20
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+#: Elements that fill vectors of torch's kernels on any CPU; up to how many take one thread; and how
+#: many at least it gives to each of several (ATen's GELU_MIN_ELEMENTS_FOR_MULTI_THREADING and
+#: GRAIN_SIZE).
+_ELEMENTS_AT_ONCE, _ELEMENTS_OF_ONE_THREAD, _ELEMENTS_OF_A_THREAD = 64, 16384, 32768
 
 
 def in_blocks(x: Tensor, size: int) -> Tensor:
@@ -65,6 +70,29 @@ def quotient(a: float | Tensor, b: float | Tensor, like: Tensor) -> Tensor:
     numerator = a if isinstance(a, Tensor) else like.new_full((), a)
     denominator = b if isinstance(b, Tensor) else like.new_full((), b)
     return torch.div(numerator, denominator)
+
+
+def of_each(function: Callable[[Tensor], Tensor], y: Tensor) -> Tensor:
+    """A function of each element whose bits depend on that element alone.
+
+    On a CPU torch computes as many elements as fill its vectors at a time, and what is left of a
+    thread's part one by one, by another approximation of the exponential. So each call here has
+    whole vectors for each of its threads, whether torch gives a part to all of them, as for GELU,
+    or to as few as have enough elements.
+    """
+    if y.device.type != "cpu" or not y.numel():
+        return function(y)
+    rest, parts, most = y.reshape(-1), [], torch.get_num_threads()
+    while (count := rest.numel()) > _ELEMENTS_OF_ONE_THREAD:
+        threads = min(most, -(-count // _ELEMENTS_OF_A_THREAD))
+        whole = count - count % (_ELEMENTS_AT_ONCE * math.lcm(threads, most))
+        if whole <= (threads - 1) * _ELEMENTS_OF_A_THREAD:  # fewer threads would have parts of it
+            whole = _ELEMENTS_OF_ONE_THREAD
+        parts.append(function(rest[:whole]))
+        rest = rest[whole:]
+    if count:
+        parts.append(function(F.pad(rest, (0, -count % _ELEMENTS_AT_ONCE)))[:count])
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(y.shape)
 
 
 def rounded_up(scales: Tensor, dtype: torch.dtype) -> Tensor:

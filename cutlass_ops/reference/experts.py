@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from .blocks import of_each
 
 #: What :func:`gated` takes besides activations of gate: ``("clamped_swiglu", alpha, limit)``.
 CLAMPED_SWIGLU = "clamped_swiglu"
@@ -97,7 +98,7 @@ def gated(gate_up: Tensor, activation: reference.Activation, dtype: torch.dtype)
     if isinstance(activation, tuple) and activation[0] == CLAMPED_SWIGLU:
         _, alpha, limit = activation
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return ((up + 1) * (gate * torch.sigmoid(gate * alpha))).to(dtype)
+        return ((up + 1) * (gate * of_each(torch.sigmoid, gate * alpha))).to(dtype)
     return (reference.activate(gate, activation) * up).to(dtype)
 
 

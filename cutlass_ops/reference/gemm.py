@@ -14,7 +14,7 @@ from torch import Tensor
 from ..weights import formats
 from ..weights.weight import QuantizedWeight
 from .activations import centred_activations, check_activations, quantize_activations
-from .blocks import FLOAT_TYPES, check_matrix, in_blocks, row_chunks
+from .blocks import FLOAT_TYPES, check_matrix, in_blocks, of_each, row_chunks
 from .weights import centred_weight, weight_rows
 
 #: fp32 holds every integer up to this.
@@ -57,7 +57,8 @@ def activate(y: Tensor, activation: Activation) -> Tensor:
     if activation is None:
         return y
     if isinstance(activation, str):
-        return ACTIVATIONS[activation](y)
+        function = ACTIVATIONS[activation]
+        return function(y) if activation in CLAMPS else of_each(function, y)
     return y.clamp(float(activation[1]), float(activation[2]))
 
 
