@@ -199,8 +199,8 @@ struct Torch {
   }
 };
 
-// What cutlass_ops.PackedWeight.native keeps, or null if it was not made yet: a tracer's placeholder
-// tensors have no addresses.
+// What cutlass_ops.PackedWeight.native keeps, or null if it was not made yet: a tracer's
+// placeholder tensors have no addresses.
 Weight* native_of(PyObject* weight) {
   static Name const native("_native");
   py::object const attributes = checked(PyObject_GenericGetDict(weight, nullptr));

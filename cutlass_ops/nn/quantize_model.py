@@ -118,9 +118,9 @@ def quantize_model(
     Quantised are ``torch.nn.Linear`` and transformers' ``Conv1D`` (GPT-2), of any N and K, and with
     ``convs`` ``torch.nn.Conv1d``, ``Conv2d`` and ``Conv3d``. Each layer keeps its device, its bias
     (a buffer from then on), its training flag and its accelerate hook. Scales have the dtype of the
-    weight. Packed layers are passed over. A model of transformers is converted
-    before it is quantised, or loaded with the ``dtype`` that it shall have: transformers refuses
-    ``half()`` and ``float()`` of a quantised model.
+    weight. Packed layers are passed over. A model of transformers is converted before it is
+    quantised, or loaded with the ``dtype`` that it shall have: transformers refuses ``half()`` and
+    ``float()`` of a quantised model.
 
     Left as they are, with one warning that has their names and the reason, before the
     first layer changes:
