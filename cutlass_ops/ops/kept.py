@@ -79,7 +79,8 @@ def form(
     known = cast("_Form | None", forms.get(key))
     if known is not None and known.versions == versions:
         return known.made
-    made = make()
+    with torch.inference_mode(False):  # calls outside of it write what is kept, too
+        made = make()
     if captures(weight):
         return made
     if known is not None:  # CUDA graphs read that memory

@@ -339,17 +339,18 @@ class PackedWeight:
             return self._matrices[groups]
         copies: list[_Copy] = []
         made: tuple[PackedWeight, ...]
-        if groups == 1:
-            made = (self._as_matrix(copies),)
-        else:
-            whole, n = self.matrix, self.n // groups
-            made = tuple(whole.row_panels(i * n, i * n + n) for i in range(groups))
-            for i, part in enumerate(made):
-                columns = slice(i * n, i * n + formats.padded_rows(n))
-                copies += [
-                    (vector, partial(whole.tensors()[name].__getitem__, (slice(None), columns)))
-                    for name, vector in part._vectors().items()
-                ]
+        with torch.inference_mode(False):  # calls outside of it write the copies, too
+            if groups == 1:
+                made = (self._as_matrix(copies),)
+            else:
+                whole, n = self.matrix, self.n // groups
+                made = tuple(whole.row_panels(i * n, i * n + n) for i in range(groups))
+                for i, part in enumerate(made):
+                    columns = slice(i * n, i * n + formats.padded_rows(n))
+                    copies += [
+                        (vector, partial(whole.tensors()[name].__getitem__, (slice(None), columns)))
+                        for name, vector in part._vectors().items()
+                    ]
         if not copies or (self._versions() is not None and not self._is_captured()):
             self._matrices[groups] = made
             self._copies.extend(copies)
