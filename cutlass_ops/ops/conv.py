@@ -205,8 +205,9 @@ def mixed_conv2d(
     only the result. The first call with a depthwise weight dequantises it to fp32, and the first
     with ``act_quant="tensor"`` and an int8 weight of ``group_size=-1`` unpacks it (a byte a code);
     both keep that as long as ``weight.codes`` lives, and wait for the GPU; later calls do not wait.
-    The next call sees writes to the weight's tensors; captured CUDA graphs do not. Under
-    ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
+    The next call sees writes to the weight's tensors, but those through ``.data``, which torch does
+    not count; captured CUDA graphs do not. Under ``torch.autocast`` an fp32 x is cast to the
+    autocast dtype first.
 
     Training: the result is differentiable in x, bias and residual; the weight is frozen. The
     gradient is that of ``torch.nn.functional.conv2d`` with :func:`cutlass_ops.dequantize`'s values,
