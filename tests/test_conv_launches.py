@@ -104,6 +104,24 @@ def test_a_call_again_has_the_scales_that_were_written(
     assert launched[0].problem is launched[1].problem
 
 
+@pytest.mark.parametrize("part", ["codes", "scales", "bias"])
+def test_tensors_that_lie_elsewhere_have_another_launch(
+    launched: list[Launched], part: str
+) -> None:
+    packed = packed_weight(torch.randn(CHANNELS))
+    for _ in range(2):
+        co.mixed_conv2d(image(), packed, None, 1, 1)
+    getattr(packed, part).data = getattr(packed, part).clone()
+    for _ in range(2):
+        co.mixed_conv2d(image(), packed, None, 1, 1)
+    first, second, third, fourth = (entry.problem for entry in launched)
+    assert first is second
+    assert first is not third
+    assert third is fourth
+    assert packed.bias is not None
+    assert launched[-1].bias == packed.bias.data_ptr()
+
+
 OTHERS: dict[str, Callable[[Any], torch.Tensor]] = {
     "stride": lambda w: co.mixed_conv2d(image(), w, None, 2, 1),
     "padding": lambda w: co.mixed_conv2d(image(), w, None, 1, 0),

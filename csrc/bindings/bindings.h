@@ -37,8 +37,7 @@ struct Weight : PackedWeight {
   bool on_cpu;
   Parts parts;                           // tensors of the pointers, or None, by name
   std::vector<pybind11::object> floats;  // of those, which may require a gradient
-  // of those, with their addresses
-  std::vector<std::pair<pybind11::object, Pointer>> addresses;
+  std::vector<std::pair<pybind11::object, Pointer>> addresses;  // of the tensors
   PlanCache plans = {};
 
   // Whether the tensors still lie there: torch moves one to shared memory when it is sent to

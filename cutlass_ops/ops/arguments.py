@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -114,14 +114,15 @@ def dtype_names(types: Any) -> str:
     return ", ".join(str(t).removeprefix("torch.") for t in types)
 
 
-def check_float(name: str, value: Any, device: torch.device) -> None:
-    """Raise unless ``value`` is a floating-point tensor on ``device``."""
+def check_float(
+    name: str, value: Any, device: torch.device, types: Collection[torch.dtype] = DATA_TYPES
+) -> None:
+    """Raise unless ``value`` is a floating-point tensor, or one of ``types``, on ``device``."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; a torch.Tensor is expected")
-    if value.dtype not in DATA_TYPES:
+    if value.dtype not in types:
         raise TypeError(
-            f"{name} has dtype {dtype_names((value.dtype,))}; supported are "
-            f"{dtype_names(DATA_TYPES)}"
+            f"{name} has dtype {dtype_names((value.dtype,))}; supported are {dtype_names(types)}"
         )
     if value.device != device:
         raise ValueError(f"{name} is on {value.device}; the weight is on {device}")
@@ -151,9 +152,11 @@ def check_like(name: str, value: Any, x: Tensor, shape: tuple[int, ...]) -> None
         raise ValueError(f"{name} has shape {tuple(value.shape)}; {shape} is expected")
 
 
-def check_bias(bias: Tensor, weight: PackedWeight) -> None:
+def check_bias(
+    bias: Tensor, weight: PackedWeight, types: Collection[torch.dtype] = DATA_TYPES
+) -> None:
     """Raise unless ``bias`` fits the weight's rows, and the weight has none."""
-    check_float("bias", bias, weight.device)
+    check_float("bias", bias, weight.device, types)
     if weight.bias is not None:
         raise ValueError("a bias is given, but the weight has one already")
     if bias.shape != (weight.rows,):

@@ -50,6 +50,7 @@ class Launch(NamedTuple):
         bias: the address of the weight's bias, or 0.
         shape, dtype: of the result, channels last.
         natural, version: what was made of the weight's codes, and the version of these.
+        matrix: the weight that the problem points to, if it is not ``natural``.
     """
 
     problem: _C.ImageProblem | _C.ConvProblem
@@ -59,6 +60,7 @@ class Launch(NamedTuple):
     dtype: torch.dtype
     natural: Natural | None = None
     version: int = 0
+    matrix: _C.PackedWeight | None = None
 
 
 def repeat(
@@ -94,6 +96,8 @@ def repeat(
     if launch is None or start % _VECTOR or torch.cuda.current_device() != weight.gpu:
         return None, key
     if launch.natural is not None and launch.version != weight.codes._version:
+        return None, key
+    if launch.matrix is not None and not launch.matrix.is_current():
         return None, key
     weight.update_copies()
     y = torch.empty(launch.shape, dtype=launch.dtype, device=weight.device)
@@ -441,5 +445,6 @@ def _by_products(
                 and weight.matrix is matrix  # which the launch reads, and the weight keeps
             ):
                 bias = native.pointer(weight.bias)
-                _keep(weight, key, Launch(problem, plan, bias, tuple(y.shape), y.dtype))
+                launch = Launch(problem, plan, bias, tuple(y.shape), y.dtype, matrix=matrix.native)
+                _keep(weight, key, launch)
     return True

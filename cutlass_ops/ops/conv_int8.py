@@ -205,7 +205,7 @@ def _check_static(
             "group_size=-1, scales and zero points, nothing else"
         )
     if bias is not None:
-        _check_static_bias(bias, weight)
+        arguments.check_bias(bias, weight, (torch.int32, *native.DATA_TYPES))
     arguments.check_no_gradient(name, bias)
     if is_grad_enabled():
         arguments.check_frozen(weight)
@@ -230,23 +230,6 @@ def _check_static(
     _check_scale("y_scale", y_scale)
     _check_zero_point("y_zero_point", y_zero_point, out_dtype)
     return Scales(float(x_scale), x_zero_point, float(y_scale), y_zero_point), call
-
-
-def _check_static_bias(bias: Any, weight: PackedWeight) -> None:
-    if isinstance(bias, Tensor) and bias.dtype not in (torch.int32, *native.DATA_TYPES):
-        raise TypeError(
-            f"bias has dtype {arguments.dtype_names((bias.dtype,))}; supported are "
-            f"{arguments.dtype_names((torch.int32, *native.DATA_TYPES))}"
-        )
-    if not isinstance(bias, Tensor) or bias.dtype != torch.int32:
-        arguments.check_bias(bias, weight)
-        return
-    if bias.device != weight.device:
-        raise ValueError(f"bias is on {bias.device}; the weight is on {weight.device}")
-    if weight.bias is not None:
-        raise ValueError("a bias is given, but the weight has one already")
-    if tuple(bias.shape) != (weight.n,):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; {(weight.n,)} is expected")
 
 
 def _check_scale(name: str, value: Any) -> None:

@@ -168,27 +168,28 @@ def explain(
         raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
     reference.check_activation(activation)
     if isinstance(x, int):
-        if not 0 <= x <= _C.max_m:
-            raise ValueError(f"m is {x}; 0 to {_C.max_m} rows of x are supported")
-    elif not isinstance(x, Tensor | QuantizedActivations):
-        raise TypeError(
-            f"x is a {type(x).__name__}; a torch.Tensor, QuantizedActivations or a number of rows "
-            "is expected"
-        )
-    shape = (x, weight.k) if isinstance(x, int) else tuple(x.shape)
-    if not isinstance(x, int):
+        shape: tuple[int, ...] = (x, weight.k)
+        dtype = torch.float16 if dtype is None else dtype
+    else:
         if isinstance(x, Tensor):
             arguments.check_float("x", x, weight.device)
-            columns = shape[-1] if shape else 0
-        else:
+            columns = x.shape[-1] if x.shape else 0
+        elif isinstance(x, QuantizedActivations):
             columns = gemm.check_quantized(x, weight)
+        else:
+            raise TypeError(
+                f"x is a {type(x).__name__}; a torch.Tensor, QuantizedActivations or a number of "
+                "rows is expected"
+            )
+        shape = tuple(x.shape)
         if columns != weight.k:
             raise ValueError(f"x has shape {shape}; [..., {weight.k}] is expected")
         if dtype is not None and dtype != x.dtype:
             raise ValueError(f"dtype is {dtype}; x has dtype {x.dtype}")
         dtype = x.dtype
-    elif dtype is None:
-        dtype = torch.float16
+    m = math.prod(shape[:-1])
+    if not 0 <= m <= MAX_M:
+        raise ValueError(f"m is {m}; 0 to {MAX_M} is supported")
     for name, given in (("dtype", dtype), ("out_dtype", out_dtype)):
         if given is not None and given not in native.DATA_TYPES:
             raise TypeError(
@@ -212,7 +213,6 @@ def explain(
     ):
         dtype = torch.get_autocast_dtype(x.device.type)
         x = torch.empty_like(x, dtype=dtype, device="meta")
-    m = math.prod(shape[:-1])
     if not isinstance(x, QuantizedActivations):
         named = native.split_activation(activation)
         choice = (batch_invariant, architecture, exact)
@@ -288,8 +288,6 @@ def _panels(
 ) -> Explanation:
     """What :func:`products.panel_gemm` does with m rows, on a CPU if gpu is None."""
     products.check_panels(batch_invariant)
-    if not 0 <= m <= MAX_M:
-        raise ValueError(f"m is {m}; 0 to {MAX_M} is supported")
     nothing, exact = (0, 0), compute is torch.float32
     scratch = (
         (4 if exact else 2)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -190,8 +189,6 @@ _COLUMN_SUMS: weakref.WeakValueDictionary[tuple[Any, ...], ColumnSums] = (
 
 #: Vectors of a weight's groups.
 _VECTORS = ("scales", "zeros", "offsets")
-#: A copy of some values of such a vector, and what returns these now.
-_Copy = tuple[Tensor, Callable[[], Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +236,7 @@ class PackedWeight:
     #: tensors, and whether products read them.
     _sums: ColumnSums | None = field(init=False, default=None, repr=False)
     _reads_sums: bool = field(init=False, default=False, repr=False)
-    #: The versions of the vectors whose values :attr:`_copies` have.
+    #: The versions of the vectors that matrices have copies of; None if they have none.
     _copied: tuple[int, ...] | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -337,28 +334,24 @@ class PackedWeight:
         self.update_copies()
         if groups in self._matrices:
             return self._matrices[groups]
-        copies: list[_Copy] = []
-        made: tuple[PackedWeight, ...]
-        with torch.inference_mode(False):  # calls outside of it write the copies, too
-            if groups == 1:
-                made = (self._as_matrix(copies),)
-            else:
-                whole, n = self.matrix, self.n // groups
-                made = tuple(whole.row_panels(i * n, i * n + n) for i in range(groups))
-                for i, part in enumerate(made):
-                    columns = slice(i * n, i * n + formats.padded_rows(n))
-                    copies += [
-                        (vector, partial(whole.tensors()[name].__getitem__, (slice(None), columns)))
-                        for name, vector in part._vectors().items()
-                    ]
-        if not copies or (self._versions() is not None and not self._is_captured()):
+        made, versions = self._make_matrices(groups), self._versions()
+        own = self._vectors().values()
+        copies = any(all(v is not t for t in own) for m in made for v in m._vectors().values())
+        if not copies or (versions is not None and not self._is_captured()):
             self._matrices[groups] = made
-            self._copies.extend(copies)
-            object.__setattr__(self, "_copied", self._versions())
+            object.__setattr__(self, "_copied", versions if copies else self._copied)
         return made
 
-    def _as_matrix(self, copies: list[_Copy]) -> PackedWeight:
-        """What :attr:`matrix` is, and its copies of this weight's vectors."""
+    def _make_matrices(self, groups: int) -> tuple[PackedWeight, ...]:
+        """What :meth:`group_matrices` returns, of the present tensors."""
+        with torch.inference_mode(False):  # calls outside of it write the copies, too
+            whole, n = self._as_matrix(), self.n // groups
+            if groups == 1:
+                return (whole,)
+            return tuple(whole.row_panels(i * n, i * n + n) for i in range(groups))
+
+    def _as_matrix(self) -> PackedWeight:
+        """What :attr:`matrix` is, of the present tensors."""
         if self.taps == 1:
             return replace(self, kernel_size=())
         columns = formats.padded_k(self.k, self.taps)
@@ -377,19 +370,19 @@ class PackedWeight:
                 len(self.scales) // self.taps
             )
             groups = (taps + by_tap).flatten()
-            for name, vector in self._vectors().items():
-                changed[name] = vector[groups]
-                copies.append((changed[name], partial(vector.__getitem__, groups)))
+            changed = {name: vector[groups] for name, vector in self._vectors().items()}
         return replace(self, k=columns, kernel_size=(), group_size=group_size, **changed)
 
     def update_copies(self) -> None:
         """Bring what :attr:`matrix` and :meth:`group_matrices` copied of the scales, zero points
         and offsets up to date after a write to these; waits for the GPU then.
         """
-        if not self._copies or (versions := self._versions()) == self._copied:
+        if self._copied is None or (versions := self._versions()) == self._copied:
             return
-        for copy, values in self._copies:
-            copy.copy_(values())
+        for groups, matrices in self._matrices.items():
+            for old, new in zip(matrices, self._make_matrices(groups), strict=True):
+                for name, vector in new._vectors().items():
+                    old._vectors()[name].copy_(vector)
         if self._is_captured():  # the copies are written when the CUDA graph runs
             return
         if self.gpu >= 0:
@@ -413,10 +406,6 @@ class PackedWeight:
     def _matrices(self) -> dict[int, tuple[PackedWeight, ...]]:
         """What :meth:`group_matrices` made, by the number of groups."""
         return {}
-
-    @cached_property
-    def _copies(self) -> list[_Copy]:
-        return []
 
     @cached_property
     def conv_launches(self) -> dict[Any, Any]:
@@ -567,7 +556,6 @@ class PackedWeight:
             "_reads_sums",
             "takes_sums",
             "_matrices",
-            "_copies",
             "_copied",
             "conv_launches",
             "eights",
