@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -402,13 +402,20 @@ def test_few_features(
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
 @pytest.mark.parametrize(
     ("n", "k", "group_size", "act_quant"),
-    [(64, 256, 128, "block"), (100, 264, 128, "block"), (128, 56, -1, "token")],
+    [
+        (64, 256, 128, "block"),
+        (100, 264, 128, "block"),
+        (128, 56, -1, "token"),
+        (64, 256, 128, "token"),
+        (72, 136, 128, "token"),
+    ],
 )
 def test_tiles_that_quantise_their_own_x(
     n: int, k: int, group_size: int, act_quant: str, dtype: torch.dtype, bits: int
 ) -> None:
-    """Their bits are those of the product with the quantiser's codes; rows with NaN and with zeros
-    alone are among them.
+    """Their bits are those of the product with the quantiser's codes, of which two K tiles with one
+    scale a row are two blocks with the same scale; rows with NaN and with zeros alone are among
+    them.
     """
     fmt = Format(bits, "symmetric", group_size, dtype)
     packed = co.reorder(make_weight(fmt, n, k, exact=False))
@@ -416,8 +423,12 @@ def test_tiles_that_quantise_their_own_x(
         x = make_floats(m, k, dtype) * torch.rand(m, 1, device=GPU).to(dtype)
         x[m // 2] = 0
         x[m // 3, k - 1] = float("nan")
+        x[m // 4, 0], x[m // 4, k - 1] = 3e4, 4e4
         assert "quantize_activations" not in co.explain(x, packed, act_quant).launches
         codes = co.quantize_activations(x, 128 if act_quant == "block" else -1)
+        if act_quant == "token" and k > 128:
+            scales = codes.scales.repeat(2, 1)
+            codes = replace(codes, scales=scales, block=128)
         y = multiply(x, packed, act_quant=act_quant)
         want = multiply(codes, packed)
         assert torch.equal(y.isnan(), want.isnan())

@@ -52,17 +52,18 @@ FIT = (
 # as the wgmma and its wait around them are .sync.aligned and no branch between them depends on the
 # lane; only then lane 0 or 1 arrives at the barrier that the copying warp waits for (and those
 # functions wait for what that warp copies). The tool takes the arrival as one of that lane alone.
-# In wgmma_fold16 a __syncwarp() orders the lanes' reads before the arrival by PTX's memory model,
-# too; the compiler leaves a NOP of it, which the tool does not see. Builds with -lineinfo
-# (RelWithDebInfo) name the functions by which these races are known.
+# In wgmma_fold16, and where warps quantise x in a stage, a __syncwarp() orders the lanes' reads
+# before the arrival by PTX's memory model, too; the compiler leaves a NOP of it, which the tool does
+# not see. Builds with -lineinfo (RelWithDebInfo) name the functions by which these races are known.
 KNOWN_WRITE = re.compile(
     r"cute::SM90_BULK_COPY_G2S::copy\(|cutlass_ops::bulk_copy_multicast\("
-    r"|void cutlass_ops::(hopper::(prepare_(pixels|x_rows|weight_scales)|quantize_four_rows)<"
+    r"|cutlass_ops::hopper::StageColumns<.*::quantize\("
+    r"|void cutlass_ops::(hopper::prepare_(pixels|x_rows|weight_scales)<"
     r"|<unnamed>::wgmma_gemm_a8<.* in hopper_producers\.cuh:)"
 )
 KNOWN_READ = re.compile(
     r"(?:void )?cutlass_ops::(load_shared\(|RowPair<.*::load[<(]|StoredGroup<.*::load<|"
-    r"hopper::StoredScales::load\("
+    r"hopper::(StoredScales::load\(|StageColumns<)"
     r"|<unnamed>::(Stored|Raw)Weights<)"
 )
 # synccheck alone is at odds with wgmma_fold16 of 32 rows, whose CTAs have 640 threads: it says that

@@ -203,6 +203,7 @@ inline Status persistent_params(LaunchConfig const& c, GemmProblem const& proble
   p.clusters = plan.grid_x / c.cluster, p.band_tiles = band_tiles;
   p.half_x_rows = along_m ? c.block_m / c.cluster : c.half_x_rows(problem.m);
   p.splits_rows = along_m, p.image = ImageTiles(problem), p.x_type = problem.x_type;
+  p.quantizes_rows = quantizes_rows(problem);
   int const tiles = p.row_pairs * p.m_tiles;
   bool const split_k = plan.slices > 1 && plan.tail_tiles == 0;
   p.split_tiles = split_k ? tiles : plan.tail_tiles, p.whole_tiles = tiles - p.split_tiles;

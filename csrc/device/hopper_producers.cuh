@@ -429,16 +429,24 @@ __device__ __forceinline__ void send_rows(uint8_t* stages, Barriers<C>& barriers
   }
 }
 
-// Calls f with the number of each stage that a CTA receives, in turn.
-template <class C, class F>
+struct NoBegin {
+  template <class Ring>
+  __device__ void operator()(Ring const&, int) const {}
+};
+
+// Calls f with the number of each stage that a CTA receives, in turn, and at each tile's start begin
+// with the tile's first place in the ring and its number of stages.
+template <class C, class F, class Begin = NoBegin>
 __device__ __forceinline__ void for_each_stage(Barriers<C>& barriers, typename C::Params const& p,
-                                               F const& f) {
+                                               F const& f, Begin const& begin = {}) {
   Ring<C::kStages> ring;
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p);
+    int k = work.first_k(p), end = work.end_k(p);
+    begin(ring, end - k);
 #pragma unroll 1
-    for (int k = work.first_k(p), end = work.end_k(p); k < end; ++k, ring.advance()) {
+    for (; k < end; ++k, ring.advance()) {
       TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
       f(ring.stage);
     }
@@ -446,14 +454,18 @@ __device__ __forceinline__ void for_each_stage(Barriers<C>& barriers, typename C
 }
 
 // Calls f with each stage of x and weights, which a warp prepares by it.
-template <class C, class F>
+template <class C, class F, class Begin = NoBegin>
 __device__ __forceinline__ void prepare_each_stage(uint8_t* stages, Barriers<C>& barriers,
-                                                   typename C::Params const& p, F const& f) {
-  for_each_stage<C>(barriers, p, [&](int stage) {
-    f(stages + stage * C::kStageBytes);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ClusterBarrier::arrive(&barriers.prepared[stage]);
-  });
+                                                   typename C::Params const& p, F const& f,
+                                                   Begin const& begin = {}) {
+  for_each_stage<C>(
+      barriers, p,
+      [&](int stage) {
+        f(stages + stage * C::kStageBytes);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ClusterBarrier::arrive(&barriers.prepared[stage]);
+      },
+      begin);
 }
 
 // A warp prepares the weights' scales where others quantise x.
@@ -465,60 +477,97 @@ __device__ __forceinline__ void prepare_all_weight_scales(uint8_t* stages, Barri
   });
 }
 
-// The codes of four rows of a stage's x in place of their floats, and their scales in the
-// accumulators' order. `row`: this lane's row. Lanes share a row by eights: each has 16 columns, of
-// 64 in a panel. A row's codes lie where its first panel was. `given`: the range of all x, if
-// `is_given`.
+// A lane's columns of a row of a stage's x. Lanes share a row by eights: each has 16 columns, of 64
+// in a panel.
 template <class C, class T>
-__device__ __forceinline__ void quantize_four_rows(uint8_t* stage, int row, bool is_given,
-                                                   Range<true> const& given) {
-  int const sixteen = threadIdx.x % 8, panel = sixteen / 4;
-  // Lanes of the second panel load their halves in the other order, since both panels have the same
-  // banks.
-  int const half = sixteen % 4 * 2 + panel;
-  uint8_t* const codes = stage + C::kActivations + row * C::kSwizzleBytes;
-  Columns<T> columns;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    uint4 const v = *reinterpret_cast<uint4 const*>(codes + panel * C::kPanelBytes +
-                                                    (((half ^ h) ^ row % 8) << 4));
-    columns.words[4 * h] = v.x, columns.words[4 * h + 1] = v.y;
-    columns.words[4 * h + 2] = v.z, columns.words[4 * h + 3] = v.w;
-  }
-  Span<T, true> span;
-  span.add(columns);
-#pragma unroll
-  for (int distance = 4; distance > 0; distance /= 2) span.add(span.of_lane(distance));
-  __syncwarp();
-  Quantizer<true> const quantizer(is_given ? given : span.range());
-  *reinterpret_cast<uint4*>(codes + ((sixteen ^ row % 8) << 4)) =
-      codes_of(columns, quantizer, panel == 1);
-  if (sixteen == 0)
-    reinterpret_cast<float*>(stage + C::kXRowFactors)[factor_place(row)] = quantizer.scale;
-}
+struct StageColumns {
+  int sixteen = threadIdx.x % 8, panel = sixteen / 4;
+  Columns<T> columns;  // in the second panel the last eight come first
+  uint8_t* codes;      // of the row: they lie where its first panel was
 
-// Quantises a tile's rows of x in blocks of a K tile's columns, or by the range of all x, by
-// kQuantizingWarps warps, as quantize_activations does.
+  __device__ __forceinline__ StageColumns(uint8_t* stage, int row)
+      : codes(stage + C::kActivations + row * C::kSwizzleBytes) {
+    // Lanes of the second panel load their halves in the other order, since both panels have the
+    // same banks.
+    int const half = sixteen % 4 * 2 + panel;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      uint4 const v = *reinterpret_cast<uint4 const*>(codes + panel * C::kPanelBytes +
+                                                      (((half ^ h) ^ row % 8) << 4));
+      columns.words[4 * h] = v.x, columns.words[4 * h + 1] = v.y;
+      columns.words[4 * h + 2] = v.z, columns.words[4 * h + 3] = v.w;
+    }
+  }
+
+  // of the row's columns in this stage
+  __device__ __forceinline__ Range<true> range() const {
+    Span<T, true> span;
+    span.add(columns);
+#pragma unroll
+    for (int distance = 4; distance > 0; distance /= 2) span.add(span.of_lane(distance));
+    return span.range();
+  }
+
+  // The codes in place of the floats, which all lanes have loaded, and the row's scale in the
+  // accumulators' order.
+  __device__ __forceinline__ void quantize(uint8_t* stage, int row, Range<true> const& range) {
+    __syncwarp();
+    Quantizer<true> const quantizer(range);
+    *reinterpret_cast<uint4*>(codes + ((sixteen ^ row % 8) << 4)) =
+        codes_of(columns, quantizer, panel == 1);
+    if (sixteen == 0)
+      reinterpret_cast<float*>(stage + C::kXRowFactors)[factor_place(row)] = quantizer.scale;
+  }
+};
+
+// Quantises a tile's rows of x in blocks of a K tile's columns, by the range of all x, or by those
+// of whole rows, whose K tiles the ring then holds at once; by kQuantizingWarps warps, as
+// quantize_activations does.
 constexpr int kQuantizingWarps = 12;
 template <class C>
 __device__ __forceinline__ void quantize_x_rows(uint8_t* stages, Barriers<C>& barriers,
                                                 typename C::Params const& p, int warp) {
   constexpr int kRows = C::kBlockM / kQuantizingWarps;
-  static_assert(C::kBlockM % kQuantizingWarps == 0 && kRows % 4 == 0);
+  static_assert(C::kBlockM % kQuantizingWarps == 0 && kRows % 4 == 0 && kRows <= 32);
+  static_assert(C::kStages >= kMostQuantizedRowTiles);
   int const first = warp * kRows + threadIdx.x % 32 / 8;
-  bool const is_given = p.x.range;
-  Range<true> given{};
-  if (is_given) {
+  bool const one_range = p.x.range, whole_rows = p.quantizes_rows;
+  // The ends of ranges that are known before a stage is quantised: lane i of eight has that of its
+  // row of the i-th four.
+  float known = 0.0f;
+  if (one_range) {
     pdl_wait();
-    given = given_range<true>(p.x.range);
+    known = given_range<true>(p.x.range).high;
   }
   auto const quantize = [&](auto type) {
-    prepare_each_stage<C>(stages, barriers, p, [&](uint8_t* stage) {
+    using Lane = StageColumns<C, decltype(type)>;
+    prepare_each_stage<C>(
+        stages, barriers, p,
+        [&](uint8_t* stage) {
 #pragma unroll 1
-      for (int row = first; row < first + kRows; row += 4)
-        quantize_four_rows<C, decltype(type)>(stage, row, is_given, given);
-      cutlass::arch::fence_view_async_shared();  // before the products read the codes
-    });
+          for (int i = 0; i < kRows / 4; ++i) {
+            Lane lane(stage, first + i * 4);
+            Range<true> const range = one_range || whole_rows
+                                          ? Range<true>{0.0f, __shfl_sync(~0u, known, i, 8)}
+                                          : lane.range();
+            lane.quantize(stage, first + i * 4, range);
+          }
+          cutlass::arch::fence_view_async_shared();  // before the products read the codes
+        },
+        [&](Ring<C::kStages> ring, int count) {
+          if (!whole_rows) return;
+          known = 0.0f;
+#pragma unroll 1
+          for (; count > 0; --count, ring.advance()) {
+            TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+#pragma unroll 1
+            for (int i = 0; i < kRows / 4; ++i) {
+              Lane const lane(stages + ring.stage * C::kStageBytes, first + i * 4);
+              float const high = lane.range().high;
+              if (lane.sixteen == i) known = max_or_nan(known, high);
+            }
+          }
+        });
   };
   p.x_type == DataType::kFloat16 ? quantize(__half()) : quantize(__nv_bfloat16());
 }

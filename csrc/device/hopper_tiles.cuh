@@ -119,7 +119,8 @@ struct Params {
                       // is one
   bool splits_rows;   // a cluster's CTAs have the same features and neighbouring tiles of rows of x
   ImageTiles image;   // whose pixels are the rows of x, if they are
-  DataType x_type;    // of x that is quantised here
+  DataType x_type;    // of x that is quantised here,
+  bool quantizes_rows;  // with one scale a row
 };
 
 // For kernels whose stages along K are tiles and, after each window of tiles, a compensation

@@ -302,12 +302,14 @@ bool a16_along_m_of_long_sums(GemmProblem const& problem) {
   return a16_along_m(problem) && has_long_sums(problem);
 }
 // Whether tiles of wgmma_gemm_a8 may quantise x themselves: with a scale for each row of x and K
-// tile, or with one that is known before the product. Not under several taps, each of which would
-// read the same pixels as 16-bit floats and quantise them.
+// tile, with one that is known before the product, or with one for rows of few columns (where other
+// tiles sum all integers of a row first, the bits would then depend on M). Not under several taps,
+// each of which would read the same pixels as 16-bit floats and quantise them.
 bool can_quantize_tiles(GemmProblem const& problem) {
   ImageRows const& image = problem.image;
   bool const one_tap = !is_image(problem) || image.taps[0] * image.taps[1] * image.taps[2] == 1;
-  bool const rows = problem.act_quant == ActQuant::kToken && stored_columns(problem) <= kKPerTile,
+  bool const rows = problem.act_quant == ActQuant::kToken && !problem.batch_invariant &&
+                    stored_columns(problem) <= kMostQuantizedRowTiles * kKPerTile,
              others =
                  problem.act_quant == ActQuant::kBlock || problem.act_quant == ActQuant::kTensor;
   return one_tap && (rows || others) && problem.act_symmetric && !problem.weight.zeros &&

@@ -119,7 +119,16 @@ TEST(MatrixPlans, OfFewFeaturesQuantiseXInTheProduct) {
     EXPECT_TRUE(p.quantizes);
     EXPECT_EQ(p.threads, 768);
     EXPECT_EQ(p.layout.block, 0);
-    EXPECT_TRUE(planned(of(n, 128, ActQuant::kToken)).quantizes);
+    // A row's scale needs all of its K tiles: they are few, and never split.
+    for (int k : {128, 256}) {
+      for (int m : {20001, 31999, 60000}) {
+        GemmProblem rows = of(n, k, ActQuant::kToken);
+        rows.m = m;
+        EXPECT_TRUE(planned(rows).quantizes);
+        EXPECT_EQ(planned(rows).slices, 1);
+      }
+    }
+    EXPECT_FALSE(planned(of(n, 384, ActQuant::kToken)).quantizes);
   }
   // An image's pixels under one tap, and not under several.
   GemmProblem image = convolution(16, 64, 128, 128, 8, ActQuant::kTensor);
@@ -133,8 +142,6 @@ TEST(MatrixPlans, OfFewFeaturesQuantiseXInTheProduct) {
   EXPECT_TRUE(strided.quantizes);
   EXPECT_TRUE(strided.layout.ranges);
   EXPECT_EQ(launches(strided), (std::vector<char const*>{"quantize_activations", strided.kernel}));
-  // A row's scale needs all of its K tiles.
-  EXPECT_FALSE(planned(of(64, 256, ActQuant::kToken)).quantizes);
   // Not where the tiles fill no wave.
   GemmProblem few = of(64, 1024, ActQuant::kBlock);
   few.m = 4096;
@@ -146,6 +153,10 @@ TEST(MatrixPlans, OfFewFeaturesQuantiseXInTheProduct) {
     change(p);
     return planned(p).quantizes;
   };
+  // Kernels for fewer rows of x have other sums of a row with one scale.
+  GemmProblem row_scales = of(64, 128, ActQuant::kToken);
+  row_scales.batch_invariant = true;
+  EXPECT_FALSE(planned(row_scales).quantizes);
   EXPECT_FALSE(changed([](GemmProblem& p) { p.act_symmetric = false; }));
   EXPECT_FALSE(changed([](GemmProblem& p) { p.x_type = DataType::kFloat32; }));
   EXPECT_FALSE(changed([](GemmProblem& p) { p.x_stride = 1026; }));
