@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import cutlass_ops as co
-from cutlass_ops import reference
+from cutlass_ops import _C, reference
 from cutlass_ops.ops import experts as experts_module
+from cutlass_ops.ops import native
 
 
 def oracle(
@@ -27,21 +28,33 @@ def oracle(
     activation: Callable[[Tensor], Tensor] = F.silu,
     expert_map: Tensor | None = None,
 ) -> Tensor:
-    """The formula in fp64, token by token; only act(gate) * up is rounded to x's dtype."""
+    """The formula in fp64, token by token; only act(gate) * up is rounded to x's dtype, and values
+    of a weight where the kernel of an expert's rows rounds them.
+    """
+    if expert_map is not None:
+        ids = torch.where(ids < 0, ids, expert_map[ids.clamp(min=0).long()])
+    rows = torch.bincount(ids[ids >= 0].flatten(), minlength=len(gate_up)).tolist()
+
+    def values(qws: Sequence[co.QuantizedWeight]) -> list[Tensor]:
+        rounds = [
+            _C.cpu_rounds_weight(co.reorder(q).native, count, native.DATA_TYPES[x.dtype], False)
+            for q, count in zip(qws, rows, strict=True)
+        ]
+        return [
+            co.dequantize(q, x.dtype if rounded else torch.float32).double()
+            for q, rounded in zip(qws, rounds, strict=True)
+        ]
+
+    first, second = values(gate_up), values(down)
     result = torch.zeros(x.shape[0], down[0].n, dtype=torch.float64)
     for t in range(x.shape[0]):
         for j in range(ids.shape[1]):
             e = int(ids[t, j])
-            e = e if expert_map is None or e < 0 else int(expert_map[e])
             if e < 0:
                 continue
-            first, second = (
-                co.dequantize(gate_up[e], torch.float32).double(),
-                co.dequantize(down[e], torch.float32).double(),
-            )
-            gate, up = (x[t].double() @ first.t()).chunk(2)
+            gate, up = (x[t].double() @ first[e].t()).chunk(2)
             hidden = (activation(gate) * up).to(x.dtype).double()
-            result[t] += float(topk_weights[t, j]) * (hidden @ second.t())
+            result[t] += float(topk_weights[t, j]) * (hidden @ second[e].t())
     return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -430,6 +430,15 @@ def test_explain_names_the_kernel_that_multiplies(act_quant: str) -> None:
         co.explain(3, packed, residual=torch.zeros(3, 128))
 
 
+@pytest.fixture
+def without_bfloat16() -> Iterator[None]:
+    """No kernels for bf16: torch multiplies many rows."""
+    _C.use_cpu_instruction_set("scalar")
+    yield
+    _C.use_cpu_instruction_set(_C.cpu_instruction_sets()[0])
+
+
+@pytest.mark.usefixtures("without_bfloat16")
 def test_explain_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = co.reorder(pair(), gated=True)
     assert co.explain(3, packed).kernel.startswith("cpu_")

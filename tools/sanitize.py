@@ -53,8 +53,9 @@ FIT = (
 # lane; only then lane 0 or 1 arrives at the barrier that the copying warp waits for (and those
 # functions wait for what that warp copies). The tool takes the arrival as one of that lane alone.
 # In wgmma_fold16, and where warps quantise x in a stage, a __syncwarp() orders the lanes' reads
-# before the arrival by PTX's memory model, too; the compiler leaves a NOP of it, which the tool does
-# not see. Builds with -lineinfo (RelWithDebInfo) name the functions by which these races are known.
+# before the arrival by PTX's memory model, too; the compiler leaves a NOP of it, which the tool
+# does not see. Builds with -lineinfo (RelWithDebInfo) name the functions by which these races are
+# known.
 KNOWN_WRITE = re.compile(
     r"cute::SM90_BULK_COPY_G2S::copy\(|cutlass_ops::bulk_copy_multicast\("
     r"|cutlass_ops::hopper::StageColumns<.*::quantize\("

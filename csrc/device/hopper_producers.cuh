@@ -434,8 +434,8 @@ struct NoBegin {
   __device__ void operator()(Ring const&, int) const {}
 };
 
-// Calls f with the number of each stage that a CTA receives, in turn, and at each tile's start begin
-// with the tile's first place in the ring and its number of stages.
+// Calls f with the number of each stage that a CTA receives, in turn, and at the start of each tile
+// begin with the tile's first place in the ring and its number of stages.
 template <class C, class F, class Begin = NoBegin>
 __device__ __forceinline__ void for_each_stage(Barriers<C>& barriers, typename C::Params const& p,
                                                F const& f, Begin const& begin = {}) {

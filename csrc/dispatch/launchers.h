@@ -84,7 +84,7 @@ constexpr Tile wgmma_gemm_a8_tile(int bits, int block_m, int warpgroups = 2,
 }
 // Rows of x of a CTA that quantises them itself, in blocks of a K tile's columns.
 constexpr int kQuantizingHeight = 96;
-// K tiles of rows with one scale that a CTA quantises: it has all of them in its stages, beside
+// K tiles of rows with one scale that a CTA quantises: all of them are in its stages, and so are
 // those of the next rows. So few are never cut into slices.
 constexpr int kMostQuantizedRowTiles = 2;
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace,
