@@ -36,11 +36,11 @@
 namespace cutlass_ops {
 namespace {
 
-// 4 or 8 neighbouring values of a group vector, as floats.
-template <int kCount>
+// 4 or 8 neighbouring values of a group vector, as floats. kNarrow: the type has 16 bits.
+template <bool kNarrow = false, int kCount>
 __device__ __forceinline__ void load_vector(uint8_t const* vector, DataType type, int index,
                                             float (&out)[kCount]) {
-  if (type == DataType::kFloat32) {
+  if (!kNarrow && type == DataType::kFloat32) {
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
       float4 v = *reinterpret_cast<float4 const*>(vector + (index + i) * 4);
@@ -211,8 +211,9 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
         }
       }
       float scales[2 * kRowBlocks];
-      load_vector(stage + C::kScales, C::kPlain ? C::kElementType : p.weight.scale_type, row,
-                  scales);
+      load_vector<C::kPlain>(stage + C::kScales,
+                             C::kPlain && !C::kInt8 ? C::kElementType : p.weight.scale_type, row,
+                             scales);
       float const* step_scales = reinterpret_cast<float const*>(shared + p.memory.scales) + index;
 #pragma unroll
       for (int tb = 0; tb < C::kMBlocks; ++tb) {
@@ -562,8 +563,9 @@ Status launch_warps(GemmProblem const& problem, Plan const& plan, Stream stream)
     default:
       if constexpr (Format::kIntegers) {
         using Plain = Config<Element, Format, kBlockM, 0, kInt8, kWarps, Weights::kPlain>;
-        if (!w.zeros && !w.offsets && w.scale_type == Plain::kElementType)
-          return launch_config<Plain>(problem, plan, stream);
+        bool const has_type =
+            kInt8 ? bytes_of(w.scale_type) == 2 : w.scale_type == Plain::kElementType;
+        if (!w.zeros && !w.offsets && has_type) return launch_config<Plain>(problem, plan, stream);
       }
       return launch_config<Config<Element, Format, kBlockM, 0, kInt8, kWarps, Weights::kAny>>(
           problem, plan, stream);

@@ -26,7 +26,8 @@ constexpr int kRowBlocks = kRowsPerPanel / 16;
 
 enum class Weights {
   kAny,
-  kPlain  // neither zero points nor offsets, and scales of type Element
+  kPlain  // neither zero points nor offsets, and scales of type Element or, where activations are
+          // integers, of any type of 16 bits
 };
 
 // Exact integers where nothing else needs the sums of x, and for codes that are looked up. With
