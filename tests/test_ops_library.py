@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from expert_cases import both, problem
 from op_cases import K, N, activations, same, weight
-from torch import Tensor
+from torch import Tensor, nn
 
 import cutlass_ops as co
 
@@ -155,3 +157,34 @@ def test_fake_tensors_get_shapes_and_types_without_running() -> None:
     assert (codes.shape, codes.dtype) == ((7, 256), torch.int8)
     assert (scales.shape, scales.dtype) == ((8, 16), torch.float32)
     assert (zeros.shape, zeros.dtype) == ((8, 16), torch.int8)
+
+
+def traced() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]]:
+    """Functions of a tensor, and what makes one."""
+    packed = co.reorder(weight())
+    x, images = partial(torch.randn, 5, K), partial(torch.randn, 1, 64, 6, 6)
+    linear, conv = co.nn.MixedLinear(packed), nn.Sequential(nn.Conv2d(64, 96, 3, padding=1))
+    co.quantize_model(conv, bits=8, group_size=64, convs=True)
+    gate_up, down, _, ids, w = problem(5, 2, hidden=K)
+    experts = both(gate_up, down)
+    return {
+        "product": (lambda x: co.mixed_gemm(x, packed), x),
+        "epilogue": (lambda x: co.mixed_gemm(x, packed, torch.ones(N), "silu"), x),
+        "quantised": (lambda x: co.mixed_gemm(co.quantize_activations(x, 64), packed), x),
+        "values": (lambda x: x @ co.dequantize(packed, torch.float32).t(), x),
+        "layer": (linear, x),
+        "convolution": (conv, images),
+        "experts": (lambda x: co.mixed_moe(x, *experts, ids, w), x),
+    }
+
+
+@pytest.mark.parametrize("name", traced())
+def test_make_fx_records_operators_and_not_their_results(name: str) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    function, make = traced()[name]
+    function(make())  # a launch that is kept
+    recorded = make_fx(function)(make())
+    x = make()
+    assert torch.equal(recorded(x), function(x))
+    assert any("cutlass_ops" in str(node.target) for node in recorded.graph.nodes)

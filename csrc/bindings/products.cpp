@@ -150,8 +150,8 @@ py::object mixed_gemm(PyObject* const* arguments) {
 
 // Objects of torch, never freed.
 struct Torch {
-  PyObject *tensor, *parameter, *forward_ad, *transforms_active, *grad_enabled, *any_autocast,
-      *threads, *current_stream, *none, *token, *block;
+  PyObject *tensor, *parameter, *forward_ad, *transforms_active, *dispatch_modes, *grad_enabled,
+      *any_autocast, *threads, *current_stream, *none, *token, *block;
   std::array<std::pair<PyObject*, DataType>, 3> types;
 
   Torch() {
@@ -161,6 +161,7 @@ struct Torch {
     tensor = keep(torch.attr("Tensor")), parameter = keep(torch.attr("nn").attr("Parameter"));
     forward_ad = keep(py::module_::import("torch.autograd.forward_ad"));
     transforms_active = keep(core.attr("_are_functorch_transforms_active"));
+    dispatch_modes = keep(core.attr("_len_torch_dispatch_stack"));
     grad_enabled = keep(core.attr("is_grad_enabled"));
     any_autocast = keep(core.attr("_is_any_autocast_enabled"));
     threads = keep(core.attr("get_num_threads"));
@@ -186,11 +187,12 @@ struct Torch {
       if (act_quant == text || PyUnicode_Compare(act_quant, text) == 0) return *found = mode, true;
     return false;
   }
-  // Whether forward-mode differentiation or a transform of torch.func is active. While
-  // torch.jit.trace records, sizes are not numbers (Rows).
-  bool transforms() const {
+  // Whether forward-mode differentiation, a transform of torch.func or a mode that sees operators
+  // is active. While torch.jit.trace records, sizes are not numbers (Rows).
+  bool modes() const {
     static Name const level("_current_level");
-    return says(transforms_active) || PyLong_AsLong(get(forward_ad, level).ptr()) >= 0;
+    return says(transforms_active) || PyLong_AsLong(get(forward_ad, level).ptr()) >= 0 ||
+           PyLong_AsLong(checked(PyObject_CallNoArgs(dispatch_modes)).ptr()) > 0;
   }
   // The result of a function that reads torch's state.
   static bool says(PyObject* function) {
@@ -273,7 +275,7 @@ py::object product(PyObject* const* arguments) {
   if (!(on_gpu ? CUTLASS_OPS_CUDA : weight.on_cpu) ||
       (type != torch.tensor && type != torch.parameter) ||
       !torch.find(arguments[2], &problem.act_quant) || !PyBool_Check(symmetric.ptr()) ||
-      (!buffers.is_none() && !has_parts(buffers, weight)) || torch.transforms() ||
+      (!buffers.is_none() && !has_parts(buffers, weight)) || torch.modes() ||
       requires_grad(torch, weight, x))
     return py::none();
   problem.x_type = problem.out_type = torch.type(get(x, dtype));

@@ -18,10 +18,11 @@ from .native import DATA_TYPES
 #: Types of arguments that need no dispatch by torch.
 TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _PLAIN = TENSORS | {type(None)}
-#: Whether torch.jit.trace, a transform of torch.func or torch.autocast is active. These private
-#: functions take a third of the time of torch's public ones.
+#: Whether torch.jit.trace, a transform of torch.func, a mode that sees operators or torch.autocast
+#: is active. These private functions take a third of the time of torch's public ones.
 jit_state = cast("Callable[[], object]", torch._C._get_tracing_state)
 func_transforms = torch._C._are_functorch_transforms_active
+dispatch_modes = torch._C._len_torch_dispatch_stack
 any_autocast = torch._C._is_any_autocast_enabled
 NO_TANGENTS = (
     "{} has neither forward-mode derivatives nor rules for the transforms of torch.func "
@@ -39,10 +40,10 @@ def modes_are_active() -> bool:
 def runs_directly(
     a: Tensor, b: Tensor | None = None, c: Tensor | None = None, d: Tensor | None = None
 ) -> bool:
-    """Whether to call the implementation without torch's dispatcher: nothing is traced and no
-    tensor is of a subclass.
+    """Whether to call the implementation without torch's dispatcher: nothing is traced, no mode
+    sees operators (make_fx, a FlopCounterMode) and no tensor is of a subclass.
     """
-    if is_dynamo_compiling():  # other tracers pass subclasses of Tensor
+    if is_dynamo_compiling() or dispatch_modes():
         return False
     return type(a) in _PLAIN and type(b) in _PLAIN and type(c) in _PLAIN and type(d) in _PLAIN
 
