@@ -192,6 +192,17 @@ def test_a_directory_for_each_rank(directory: Path, tmp_path: Path) -> None:
     assert "makes a directory for each rank" in one.stderr
 
 
+def test_a_warning_names_an_option_that_matches_nothing(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p.safetensors"
+    told = "is 'lm_haed', of which no layer's name has a match"
+    excluded = run_json("reorder", model, "-o", out, "--bits", 4, "--exclude", "lm_haed")
+    assert excluded["warnings"] == [f"exclude {told}"]
+    assert run_json("reorder", model, "-o", out, "--bits", 4, "--exclude", "down")["warnings"] == []
+    included = run("reorder", model, "-o", out, "--bits", 4, "--include", "lm_haed")
+    assert included.exit_code == 2
+    assert f"there is no weight to pack; include {told}" in included.stderr
+
+
 def test_diff(model: Path, tmp_path: Path) -> None:
     a, b, c = (tmp_path / f"{name}.safetensors" for name in "abc")
     run("reorder", model, "-o", a, "--bits", 4)

@@ -69,11 +69,13 @@ class Plan:
         steps: one or more for each entry, in the order of the checkpoint.
         kept: why matrices that the options choose stay plain tensors, by module name.
         transposed: modules that are packed and that the checkpoint stores as ``[in, out]``.
+        warnings: for the user: an option that changes nothing.
     """
 
     steps: list[Step]
     kept: dict[str, str]
     transposed: list[str]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -268,12 +270,24 @@ def plan(
         reasons = "".join(
             f"; {name} stays plain: {reason}" for name, reason in list(kept.items())[:3]
         )
+        hint += _without_match("include", options.include, checkpoint)
         raise ValueError(f"{checkpoint.path}: there is no weight to pack{hint}{reasons}")
+    warning = _without_match("exclude", options.exclude, checkpoint).removeprefix("; ")
     return Plan(
         [step for step in steps if step.weight is not None or step.name not in biases],
         kept,
         transposed,
+        (warning,) if warning else (),
     )
+
+
+def _without_match(option: str, text: str | None, checkpoint: Checkpoint) -> str:
+    """What to say of an option that no name has a match of; nothing of another."""
+    regex = pattern(option, text)
+    names = (name.removesuffix(".weight") for name in checkpoint.entries)
+    if regex is None or any(map(regex.search, names)):
+        return ""
+    return f"; {option} is {text!r}, of which no layer's name has a match"
 
 
 def _chooser(options: Options, architecture: Architecture) -> Callable[[Entry, bool], bool]:

@@ -264,7 +264,7 @@ def summary_of(checkpoint: Checkpoint, items: Sequence[Item], planned: Plan) -> 
         "source_bytes": sum(file.stat().st_size for file in checkpoint.files),
         "styles": {item.step.name: item.style for item in items if item.style != "replicate"},
         "kept": planned.kept,
-        "warnings": checkpoint.warnings,
+        "warnings": (*checkpoint.warnings, *planned.warnings),
         "rounded": {
             item.step.name: item.step.entry.rounded for item in items if item.step.entry.rounded
         },
@@ -293,7 +293,8 @@ class Reordered:
         found: how many of those were there already, from a run that was interrupted.
         copied: names of the other files that were copied or, of a GGUF file, made from what it
             holds.
-        warnings: for the user: unused parts of the checkpoint, and why there is no tokenizer.
+        warnings: for the user: unused parts of the checkpoint, an ``exclude`` that no layer's name
+            has, and why there is no tokenizer.
         styles: how the layers that are split over ranks are split, by name.
         kept: why matrices that the options choose were not packed, by module name.
         rounded: how the stored tensors of quantised weights differ from their values, by name,
