@@ -270,24 +270,25 @@ def plan(
         reasons = "".join(
             f"; {name} stays plain: {reason}" for name, reason in list(kept.items())[:3]
         )
-        hint += _without_match("include", options.include, checkpoint)
+        if unmatched := _unmatched("include", options.include, checkpoint):
+            hint += f"; {unmatched}"
         raise ValueError(f"{checkpoint.path}: there is no weight to pack{hint}{reasons}")
-    warning = _without_match("exclude", options.exclude, checkpoint).removeprefix("; ")
+    unmatched = _unmatched("exclude", options.exclude, checkpoint)
     return Plan(
         [step for step in steps if step.weight is not None or step.name not in biases],
         kept,
         transposed,
-        (warning,) if warning else (),
+        (unmatched,) if unmatched else (),
     )
 
 
-def _without_match(option: str, text: str | None, checkpoint: Checkpoint) -> str:
-    """What to say of an option that no name has a match of; nothing of another."""
+def _unmatched(option: str, text: str | None, checkpoint: Checkpoint) -> str:
+    """What to say of an option that no layer's name has a match of; nothing of another."""
     regex = pattern(option, text)
     names = (name.removesuffix(".weight") for name in checkpoint.entries)
     if regex is None or any(map(regex.search, names)):
         return ""
-    return f"; {option} is {text!r}, of which no layer's name has a match"
+    return f"{option} is {text!r}, of which no layer's name has a match"
 
 
 def _chooser(options: Options, architecture: Architecture) -> Callable[[Entry, bool], bool]:
