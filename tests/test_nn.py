@@ -9,7 +9,7 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -404,6 +404,38 @@ def test_fused_layers_can_be_called_in_any_order_and_separately() -> None:
     model.q_proj(x)
     x += 1  # the same tensor, but not the same values
     assert torch.equal(model.k_proj(x), separate.k_proj(x))
+
+
+@pytest.mark.parametrize("change", ["weights", "a buffer", "activations", "dtype", "mode"])
+def test_fused_layers_keep_no_result_of_what_has_changed(change: str) -> None:
+    separate, model = (Attention(projections()) for _ in range(2))
+    co.fuse_linears(model)
+    x = whole_numbers(3, K)
+
+    def multiply(layer: nn.Module, dtype: torch.dtype, inference: bool) -> Tensor:
+        with (
+            torch.inference_mode(inference),
+            torch.autocast("cpu", dtype, enabled=change == "dtype"),
+        ):
+            return cast(Tensor, layer(x))
+
+    multiply(model.q_proj, torch.bfloat16, change == "mode")
+    if change == "weights":
+        other = {name: replace(w, scales=w.scales * 2) for name, w in projections().items()}
+        separate, loaded = (Attention(other) for _ in range(2))
+        co.fuse_linears(loaded)
+        model.load_state_dict(loaded.state_dict())
+    elif change == "a buffer":
+        model.qkv_proj.scales.mul_(2)
+        separate.k_proj.scales.mul_(2)
+    elif change == "activations":
+        co.set_activations(model, "token")
+        co.set_activations(separate, "token")
+    y = multiply(model.k_proj, torch.float16, False)
+    expected = multiply(separate.k_proj, torch.float16, False)
+    assert y.dtype == expected.dtype
+    assert torch.equal(y, expected)
+    assert not y.is_inference()
 
 
 def test_fused_layers_move_copy_pickle_and_have_one_copy_of_the_weights() -> None:

@@ -121,6 +121,7 @@ STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.t().contiguous().t(),
     "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
     "one row expanded": lambda x: x[:1].expand(5, -1),
+    "of the other sign": lambda x: torch._neg_view(x),
     "overlapping rows": lambda x: torch.cat([x, x]).view(-1).as_strided((5, K), (K // 2, 1)),
 }
 
@@ -141,9 +142,12 @@ def test_strided_operands(stride: str, act_quant: str) -> None:
         residual=residual.contiguous(),
     )
     assert torch.equal(y, expected)
+    dense = x.resolve_neg().clone(memory_format=torch.contiguous_format)
     assert torch.equal(
-        co.quantize_activations(x).codes, co.quantize_activations(x.clone().contiguous()).codes
+        co.mixed_gemm(x, packed, act_quant=act_quant),
+        co.mixed_gemm(dense, packed, act_quant=act_quant),
     )
+    assert torch.equal(co.quantize_activations(x).codes, co.quantize_activations(dense).codes)
 
 
 # ---- options

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import cutlass_ops as co
 from cutlass_ops import (
     CheckpointError,
     PackedWeight,
@@ -320,6 +321,15 @@ def test_diff_sees_padding(packed_pair: tuple[Path, Path], tmp_path: Path) -> No
     rewrite(other, f"{UP}.codes", -1)
     for pair in ((packed, other), (other, packed)):
         assert diff_packed(*pair).changed == {UP: ["the padding differs"]}
+
+
+def test_diff_of_weights_with_one_group_a_row(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{i}.safetensors" for i in range(2)]
+    for path in paths:
+        co.save_packed(path, {"w": co.reorder(co.quantize(torch.randn(64, 128), group_size=-1))})
+    changed = diff_packed(*paths).changed
+    assert list(changed) == ["w"]
+    assert any(text.startswith("scales: 64 of 64 differ") for text in changed["w"])
 
 
 def test_verify_sees_what_is_too_much(packed_pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -264,7 +264,8 @@ constexpr std::int64_t kMostRows = 1 << 20;
 
 py::object product(PyObject* const* arguments) {
   static Torch const torch;
-  static Name const dtype("dtype"), device("device"), shape("shape"), stride("stride");
+  static Name const dtype("dtype"), device("device"), shape("shape"), stride("stride"),
+      is_neg("is_neg");
   Weight* const known = native_of(arguments[0]);
   if (!known || known->gated || !known->is_current()) return py::none();
   Weight& weight = *known;
@@ -284,7 +285,7 @@ py::object product(PyObject* const* arguments) {
   if (problem.x_type == DataType::kNone || (quantizes && !has_integer_codes(weight)) ||
       (wide && on_gpu && !quantizes) || (wide && torch.says(torch.any_autocast)))
     return py::none();
-  if (!get(x, device).equal(weight.device)) return py::none();
+  if (!get(x, device).equal(weight.device) || call(x, is_neg).ptr() == Py_True) return py::none();
   py::object const sizes = get(x, shape);
   Rows const rows(sizes, call(x, stride), weight.k);
   if (rows.count < 1 || rows.count > kMostRows) return py::none();

@@ -561,7 +561,8 @@ def _part_changes(part: str, a: Tensor, b: Tensor) -> list[str]:
         return [f"{part} are {_spec(a)} and {_spec(b)}"]
     if _same_bits(a, b):
         return []
-    x, y = (t.contiguous().reshape(-1, 1).view(torch.uint8).reshape(t.numel(), -1) for t in (a, b))
+    # Flat first: a dimension of one element may keep another stride than views need.
+    x, y = (t.reshape(-1).view(torch.uint8).reshape(t.numel(), -1) for t in (a, b))
     wrong = (x != y).any(1)
     place = [int(i) for i in torch.unravel_index(wrong.int().argmax(), a.shape)]
     return [f"{part}: {int(wrong.sum())} of {wrong.numel()} differ, the first at {place}"]

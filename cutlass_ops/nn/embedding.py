@@ -43,7 +43,7 @@ class _Lookup(PackedState):
             raise ValueError(reference.CONVOLUTION.format(packed.kernel_size))
         packed.check_plain(type(self).__name__)
         if dtype not in DATA_TYPES:
-            raise TypeError(f"dtype is {dtype}; supported are float16, bfloat16 and float32")
+            raise TypeError(f"dtype is {dtype!r}; supported are float16, bfloat16 and float32")
         self.num_embeddings, self.embedding_dim = packed.shape
         self.dtype, self.padding_idx, self.scale = dtype, padding_idx, scale
 

@@ -344,12 +344,15 @@ class _Shared:
         """The other things that a result depends on."""
         if torch.compiler.is_compiling():
             return ()
-        # Inference tensors do not count in-place writes.
-        version = None if x.is_inference() else x._version
+        layer, kind = self.layer, x.device.type
+        tensors = (x, *(t for t in layer._buffers.values() if t is not None))
         return (
-            version,
+            # Inference tensors do not count in-place writes.
+            [None if t.is_inference() else t._version for t in tensors],
+            torch.is_inference_mode_enabled(),
             torch.is_grad_enabled() and x.requires_grad,
-            torch.is_autocast_enabled(x.device.type),
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+            (layer.act_quant, layer.act_symmetric, layer.activation),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -363,8 +366,10 @@ class FusedPart(PackedState):
 
     The first sibling that is called with an x multiplies x by the weights of all; the others, when
     they are called with that same tensor, take their columns of the result. Called in another
-    order, or alone, each still returns the right values, at the price of a product of all. The
-    parts are differentiable in x as :class:`MixedLinear` is.
+    order, or alone, each still returns the right values, at the price of a product of all. In
+    inference mode and in a compiled function x must not be written to between the siblings' calls.
+    The parts are differentiable in x as :class:`MixedLinear` is, in one graph: calls of
+    ``backward`` for one part after the other need ``retain_graph=True``.
 
     Attributes:
         in_features, out_features: of this part.

@@ -324,7 +324,7 @@ def _mixed_conv(
         arguments.check_residual(residual, weight, shape)
     if out_dtype is not None and out_dtype not in native.DATA_TYPES:
         raise TypeError(
-            f"out_dtype is {out_dtype}; supported are {arguments.dtype_names(native.DATA_TYPES)}"
+            f"out_dtype is {out_dtype!r}; supported are {arguments.dtype_names(native.DATA_TYPES)}"
         )
     if x.is_cuda and math.prod(shape) // weight.n > activations.MAX_M:
         raise ValueError(

@@ -211,7 +211,7 @@ def _check_static(
         arguments.check_frozen(weight)
     if out_dtype not in (*_INT8, torch.int32):
         raise TypeError(
-            f"out_dtype is {out_dtype}; supported are "
+            f"out_dtype is {out_dtype!r}; supported are "
             f"{arguments.dtype_names((*_INT8, torch.int32))}"
         )
     reference_conv.check_static_activation(activation)

@@ -159,7 +159,7 @@ def dequantize_4bit(
     formats.check_quant_type(quant_type)
     _check_code(code, packed.device)
     if dtype not in _FLOAT_TYPES:
-        raise TypeError(f"dtype is {dtype}; supported are float16, bfloat16, float32")
+        raise TypeError(f"dtype is {dtype!r}; supported are float16, bfloat16, float32")
     if any(extent < 0 for extent in shape):
         raise ValueError(f"shape is {tuple(shape)}; extents of at least 0 are expected")
     count = math.prod(shape)

@@ -53,7 +53,7 @@ def embedding(ids: Tensor, weight: PackedWeight, dtype: torch.dtype = torch.floa
             f"ids has dtype {dtype_names((ids.dtype,))}; supported are {dtype_names(_ID_TYPES)}"
         )
     if dtype not in DATA_TYPES:
-        raise TypeError(f"dtype is {dtype}; supported are {dtype_names(DATA_TYPES)}")
+        raise TypeError(f"dtype is {dtype!r}; supported are {dtype_names(DATA_TYPES)}")
     if weight.kernel_size:
         raise ValueError(reference.CONVOLUTION.format(weight.kernel_size))
     weight.check_plain("embedding")

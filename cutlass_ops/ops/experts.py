@@ -237,7 +237,7 @@ def grouped_gemm(
     _check_routing(routing, experts, x.shape[0], gathered)
     if out_dtype is not None and out_dtype not in native.DATA_TYPES:
         raise TypeError(
-            f"out_dtype is {out_dtype}; supported are {arguments.dtype_names(native.DATA_TYPES)}"
+            f"out_dtype is {out_dtype!r}; supported are {arguments.dtype_names(native.DATA_TYPES)}"
         )
     if bias is not None:
         arguments.check_float("bias", bias, experts.device)

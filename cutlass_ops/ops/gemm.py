@@ -206,6 +206,7 @@ def mixed_gemm(
         weight.check_sums()
     device, n, k = weight.device, weight.n, weight.k
     if isinstance(x, Tensor):
+        x = x.resolve_neg()
         dtype, shape = x.dtype, x.shape
         if dtype not in DATA_TYPES or x.device != device:
             check_float("x", x, device)
@@ -235,7 +236,7 @@ def mixed_gemm(
     if out_dtype is None:
         out_dtype = dtype
     elif out_dtype not in DATA_TYPES:
-        raise TypeError(f"out_dtype is {out_dtype}; supported are {dtype_names(DATA_TYPES)}")
+        raise TypeError(f"out_dtype is {out_dtype!r}; supported are {dtype_names(DATA_TYPES)}")
     if weight.gpu < 0 or not _C.built_with_cuda:
         check_device(device)
     elif dtype is torch.float32 and act_quant == "none" and isinstance(x, Tensor):
@@ -292,7 +293,7 @@ def dequantize(
         RuntimeError: a tensor of the packed weight requires a gradient.
     """
     if dtype not in DATA_TYPES:
-        raise TypeError(f"dtype is {dtype}; supported are {dtype_names(DATA_TYPES)}")
+        raise TypeError(f"dtype is {dtype!r}; supported are {dtype_names(DATA_TYPES)}")
     if isinstance(weight, QuantizedWeight):
         return reference.dequantize_weight(weight, dtype)
     if not isinstance(weight, PackedWeight):

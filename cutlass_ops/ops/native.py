@@ -58,6 +58,8 @@ def has_rows(x: Tensor) -> bool:
 
 def row_matrix(x: Tensor) -> Tensor:
     """``x`` as a matrix that :func:`has_rows`; copied only if it must be."""
+    if x.is_neg():  # a view of numbers with the other sign, as x.conj().imag is
+        x = x.resolve_neg()
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
     return x if has_rows(x) else x.contiguous()
