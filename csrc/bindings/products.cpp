@@ -330,6 +330,8 @@ PyObject* call_by_position(PyObject*, PyObject* const* arguments, Py_ssize_t cou
     error.set_error();
   } catch (std::invalid_argument const& error) {
     PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (std::bad_alloc const&) {
+    PyErr_NoMemory();
   } catch (std::exception const& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }

@@ -247,7 +247,14 @@ Status check_gemm(GemmProblem const& problem, Device const& device) {
   return check_architecture(problem.architecture, device);
 }
 
+Status check_device(Device const& device) {
+  if (device.multiprocessors > 0) return {};
+  return invalid("device.multiprocessors is " + std::to_string(device.multiprocessors) +
+                 "; at least 1 is expected");
+}
+
 Status check_architecture(int architecture, Device const& device) {
+  if (Status status = check_device(device); !status.ok()) return status;
   if (architecture >= 0 && architecture <= device.architecture) return {};
   return unsupported("architecture is " + std::to_string(architecture) + "; the GPU is sm_" +
                      std::to_string(device.architecture) +

@@ -50,7 +50,8 @@ Status check_plain_rows(PackedWeight const& weight, char const* operation);
 // Checks of a product on any device, and on a GPU.
 Status check_product(GemmProblem const& problem);
 Status check_gemm(GemmProblem const& problem, Device const& device);
-// Whether the device runs kernels of the architecture; 0: its own.
+Status check_device(Device const& device);
+// Whether the device runs kernels of the architecture; 0: its own. Checks the device, too.
 Status check_architecture(int architecture, Device const& device);
 // Checks of the result's memory and the workspace, which a plan does not cover, for one row or
 // more.

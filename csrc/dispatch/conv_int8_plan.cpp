@@ -318,7 +318,9 @@ ConvPlan plan_depthwise(ConvProblem const& p, Device const& device) {
 }  // namespace
 
 Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<ConvPlan>* plans) {
+  if (!plans) return invalid("plans is a null pointer");
   if (Status status = check_conv(p); !status.ok()) return {status.code, status.text + shape(p)};
+  if (Status status = check_device(device); !status.ok()) return status;
   if (device.architecture < 80) {
     return unsupported("the GPU has compute capability " +
                        std::to_string(device.architecture / 10) + "." +
@@ -380,6 +382,7 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
 }
 
 Status plan_conv_int8(ConvProblem const& problem, Device const& device, ConvPlan* plan) {
+  if (!plan) return invalid("plan is a null pointer");
   std::vector<ConvPlan> plans;
   Status status = plans_conv_int8(problem, device, &plans);
   if (status.ok()) *plan = plans.front();

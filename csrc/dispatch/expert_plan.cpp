@@ -248,6 +248,7 @@ bool plan_product(GroupedGemm const& gemm, RouteProblem const& r, Device const& 
 }  // namespace
 
 Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) {
+  if (!plan) return invalid("plan is a null pointer");
   if (Status status = check_moe(problem, device); !status.ok()) return status;
   *plan = {};
   RouteProblem const& r = problem.route;

@@ -64,6 +64,7 @@ void start_quantizer(GemmProblem const& problem, Plan* plan) {
 }
 
 Status plan(GemmProblem const& problem, Device const& device, Plan* plan) {
+  if (!plan) return invalid("plan is a null pointer");
   if (Status status = check_gemm(problem, device); !status.ok()) return status;
   *plan = {};
   if (Status status = select(problem, device, plan); !status.ok()) return status;

@@ -483,6 +483,34 @@ TEST(Checks, NameThePointerOfEveryOperator) {
   EXPECT_EQ(check_awq_gemm(awq, &some_byte, 128, 65, &some_byte).code, Status::kUnsupported);
 }
 
+TEST(Plans, NeedMultiprocessorsAndAPlaceForTheResult) {
+  GemmProblem const p = problem(5, 192, 576);
+  ConvProblem conv;
+  conv.weight.n = conv.weight.channels = conv.channels = 32;
+  conv.weight.height = conv.weight.width = 3;
+  conv.weight.codes = reinterpret_cast<int8_t*>(&some_byte), conv.weight.scales = some_book;
+  conv.x = &some_byte, conv.batch = 1, conv.height = conv.width = 8;
+  for (int multiprocessors : {0, -5}) {
+    Device device = kHopper;
+    device.multiprocessors = multiprocessors;
+    Plan chosen;
+    ConvPlan chosen_conv;
+    for (Status const& status :
+         {plan(p, device, &chosen), plan_conv_int8(conv, device, &chosen_conv)}) {
+      EXPECT_EQ(status.code, Status::kInvalid);
+      EXPECT_NE(status.text.find("multiprocessors is " + std::to_string(multiprocessors)),
+                std::string::npos)
+          << status.text;
+    }
+  }
+  for (Status const& status :
+       {plan(p, kHopper, nullptr), plan_conv_int8(conv, kHopper, nullptr),
+        plans_conv_int8(conv, kHopper, nullptr), plan_moe(MoeProblem(), kHopper, nullptr)}) {
+    EXPECT_EQ(status.code, Status::kInvalid);
+    EXPECT_NE(status.text.find("null pointer"), std::string::npos) << status.text;
+  }
+}
+
 TEST(Checks, NameTheFieldOfAConvolution) {
   auto const text = [](std::function<void(ConvProblem&)> const& change) {
     ConvProblem p;

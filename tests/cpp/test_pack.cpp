@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <new>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -10,6 +11,7 @@
 
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/pack.h"
+#include "host/threads.h"
 
 namespace cutlass_ops {
 namespace {
@@ -141,6 +143,20 @@ TEST(PackErrors, NameANullPointer) {
         EXPECT_EQ(error.what(), std::string(name) + " is a null pointer");
       }
     }
+  }
+}
+
+TEST(Threads, ThrowWhatWorkThrows) {
+  for (int threads : {1, 2, 4}) {
+    for (int64_t at : {0, 500, 999}) {
+      auto const work = [at](int64_t index) {
+        if (index == at) throw std::bad_alloc();
+      };
+      EXPECT_THROW(for_each_index(1000, 1, threads, work), std::bad_alloc);
+    }
+    std::atomic<int> calls{0};
+    for_each_index(1000, 7, threads, [&](int64_t) { ++calls; });
+    EXPECT_EQ(calls, 1000);
   }
 }
 
