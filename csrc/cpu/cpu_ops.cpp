@@ -585,7 +585,8 @@ Status cpu_gemm(GemmProblem const& problem, int threads) {
   if (threads < 0)
     return {Status::kInvalid,
             "threads is " + std::to_string(threads) + "; 0 (every core) and up is expected"};
-  Status const status = check_addresses({{"out", problem.out, bytes_of(problem.out_type)}});
+  Status const status =
+      check_addresses({{"out", problem.out, bytes_of(problem.out_type), problem.m > 0}});
   if (!status.ok() || problem.m == 0) return status;
   cpu_mixed_gemm(problem, threads > 0 ? threads : core_count());
   return {};

@@ -94,9 +94,7 @@ Status check_weight(PackedWeight const& w) {
     return invalid("n is " + std::to_string(w.n) +
                    "; a gated weight has a multiple of 16 rows, eight of gate's and eight of up's");
   }
-  bool group_fits =
-      w.group_size == -1 || has_short_groups(w) || (w.group_size > 0 && w.group_size % 128 == 0);
-  if (!group_fits) {
+  if (!is_group_size(w.group_size)) {
     return unsupported("group_size is " + std::to_string(w.group_size) +
                        "; supported are 16, 32, 64, multiples of 128, and -1");
   }

@@ -45,6 +45,11 @@ inline bool zeros_fit_int8(PackedWeight const& w) {
 inline bool has_short_groups(PackedWeight const& w) {
   return w.group_size == 16 || w.group_size == 32 || w.group_size == 64;
 }
+// Whether weights may have groups of so many columns; -1: a group a row.
+inline bool is_group_size(int group_size) {
+  return group_size == -1 || group_size == 16 || group_size == 32 || group_size == 64 ||
+         (group_size > 0 && group_size % kKPerTile == 0);
+}
 
 // Whether scales have x's type.
 inline bool has_own_scales(PackedWeight const& w, DataType x_type) {

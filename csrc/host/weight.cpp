@@ -14,7 +14,7 @@ namespace cutlass_ops {
 namespace {
 
 int64_t groups_of(CanonicalWeight const& w) {
-  return w.group_size == -1 ? 1 : ceil_div(w.k, w.group_size);
+  return w.group_size > 0 ? ceil_div(w.k, w.group_size) : 1;
 }
 
 // Where the parts start in the buffer, and its end.
@@ -70,8 +70,7 @@ Status check(CanonicalWeight const& weight, void const* buffer) {
 }  // namespace
 
 size_t weight_bytes(CanonicalWeight const& weight) {
-  bool const sized =
-      weight.n > 0 && weight.k > 0 && (weight.group_size == -1 || weight.group_size > 0);
+  bool const sized = weight.n > 0 && weight.k > 0 && is_group_size(weight.group_size);
   return sized && find_format(weight.format) ? Places(weight).end : 0;
 }
 

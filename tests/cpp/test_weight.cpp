@@ -129,7 +129,8 @@ TEST(Weight, NamesTheFieldThatDoesNotFit) {
   expect_refused(changed([](auto& w) { w.scale_type = DataType::kNone; }), packed.data(),
                  "scale_type");
   EXPECT_EQ(weight_bytes(changed([](auto& w) { w.format = Format(99); })), 0u);
-  EXPECT_EQ(weight_bytes(changed([](auto& w) { w.group_size = 0; })), 0u);
+  for (int group_size : {0, 7, 48})
+    EXPECT_EQ(weight_bytes(changed([=](auto& w) { w.group_size = group_size; })), 0u);
   EXPECT_EQ(weight_bytes(changed([](auto& w) { w.k = 0; })), 0u);
   source.zeros[3] = 16;
   expect_refused(source.weight, packed.data(),
@@ -148,6 +149,9 @@ TEST(Weight, RefusesOptionsThatHostProductsLack) {
   problem.x = x.data(), problem.x_type = DataType::kFloat32, problem.x_stride = 200;
   problem.out = y.data(), problem.out_type = DataType::kFloat32;
   ASSERT_TRUE(cpu_gemm(problem).ok());
+  GemmProblem empty = problem;
+  empty.m = 0, empty.x = nullptr, empty.out = nullptr;  // what an empty std::vector has
+  EXPECT_TRUE(cpu_gemm(empty).ok());
   auto const refused = [&](auto change, char const* text) {
     GemmProblem changed = problem;
     change(changed);
