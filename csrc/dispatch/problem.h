@@ -42,12 +42,13 @@ inline int table_bytes(PackedWeight const& w) { return info(w.format).table_byte
 inline bool zeros_fit_int8(PackedWeight const& w) {
   return !w.zeros || info(w.format).zeros_fit_int8;
 }
-inline bool has_short_groups(PackedWeight const& w) {
-  return w.group_size == 16 || w.group_size == 32 || w.group_size == 64;
+inline bool is_short_group(int group_size) {
+  return group_size == 16 || group_size == 32 || group_size == 64;
 }
+inline bool has_short_groups(PackedWeight const& w) { return is_short_group(w.group_size); }
 // Whether weights may have groups of so many columns; -1: a group a row.
 inline bool is_group_size(int group_size) {
-  return group_size == -1 || group_size == 16 || group_size == 32 || group_size == 64 ||
+  return group_size == -1 || is_short_group(group_size) ||
          (group_size > 0 && group_size % kKPerTile == 0);
 }
 
