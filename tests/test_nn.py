@@ -438,6 +438,24 @@ def test_fused_layers_keep_no_result_of_what_has_changed(change: str) -> None:
     assert not y.is_inference()
 
 
+def test_fused_layers_share_a_result_where_a_hook_brings_the_weight() -> None:
+    model = Attention(projections())
+    co.fuse_linears(model)
+    layer = model.qkv_proj
+
+    def bring(*args: Any) -> None:
+        if not counted.calls:
+            scales = torch.empty_like(layer.scales)
+            for _ in range(9):  # a copy that is written to more often than the first
+                scales.copy_(layer.scales)
+            layer.scales = scales
+
+    layer.register_forward_pre_hook(bring)
+    counted = Counted(layer)
+    model(whole_numbers(3, K))
+    assert counted.calls == 1
+
+
 def test_fused_layers_move_copy_pickle_and_have_one_copy_of_the_weights() -> None:
     model = Attention(projections(), "block")
     x = whole_numbers(3, K)

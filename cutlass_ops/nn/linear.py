@@ -328,9 +328,10 @@ class _Shared:
                 whole.narrow(-1, start, size)
                 for start, size in zip(starts, self.sizes, strict=True)
             ]
-            parts, y = [*views], views[index]
+            # Hooks of the layer may have moved the weight.
+            parts, y, state = [*views], views[index], self._state(x)
         parts[index] = None
-        # Nothing is kept once all have their parts. Hooks of the layer may have moved the weight.
+        # Nothing is kept once all have their parts.
         self.last = (
             (self._tensors(x), state, parts) if any(part is not None for part in parts) else None
         )
